@@ -1,0 +1,53 @@
+# `make serve` and `make test` set up all they need: a virtual environment, pinned packages, the CPU kernels.
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PORT  ?=
+MODEL ?=
+ARGS  ?=
+HOST   =
+VENV  ?= .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# The first Python of at least 3.11; name another with PYTHON=...
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
+	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+
+.PHONY: help install serve test lint format wheel clean
+
+help:
+	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path or hub id] [ARGS="more flags"]'
+	@echo 'make test  [ARGS="-k name"]    make lint    make format    make install    make wheel    make clean'
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
+	@test -n '$(PYTHON)' || { echo 'Quire needs Python 3.11 or newer with its venv module' \
+		'(Debian, Ubuntu: apt install python3-venv). Name one with PYTHON=...'; exit 1; }
+	@test -x $(BIN)/pip || { echo 'Creating $(VENV) with $(PYTHON)'; $(PYTHON) -m venv --clear $(VENV); }
+	@echo 'Installing pinned packages and building the CPU kernels; the first time takes a few minutes'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+serve: $(READY)
+	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+wheel: $(READY)
+	@$(BIN)/python -m build --wheel --no-isolation
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis kernels/cpu/*.so
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -f $(READY)

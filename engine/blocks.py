@@ -1,0 +1,112 @@
+"""The pool of KV pages: ids with reference counts, and which of them hold the KV of which token prefix. No tensors.
+
+A full page is known by a hash of everything before and in it, so equal prefixes find each other's pages (automatic
+prefix caching). A page nobody holds keeps its content, and its hash, until it is needed for something else: pages
+without a hash go first, then the least recently freed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+
+def root_hash(salt: str) -> bytes:
+    """The parent of a sequence's first page: prefixes of different salts never meet."""
+    return blake2b(salt.encode(), digest_size=16).digest()
+
+
+def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """16 bytes that stand for a page's tokens and all before them."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+class BlockPool:
+    """Hands out page ids 0 to num_blocks - 1. Not thread-safe; one scheduler owns it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages whose content can be found by its hash, held or free."""
+        return len(self._block_of)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages of undefined content, one reference each. The caller has checked num_free."""
+        assert count <= len(self._free), "allocation beyond the pool"
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def lookup(self, digests: Iterable[bytes]) -> list[int]:
+        """Pages of the longest prefix of `digests` that is cached. No reference is taken: see `share`."""
+        found = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of these nobody holds, so that sharing them makes num_free smaller."""
+        return sum(self._references[block] == 0 for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Take one more reference of each."""
+        for block in blocks:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Make a full page findable. If another page holds the same content already, that one stays the known one."""
+        assert self._references[block] > 0, "registering a page that nobody holds"
+        if digest not in self._block_of and block not in self._hash_of:
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give one reference of each back; pages at the end of a prefix are reused before those at its beginning."""
+        for block in reversed(blocks):
+            self._references[block] -= 1
+            assert self._references[block] >= 0, f"page {block} was released twice"
+            if self._references[block] == 0:
+                self._free[block] = None
+                if block not in self._hash_of:
+                    self._free.move_to_end(block, last=False)
+
+    def clear_cache(self) -> None:
+        """Forget all cached content; pages that are held stay held."""
+        for block in list(self._hash_of):
+            self._forget(block)
+
+    def audit(self) -> None:
+        """Assert what must hold between any two calls."""
+        assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
+        assert {digest: block for block, digest in self._hash_of.items()} == self._block_of
+
+    def _forget(self, block: int) -> None:
+        digest = self._hash_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]

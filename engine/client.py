@@ -1,0 +1,152 @@
+"""How the server reaches an engine: one interface, two bodies (in this process, in a process of its own)."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from engine.errors import EngineError, QuireError
+from engine.types import EngineInfo, EngineStats, Request, RequestOutput
+
+
+class OutputStream:
+    """The outputs of a group of requests (the n choices of one call), in the order they come.
+
+    Iterating gives, each time, a list with at most one RequestOutput per request: what arrived since the last time,
+    merged, so a slow reader gets fewer and larger pieces. It ends when every request of the group has ended, and raises
+    EngineError when the engine is gone. Call `close()` when done: what still runs is aborted.
+    """
+
+    def __init__(self, client: EngineClient, ids: Iterable[str]) -> None:
+        self._client = client
+        self._open = set(ids)
+        self._pending: dict[str, RequestOutput] = {}
+        self._error: QuireError | None = None
+        self._ready = asyncio.Event()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> list[RequestOutput]:
+        if not self._pending and self._error is None:
+            if not self._open:
+                raise StopAsyncIteration
+            self._ready.clear()
+            await self._ready.wait()
+        if self._pending:
+            outputs = list(self._pending.values())
+            self._pending.clear()
+            return outputs
+        if self._error is not None:
+            raise self._error
+        raise StopAsyncIteration
+
+    def push(self, output: RequestOutput) -> None:
+        """Called by the client."""
+        if output.id not in self._open:
+            return
+        before = self._pending.get(output.id)
+        self._pending[output.id] = output if before is None else merge(before, output)
+        if output.finish_reason is not None:
+            self._open.discard(output.id)
+        self._ready.set()
+
+    def fail(self, error: QuireError) -> None:
+        """Called by the client: no output will come any more."""
+        self._open.clear()
+        self._error = error
+        self._ready.set()
+
+    def abort(self, request_id: str) -> None:
+        """End one request of the group now; nothing more is heard of it."""
+        if request_id in self._open:
+            self._open.discard(request_id)
+            self._client.forget(request_id)
+            self._ready.set()
+
+    def close(self) -> None:
+        for request_id in list(self._open):
+            self.abort(request_id)
+
+
+def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Two outputs of one request, in order, as one."""
+    return RequestOutput(
+        id=first.id,
+        new_ids=first.new_ids + second.new_ids,
+        logprobs=None
+        if first.logprobs is None and second.logprobs is None
+        else (first.logprobs or []) + (second.logprobs or []),
+        prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        finish_reason=second.finish_reason,
+        stop_reason=second.stop_reason,
+        cached_tokens=max(first.cached_tokens, second.cached_tokens),
+        error=second.error,
+    )
+
+
+class EngineClient(ABC):
+    """Submits requests and hands out their outputs. All methods are called from one event loop."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+        self._streams: dict[str, OutputStream] = {}
+        self._dead: QuireError | None = None
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Start the engine and wait until it is ready. Raises ConfigError or EngineError with its last words."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End the engine; open streams fail with EngineError."""
+
+    @abstractmethod
+    def _send(self, requests: Sequence[Request]) -> None: ...
+
+    @abstractmethod
+    def _send_abort(self, request_id: str) -> None: ...
+
+    @property
+    def alive(self) -> bool:
+        return self._dead is None
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Submit a group; ids must be new. Raises EngineError when the engine is gone."""
+        if self._dead is not None:
+            raise self._dead
+        stream = OutputStream(self, [request.id for request in requests])
+        for request in requests:
+            assert request.id not in self._streams, f"request id {request.id} is in use"
+            self._streams[request.id] = stream
+        self._send(requests)
+        return stream
+
+    def forget(self, request_id: str) -> None:
+        """Abort a request and drop its outputs. Called by its stream."""
+        if self._streams.pop(request_id, None) is not None and self._dead is None:
+            self._send_abort(request_id)
+
+    def _deliver(self, outputs: Iterable[RequestOutput], stats: EngineStats) -> None:
+        self.stats = stats
+        for output in outputs:
+            stream = self._streams.get(output.id)
+            if stream is None:
+                continue
+            if output.finish_reason is not None:
+                del self._streams[output.id]
+            stream.push(output)
+
+    def _fail(self, message: str) -> None:
+        """The engine is gone: every open stream ends with an error."""
+        if self._dead is None:
+            self._dead = EngineError(message)
+            streams = {id(stream): stream for stream in self._streams.values()}
+            self._streams.clear()
+            for stream in streams.values():
+                stream.fail(self._dead)

@@ -1,0 +1,41 @@
+"""How an engine is set up: one frozen model, filled from flags, QUIRE_* environment variables and a TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEMO_MODEL = str(Path(__file__).resolve().parent.parent / "configs" / "demo")
+"""The embedded model."""
+
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+class EngineConfig(BaseSettings):
+    """Fields keep vLLM's flag names where the meaning is the same."""
+
+    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="QUIRE_", protected_namespaces=())
+
+    model: str = Field(DEMO_MODEL, description="Local directory or hub id; default: the embedded story-teller")
+    tokenizer: str | None = Field(None, description="Directory or hub id of the tokenizer, if not the model's")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub id")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, nothing is read")
+    dtype: Dtype = Field(
+        "auto", description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 on CPU for float16"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
+    attention_backend: str = Field("auto", description="Attention kernels: auto, cpu or reference")
+    max_model_len: int | None = Field(
+        None, ge=1, description="Context length in tokens; default: what the memory allows"
+    )
+    max_num_seqs: int = Field(256, ge=1, le=4096, description="Most sequences in one step")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens in one step; longer prompts are chunked")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use")
+    kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to memory")
+    num_kv_blocks: int | None = Field(None, ge=1, description="Pages of the KV cache, instead of a size in GiB")
+    enable_prefix_caching: bool = Field(True, description="Reuse the KV of prompts that start alike")
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    seed: int = Field(0, description="Seed of dummy weights")

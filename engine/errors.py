@@ -1,0 +1,52 @@
+"""Everything Quire raises on purpose, in one tree. server/errors.py holds the table from here to HTTP statuses.
+
+QuireError
+├── InvalidRequest            the caller's mistake: names the parameter
+│   └── ContextLengthExceeded prompt longer than the model's context
+├── ModelNotFound             a request names a model that is not served
+├── Overloaded                no room now, later perhaps
+├── EngineError               the engine failed a request, or is gone
+└── ConfigError               a bad flag, file or environment variable: names the key; ends the start
+    └── ModelError            the model's files cannot be found, read or understood
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of all; `str(error)` is the message for the user, without paths of ours or stack traces."""
+
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(QuireError):
+    pass
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(QuireError):
+    code = "model_not_found"
+
+
+class Overloaded(QuireError):
+    code = "overloaded"
+
+
+class EngineError(QuireError):
+    code = "engine_error"
+
+
+class ConfigError(QuireError):
+    pass
+
+
+class ModelError(ConfigError):
+    pass

@@ -1,0 +1,212 @@
+"""Offline generation, with the names people know: `LLM(model).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from engine.chat_template import ChatRenderer
+from engine.config import EngineConfig
+from engine.detokenizer import TextStream
+from engine.errors import EngineError, InvalidRequest
+from engine.local import LocalClient
+from engine.model_files import resolve_model
+from engine.tokenizer import Tokenizer
+from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class Completion:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string or the id of stop_token_ids that ended it."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """A prompt with its n answers."""
+
+    prompt: str | None
+    """None where the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A model in this process. `options` are EngineConfig's fields. Raises ConfigError for what cannot start.
+
+    Usable from scripts and notebooks alike: the engine has a thread and an event loop of its own.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
+        self.tokenizer = Tokenizer.load(resolve_model(config.tokenizer or config.model, config.revision))
+        self._renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
+        self._thread.start()
+        self._client = LocalClient(config)
+        self.info = self._run(self._client.start())
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[Generation]:
+        """Answer one prompt or many, texts or token ids, in their order. One `params` for all, or one for each.
+
+        Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
+        """
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many: list[Any] = [prompts] if alone else list(prompts)
+        return self._answer([self._encode(prompt, special=True) for prompt in many], params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[Generation]:
+        """Answer one conversation or many, rendered by the model's chat template."""
+        many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        rendered = [self._renderer.render(talk) for talk in many]
+        return self._answer([self._encode(text, special=False) for text in rendered], params, use_tqdm)
+
+    def close(self) -> None:
+        """End the engine; the object is of no use afterwards."""
+        self._run(self._client.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    def _encode(self, prompt: Prompt, *, special: bool) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt, add_special_tokens=special)
+        return None, list(prompt)
+
+    def _answer(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[Generation]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise InvalidRequest(f"{len(params)} params for {len(prompts)} prompts", param="params")
+        self._check([ids for _, ids in prompts])
+        progress = Progress(
+            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), disable=not show_progress
+        )
+        with progress:
+            task = progress.add_task("", total=len(prompts))
+            return self._run(self._generate_all(prompts, params, progress, task))
+
+    def _check(self, prompts: Sequence[list[int]]) -> None:
+        info, vocab = self.info, self.tokenizer.vocab_size
+        for index, ids in enumerate(prompts):
+            if not ids:
+                raise InvalidRequest(f"prompt {index} is empty", param="prompts")
+            if len(ids) >= info.max_model_len:
+                raise InvalidRequest(
+                    f"prompt {index} has {len(ids)} tokens, the context is {info.max_model_len}", param="prompts"
+                )
+            if outside := [token for token in ids if not 0 <= token < vocab]:
+                raise InvalidRequest(
+                    f"prompt {index}: token id {outside[0]} is outside the vocabulary", param="prompts"
+                )
+
+    async def _generate_all(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        progress: Progress,
+        task: TaskID,
+    ) -> list[Generation]:
+        async def one(prompt: tuple[str | None, list[int]], own: SamplingParams) -> Generation:
+            generation = await self._generate(prompt, own)
+            progress.advance(task)
+            return generation
+
+        return list(await asyncio.gather(*map(one, prompts, params)))
+
+    async def _generate(self, prompt: tuple[str | None, list[int]], params: SamplingParams) -> Generation:
+        text, ids = prompt
+        name, seed = secrets.token_hex(8), secrets.randbits(63) if params.seed is None else params.seed
+        names = [f"{name}-{index}" for index in range(params.n)]
+        requests = [
+            Request(id=each, prompt_ids=ids, params=params, seed=seed + index) for index, each in enumerate(names)
+        ]
+        answers = {each: _Answer(self.tokenizer, ids, params, index) for index, each in enumerate(names)}
+        generation = Generation(text, ids, [answer.completion for answer in answers.values()])
+        stream = self._client.submit(requests)
+        try:
+            async for outputs in stream:
+                for output in outputs:
+                    if output.error is not None:
+                        raise EngineError(output.error)
+                    generation.prompt_logprobs = output.prompt_logprobs or generation.prompt_logprobs
+                    generation.num_cached_tokens = max(generation.num_cached_tokens, output.cached_tokens)
+                    if answers[output.id].add(output):
+                        stream.abort(output.id)
+        finally:
+            stream.close()
+        return generation
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run on the engine's loop and wait; an interrupt of the waiting thread cancels the work."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class _Answer:
+    """One answer while it grows."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], params: SamplingParams, index: int) -> None:
+        self.completion = Completion(index)
+        self._text = TextStream(
+            tokenizer,
+            prompt_ids=prompt_ids,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+
+    def add(self, output: RequestOutput) -> bool:
+        """Take an output in. True: a stop string ended the answer before the engine did."""
+        completion = self.completion
+        delta = self._text.push(output.new_ids, final=output.finish_reason is not None)
+        completion.text += delta.text
+        completion.token_ids += output.new_ids[: delta.used]
+        if output.logprobs is not None:
+            completion.logprobs = (completion.logprobs or []) + output.logprobs[: delta.used]
+        if delta.stop_string is not None:
+            completion.finish_reason, completion.stop_reason = "stop", delta.stop_string
+            return output.finish_reason is None
+        completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
+        return False

@@ -1,0 +1,189 @@
+"""One decoder-only transformer with parameters for what the families differ in. It knows no request and no scheduler.
+
+Pre-norm blocks of grouped-query attention and a gated MLP (Touvron et al., 2023). A family's file maps a config.json
+to a DecoderSpec; nothing else of it is code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.parameters import FusedLinear, Parameter, ParameterTable
+from engine.layers.rope import rope_table
+from engine.model_files import ModelConfig
+from kernels.attention import AttentionMetadata, Backend
+
+KVCache = list[tuple[Tensor, Tensor]]
+"""Per layer: key pages and value pages, of the shape the backend asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """A decoder's shape, and the switches that tell families apart."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tie_embeddings: bool
+    rope: dict[str, Any]
+    windows: tuple[int | None, ...]
+    """Per layer: keys a query sees, itself included; None: all."""
+    rotated: tuple[bool, ...]
+    """Per layer: whether positions are rotated in (False: NoPE)."""
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm of every query and key head before the rotation."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+
+def base_spec(config: ModelConfig) -> dict[str, Any]:
+    """The DecoderSpec fields every family reads alike: full attention, rotated, no biases."""
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "norm_eps": config.norm_eps,
+        "tie_embeddings": config.tie_embeddings,
+        "rope": config.rope,
+        "windows": (None,) * config.num_layers,
+        "rotated": (True,) * config.num_layers,
+    }
+
+
+class Decoder:
+    """Weights and the forward pass. Fill it by way of `parameters()` before use."""
+
+    def __init__(self, spec: DecoderSpec, backend: Backend, *, device: torch.device, max_model_len: int) -> None:
+        self.spec = spec
+        self._backend = backend
+        self._cos_sin = rope_table(spec.rope, spec.head_dim, max_model_len).to(device)
+        self._layers = [_Layer(spec, backend, index) for index in range(spec.num_layers)]
+        self._embedding: Tensor | None = None
+        self._norm: Tensor | None = None
+        self._head = FusedLinear(backend, spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
+
+    def parameters(self) -> ParameterTable:
+        """Every tensor the model takes, by its name in the checkpoint."""
+        embedding_shape = (self.spec.vocab_size, self.spec.hidden_size)
+        table = {
+            "model.embed_tokens.weight": Parameter(embedding_shape, self._put_embedding),
+            "model.norm.weight": Parameter((self.spec.hidden_size,), self._put_norm),
+        }
+        if not self.spec.tie_embeddings:
+            table |= self._head.parameters()
+        for layer in self._layers:
+            table |= layer.parameters()
+        return table
+
+    def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
+        """Hidden states [R, hidden] of the tokens at `rows` [R], after storing all T tokens' keys and values."""
+        assert self._embedding is not None
+        assert self._norm is not None
+        x, residual = F.embedding(token_ids, self._embedding), None
+        for layer, (k_cache, v_cache) in zip(self._layers, kv_cache, strict=True):
+            last = layer is self._layers[-1]
+            x, residual = layer.forward(x, residual, self._cos_sin, metadata, k_cache, v_cache, rows if last else None)
+        assert residual is not None
+        return self._backend.add_rms_norm(x, residual, self._norm, self.spec.norm_eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, hidden] to [R, vocab] float32."""
+        return self._head(hidden).float()
+
+    def _put_embedding(self, tensor: Tensor) -> None:
+        self._embedding = tensor
+        if self.spec.tie_embeddings:
+            self._head.parameters()["lm_head.weight"].put(tensor)
+
+    def _put_norm(self, tensor: Tensor) -> None:
+        self._norm = tensor
+
+
+class _Layer:
+    def __init__(self, spec: DecoderSpec, backend: Backend, index: int) -> None:
+        self._spec = spec
+        self._backend = backend
+        self._window = spec.windows[index]
+        self._rotated = spec.rotated[index]
+        self._prefix = prefix = f"model.layers.{index}"
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
+        gate_up = {f"{mlp}.gate_proj": spec.intermediate_size, f"{mlp}.up_proj": spec.intermediate_size}
+        self._qkv = FusedLinear(backend, spec.hidden_size, qkv, bias=spec.qkv_bias)
+        self._out = FusedLinear(backend, q_size, {f"{attention}.o_proj": spec.hidden_size}, bias=spec.out_bias)
+        self._gate_up = FusedLinear(backend, spec.hidden_size, gate_up, bias=spec.mlp_bias)
+        self._down = FusedLinear(
+            backend, spec.intermediate_size, {f"{mlp}.down_proj": spec.hidden_size}, bias=spec.mlp_bias
+        )
+        self._norms: dict[str, Tensor] = {}
+
+    def parameters(self) -> ParameterTable:
+        hidden, head = (self._spec.hidden_size,), (self._spec.head_dim,)
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if self._spec.qk_norm:
+            norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
+        table = {
+            f"{self._prefix}.{name}.weight": Parameter(shape, lambda tensor, name=name: self._put_norm(name, tensor))  # type: ignore[misc]
+            for name, shape in norms.items()
+        }
+        for linear in (self._qkv, self._out, self._gate_up, self._down):
+            table |= linear.parameters()
+        return table
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos_sin: Tensor,
+        metadata: AttentionMetadata,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(output of the MLP, residual stream), the sum still to be made; `rows`: go on with these tokens alone."""
+        spec, backend, norms = self._spec, self._backend, self._norms
+        if residual is None:
+            x, residual = backend.rms_norm(x, norms["input_layernorm"], spec.norm_eps), x
+        else:
+            x, residual = backend.add_rms_norm(x, residual, norms["input_layernorm"], spec.norm_eps)
+        q = backend.rope_store(
+            self._qkv(x),
+            cos_sin,
+            norms.get("self_attn.q_norm"),
+            norms.get("self_attn.k_norm"),
+            spec.norm_eps,
+            k_cache,
+            v_cache,
+            metadata,
+            head_dim=spec.head_dim,
+            rotate=self._rotated,
+        )
+        scale = spec.head_dim**-0.5
+        attended = backend.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=self._window).flatten(1)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
+        x, residual = backend.add_rms_norm(
+            self._out(attended), residual, norms["post_attention_layernorm"], spec.norm_eps
+        )
+        return self._down(backend.silu_mul(self._gate_up(x))), residual
+
+    def _put_norm(self, name: str, tensor: Tensor) -> None:
+        self._norms[name] = tensor

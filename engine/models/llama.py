@@ -1,0 +1,11 @@
+"""Llama 2 and 3 (Touvron et al., 2023; Dubey et al., 2024), and the many models of that shape."""
+
+from engine.model_files import ModelConfig
+from engine.models.decoder import DecoderSpec, base_spec
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    bias = bool(config.raw.get("attention_bias", False))
+    return DecoderSpec(
+        **base_spec(config), qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.raw.get("mlp_bias", False))
+    )

@@ -1,0 +1,9 @@
+"""Mistral 7B and its kin (Jiang et al., 2023): a Llama whose every layer may have a sliding window."""
+
+from engine.model_files import ModelConfig
+from engine.models.decoder import DecoderSpec, base_spec
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    window = config.raw.get("sliding_window", 4096)
+    return DecoderSpec(**base_spec(config) | {"windows": (window,) * config.num_layers})

@@ -1,0 +1,17 @@
+"""Qwen2 and Qwen2.5 (Yang et al., 2024): biases on query, key and value; some models slide a window in upper layers."""
+
+from engine.model_files import ModelConfig
+from engine.models.decoder import DecoderSpec, base_spec
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    return DecoderSpec(**base_spec(config) | {"windows": layer_windows(config)}, qkv_bias=True)
+
+
+def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
+    """Per layer, from layer_types, or in older files from max_window_layers: the layers from it on slide."""
+    window = config.raw.get("sliding_window") if config.raw.get("use_sliding_window") else None
+    first = config.raw.get("max_window_layers", config.num_layers)
+    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(config.num_layers)]
+    types = config.raw.get("layer_types") or default
+    return tuple(window if kind == "sliding_attention" else None for kind in types)

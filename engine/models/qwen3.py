@@ -1,0 +1,12 @@
+"""Qwen3, dense (Yang et al., 2025): RMSNorm on every query and key head, no biases by default."""
+
+from engine.model_files import ModelConfig
+from engine.models.decoder import DecoderSpec, base_spec
+from engine.models.qwen2 import layer_windows
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    bias = bool(config.raw.get("attention_bias", False))
+    return DecoderSpec(
+        **base_spec(config) | {"windows": layer_windows(config)}, qkv_bias=bias, out_bias=bias, qk_norm=True
+    )

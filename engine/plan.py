@@ -1,0 +1,100 @@
+"""The arithmetic of memory: what a page of KV costs, how many fit, and how long a context that allows. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ConfigError
+from engine.model_files import ModelConfig
+
+GIB = 2**30
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CPU_KV_BYTES = 4 * GIB
+"""Most KV cache on a CPU unless asked for more: the machine has other uses for its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """How the KV cache is cut: num_blocks pages of block_size tokens, for contexts up to max_model_len."""
+
+    num_blocks: int
+    block_size: int
+    page_bytes: int
+    """All layers together."""
+    max_model_len: int
+    arithmetic: str
+    """One line for the log."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.page_bytes
+
+
+def page_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
+    """2 (keys and values) x block size x KV heads x head dim x bytes, times the layers."""
+    return 2 * block_size * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype] * model.num_layers
+
+
+def plan_kv(
+    model: ModelConfig,
+    *,
+    dtype: str,
+    block_size: int,
+    available_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int | None = None,
+    num_blocks: int | None = None,
+) -> KVPlan:
+    """Fit pages and context to `available_bytes`; never more pages than max_num_seqs full contexts could use.
+
+    Raises ConfigError, with the numbers, if an explicit max_model_len exceeds the model's positions or the memory.
+    """
+    each = page_bytes(model, block_size, dtype)
+    if max_model_len is not None and max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
+        )
+    fitting = available_bytes // each if num_blocks is None else num_blocks
+    length = max_model_len or min(model.max_position, fitting * block_size)
+    needed = -(-length // block_size)
+    if needed > fitting or length < 1:
+        raise ConfigError(
+            f"max_model_len: a context of {length or 1} tokens needs {max(needed, 1) * each:,} bytes of KV cache, "
+            f"{fitting * each if num_blocks else available_bytes:,} are available; "
+            f"the longest that fits is {fitting * block_size} tokens",
+            param="max_model_len",
+        )
+    blocks = fitting if num_blocks is not None else min(fitting, needed * max_num_seqs)
+    arithmetic = (
+        f"KV: 2 x {block_size} tokens x {model.num_kv_heads} heads x {model.head_dim} x {DTYPE_BYTES[dtype]} B "
+        f"x {model.num_layers} layers = {each / 1024:,.0f} KiB a page; "
+        f"{blocks:,} pages = {blocks * each / GIB:.2f} GiB = {blocks * block_size:,} tokens; "
+        f"context {length:,}, {blocks // needed} full ones at once"
+    )
+    return KVPlan(blocks, block_size, each, length, arithmetic)
+
+
+def available_host_bytes() -> int:
+    """Memory that this process could still take: the machine's, or its control group's if that is less. 8 GiB where
+    neither can be read."""
+    found = [value for value in (_meminfo("MemAvailable"), _cgroup_headroom()) if value is not None]
+    return min(found, default=8 * GIB)
+
+
+def _meminfo(key: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
+
+
+def _cgroup_headroom() -> int | None:
+    """Control group v2: memory.max less memory.current; None where there is no limit."""
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if limit == "max" else max(int(limit) - used, 0)

@@ -1,0 +1,259 @@
+"""Decides what each step computes. One rule: every sequence catches its computed count up to its token count.
+
+Decodes go first, then prompts, in chunks, within a token budget; that one rule makes chunked prefill, prefix hits,
+mixed batches and resumption after a preemption. It touches no device and keeps no time.
+
+`schedule()` may run ahead of `apply()`: a step's effects are counted when it is scheduled (tokens computed, tokens in
+flight) and its tokens learnt when it is applied, in order. Device work runs in the order it was scheduled, so pages
+freed while a step is under way may be handed out at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from engine.blocks import BlockPool
+from engine.sequence import Sequence, Status
+from engine.types import Admission, Batch, EngineStats, FinishReason, Request, RequestOutput, Row, StepOutput
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        eos_token_ids: tuple[int, ...] = (),
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._max_tokens = max_num_batched_tokens
+        self._eos = frozenset(eos_token_ids)
+        self._caching = enable_prefix_caching
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._outputs: list[RequestOutput] = []
+        self._arrivals = 0
+        self._preemptions = self._queries = self._hits = self._prompt_tokens = self._generated = self._steps = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._sequences)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._sequences) - len(self._running),
+            used_blocks=self.pool.num_used,
+            total_blocks=self.pool.num_blocks,
+            cached_blocks=self.pool.num_cached,
+            preemptions=self._preemptions,
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generated,
+            steps=self._steps,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request. One that can never fit is answered with an error output, at once."""
+        assert request.id not in self._sequences, f"request id {request.id} is in use"
+        room = self._max_model_len - len(request.prompt_ids)
+        limit = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+        seq = Sequence(request, self._arrivals, limit)
+        self._arrivals += 1
+        longest = seq.num_prompt + limit
+        if limit < 1:
+            self._refuse(request, f"the prompt has {seq.num_prompt} tokens, the context {self._max_model_len}")
+        elif self._blocks_for(longest) > self.pool.num_blocks:
+            fits = self.pool.num_blocks * self._block_size
+            self._refuse(request, f"prompt and max_tokens need {longest} tokens, the KV cache holds {fits}")
+        elif seq.num_output >= limit:
+            self._outputs.append(RequestOutput(request.id, [], finish_reason="length"))
+        else:
+            self._sequences[request.id] = seq
+            heapq.heappush(self._waiting, (seq.rank, seq))
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and free its pages; unknown ids (it has just ended) are fine."""
+        seq = self._sequences.get(request_id)
+        if seq is not None:
+            self._end(seq)
+            self._outputs.append(RequestOutput(request_id, [], finish_reason="abort"))
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What came of add, abort and apply since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def schedule(self) -> Batch | None:
+        """The next step, counted as done from here on; None when there is nothing to compute (for now)."""
+        planned, budget = self._plan_running()
+        rows = [self._commit(seq, count) for seq, count in planned.items()]
+        admissions = self._admit(rows, budget)
+        if not rows:
+            return None
+        self._steps += 1
+        return Batch(rows, admissions)
+
+    def apply(self, batch: Batch, output: StepOutput) -> None:
+        """Learn what a step computed. Batches are applied in the order they were scheduled."""
+        for row in batch.rows:
+            seq = self._sequences.get(row.request_id)
+            if seq is None:
+                continue  # it ended while the step was under way
+            if seq.owes_prompt_logprobs:
+                # A preempted prompt is computed again, perhaps in other chunks: take what is new.
+                have = len(seq.prompt_logprobs) - row.start
+                seq.prompt_logprobs += output.prompt_logprobs.get(row.request_id, [])[max(have, 0) :]
+            if row.sample:
+                self._learn(seq, output)
+
+    def _plan_running(self) -> tuple[dict[Sequence, int], int]:
+        """Tokens to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
+        budget = self._max_tokens
+        planned: dict[Sequence, int] = {}
+        for seq in sorted(self._running, key=lambda seq: (seq.pending > 1, seq.rank)):
+            count = min(seq.pending, budget)
+            if count == 0 or seq.status is not Status.RUNNING:
+                continue
+            needed = self._blocks_for(seq.computed + count) - len(seq.blocks)
+            while needed > self.pool.num_free and seq.status is Status.RUNNING:
+                victim = max(self._running, key=lambda seq: seq.rank)
+                budget += planned.pop(victim, 0)
+                self._preempt(victim)
+            if seq.status is Status.RUNNING:
+                seq.blocks += self.pool.allocate(max(needed, 0))
+                planned[seq] = count
+                budget -= count
+        return planned, budget
+
+    def _admit(self, rows: list[Row], budget: int) -> list[Admission]:
+        """Move waiting sequences to free slots while budget and pages last; never preempts. Appends their rows."""
+        admissions = []
+        while budget > 0 and self._waiting and self._slots:
+            seq = self._waiting[0][1]
+            if seq.status is not Status.WAITING:
+                heapq.heappop(self._waiting)
+                continue
+            cached = self._cached_prefix(seq)
+            # Pages for all its tokens, though only a chunk is computed now: it would only be preempted half-way.
+            needed = self._blocks_for(len(seq.tokens)) - len(cached)
+            if seq.in_flight or needed > self.pool.num_free - self.pool.idle(cached):
+                break
+            heapq.heappop(self._waiting)
+            self._start(seq, cached)
+            count = min(seq.pending, budget)
+            seq.blocks += self.pool.allocate(self._blocks_for(seq.computed + count) - len(cached))
+            budget -= count
+            rows.append(self._commit(seq, count))
+            assert seq.slot is not None
+            admissions.append(
+                Admission(seq.slot, list(seq.tokens), seq.num_prompt, seq.request.params, seq.request.seed)
+            )
+        return admissions
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        """Cached pages of a waiting sequence's tokens, all but its last token's: that one must be computed."""
+        if not self._caching or seq.owes_prompt_logprobs:
+            return []
+        return self.pool.lookup(seq.digests((len(seq.tokens) - 1) // self._block_size, self._block_size))
+
+    def _start(self, seq: Sequence, cached: list[int]) -> None:
+        self.pool.share(cached)
+        seq.blocks = list(cached)
+        seq.known_blocks = len(cached)
+        seq.computed = len(cached) * self._block_size
+        seq.status = Status.RUNNING
+        seq.slot = self._slots.pop()
+        self._running.append(seq)
+        if seq.cached_tokens is None:
+            seq.cached_tokens = min(seq.computed, seq.num_prompt)
+            self._queries += seq.num_prompt
+            self._hits += seq.cached_tokens
+
+    def _commit(self, seq: Sequence, count: int) -> Row:
+        """Count a row as done. Its full pages can be shared from now on, even within this step: every layer stores the
+        step's keys and values before any row attends to them."""
+        assert seq.slot is not None
+        start = seq.computed
+        new_blocks = seq.blocks[seq.sent_blocks :]
+        seq.computed += count
+        seq.sent_blocks = len(seq.blocks)
+        self._prompt_tokens += max(0, min(seq.computed, seq.num_prompt) - start)
+        sample = seq.computed == len(seq.tokens) + seq.in_flight
+        seq.in_flight += sample
+        if self._caching:
+            full = min(seq.computed, len(seq.tokens)) // self._block_size
+            for index, digest in enumerate(seq.digests(full, self._block_size)[seq.known_blocks :], seq.known_blocks):
+                self.pool.register(seq.blocks[index], digest)
+            seq.known_blocks = full
+        return Row(seq.request.id, seq.slot, start, count, new_blocks, sample)
+
+    def _learn(self, seq: Sequence, output: StepOutput) -> None:
+        """Take the picked token in, and end the sequence if it was its last."""
+        request = seq.request
+        token = output.token_ids[request.id]
+        seq.in_flight -= 1
+        seq.tokens.append(token)
+        self._generated += 1
+        reason, stop = self._finish(seq, token)
+        logprob = output.logprobs.get(request.id)
+        prompt_logprobs = None
+        if seq.owes_prompt_logprobs:
+            prompt_logprobs, seq.owes_prompt_logprobs = [None, *seq.prompt_logprobs], False
+        self._outputs.append(
+            RequestOutput(
+                request.id,
+                [token],
+                logprobs=None if logprob is None else [logprob],
+                prompt_logprobs=prompt_logprobs,
+                finish_reason=reason,
+                stop_reason=stop,
+                cached_tokens=seq.cached_tokens or 0,
+            )
+        )
+        if reason is not None:
+            self._end(seq)
+
+    def _finish(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
+        params = seq.request.params
+        if seq.num_output > params.min_tokens:
+            if token in self._eos and not params.ignore_eos:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        return ("length", None) if seq.num_output >= seq.limit else (None, None)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Give its pages up; it is computed again later, from whatever of it is still cached then."""
+        self._leave(seq)
+        seq.restart()
+        heapq.heappush(self._waiting, (seq.rank, seq))
+        self._preemptions += 1
+
+    def _end(self, seq: Sequence) -> None:
+        del self._sequences[seq.request.id]
+        if seq.status is Status.RUNNING:
+            self._leave(seq)
+        seq.status = Status.FINISHED
+
+    def _leave(self, seq: Sequence) -> None:
+        assert seq.slot is not None
+        self._running.remove(seq)
+        self._slots.append(seq.slot)
+        self.pool.release(seq.blocks)
+        seq.blocks = []
+
+    def _refuse(self, request: Request, why: str) -> None:
+        self._outputs.append(RequestOutput(request.id, [], finish_reason="error", error=why))
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)

@@ -1,0 +1,82 @@
+"""One request on its way through the engine. Only the scheduler changes a Sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from enum import Enum
+
+from engine.blocks import block_hash, root_hash
+from engine.types import Request, TokenLogprob
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Tokens, how many of them are computed, and the pages that hold their KV.
+
+    `computed` counts tokens whose KV is in the cache or will be when the steps under way have run. `in_flight` counts
+    tokens those steps will pick, which the device knows before we do. A sequence is caught up, one token behind, when
+    computed == known + in_flight - 1: the next step computes that last token and picks another.
+    """
+
+    def __init__(self, request: Request, arrival: int, limit: int) -> None:
+        assert request.prompt_ids, "an empty prompt is refused before it comes here"
+        self.request = request
+        self.arrival = arrival
+        self.limit = limit
+        """Most tokens it may generate, the context length considered."""
+        self.tokens = request.prompt_ids + request.emitted_ids
+        self.num_prompt = len(request.prompt_ids)
+        self.status = Status.WAITING
+        self.computed = 0
+        self.in_flight = 0
+        self.slot: int | None = None
+        self.blocks: list[int] = []
+        self.sent_blocks = 0
+        """Pages at the front that the device has been told of."""
+        self.known_blocks = 0
+        """Pages at the front whose hash the pool knows."""
+        self.cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache when it was first admitted."""
+        self.owes_prompt_logprobs = request.params.prompt_logprobs is not None and not request.emitted_ids
+        """While they are owed every prompt token must be computed, cached or not."""
+        self.prompt_logprobs: list[TokenLogprob | None] = []
+        self._digests: list[bytes] = []
+        self._root = root_hash(request.cache_salt)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def pending(self) -> int:
+        """Tokens to compute before it is caught up; 0 when all it may generate is already under way."""
+        if self.num_output + self.in_flight >= self.limit:
+            return 0
+        return len(self.tokens) + self.in_flight - self.computed
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller goes first; the largest is preempted first."""
+        return (self.request.priority, self.arrival)
+
+    def digests(self, count: int, block_size: int) -> SequenceOf[bytes]:
+        """Hashes of the first `count` full pages; all their tokens are known."""
+        while len(self._digests) < count:
+            begin = len(self._digests) * block_size
+            parent = self._digests[-1] if self._digests else self._root
+            self._digests.append(block_hash(parent, self.tokens[begin : begin + block_size]))
+        return self._digests[:count]
+
+    def restart(self) -> None:
+        """Back to waiting with nothing computed; a token under way still arrives."""
+        self.status = Status.WAITING
+        self.computed = 0
+        self.slot = None
+        self.blocks = []
+        self.sent_blocks = 0
+        self.known_blocks = 0

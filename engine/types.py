@@ -1,0 +1,218 @@
+"""The types that flow between server, engine and worker. All frozen; those that cross a process are msgspec structs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from engine.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_STOP_STRINGS = 4
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a value out of range."""
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1 keep the whole vocabulary."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Keskar et al., 2019: divides positive and multiplies negative logits of every token seen, prompt included."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    max_tokens: int | None = 16
+    """None: up to the context length."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    """Number of most likely tokens to report beside each picked one; 0 reports the picked one alone."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _within("n", self.n, 1, 128)
+        _within("temperature", self.temperature, 0.0, 2.0)
+        _within("top_p", self.top_p, 0.0, 1.0, above=True)
+        _within("top_k", self.top_k, -1, None)
+        _within("min_p", self.min_p, 0.0, 1.0)
+        _within("repetition_penalty", self.repetition_penalty, 0.0, None, above=True)
+        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _within("max_tokens", self.max_tokens, 1, None)
+        _within("min_tokens", self.min_tokens, 0, None)
+        _within("seed", self.seed, -(2**63), 2**63 - 1)
+        _within("logprobs", self.logprobs, 0, None)
+        _within("prompt_logprobs", self.prompt_logprobs, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+            )
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
+        if any(not text for text in self.stop):
+            raise InvalidRequest("stop must not contain an empty string", param="stop")
+        for bias in (self.logit_bias or {}).values():
+            _within("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _within(name: str, value: float | None, low: float, high: float | None, *, above: bool = False) -> None:
+    """Raise InvalidRequest unless low <= value <= high; above=True leaves `low` itself out. NaN fails every bound."""
+    if value is None:
+        return
+    fits = (value > low if above else value >= low) and (high is None or value <= high) and abs(value) != float("inf")
+    if not fits:
+        bounds = f"{'above' if above else 'at least'} {low}" + ("" if high is None else f" and at most {high}")
+        raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate; a request with n > 1 is submitted as n of these."""
+
+    id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    """64-bit; with a token's position it fixes the token's random number."""
+    emitted_ids: list[int] = []
+    """Tokens generated before an engine died: they count as output, and generation goes on after them."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
+    priority: int = 0
+    """Lower goes first; preempted last."""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one token under the model's unmodified distribution, natural log."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top: list[tuple[int, float]]
+    """The most likely tokens with their log probabilities, most likely first; as many as were asked for."""
+
+
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step added to a request. Exactly one with a finish_reason ends every request."""
+
+    id: str
+    new_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    """One per new id, if asked for."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """Once, when the prompt is computed: one per prompt token, None for the first."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The id of stop_token_ids that ended it; None for the model's own end-of-sequence token."""
+    cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held."""
+    error: str | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges of the moment and counters since the engine's start."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    cached_blocks: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    """Prompt tokens computed (cached ones not counted)."""
+    generation_tokens: int = 0
+    steps: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """What the engine says once when it is ready."""
+
+    model: str
+    dtype: str
+    device: str
+    backend: str
+    """Attention backend and why it was chosen."""
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    kv_bytes: int
+    weight_bytes: int
+    load_seconds: float
+    arithmetic: str
+    """The KV sizing in one line."""
+
+
+class EngineOutputs(msgspec.Struct, frozen=True, array_like=True):
+    """One message of the engine: what one step produced."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A slot of the device gets a new owner: its tokens so far and how to sample."""
+
+    slot: int
+    token_ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of a step: tokens start to start + count of its slot, whose token ids the device holds.
+
+    `new_blocks` extend the slot's block table (an admitted slot starts with an empty one). The token picked after the
+    last one is written to the slot on the device, so a later row may compute it before the host knows it.
+    """
+
+    request_id: str
+    slot: int
+    start: int
+    count: int
+    new_blocks: list[int]
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step: decided by the scheduler, executed by the runner, told of to nobody else."""
+
+    rows: list[Row]
+    admissions: list[Admission] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What a step computed, by request id."""
+
+    token_ids: dict[str, int]
+    """One for each row that samples."""
+    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    """For the prompt tokens of this step's chunk: the log probability of the token after each."""

@@ -1,0 +1,90 @@
+"""Weights from safetensors files, one tensor at a time, into a model's parameter table; or made up, for --load-format
+dummy. Nothing is read twice and no more than a tensor beyond the model itself is held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import ModelError
+from engine.layers.parameters import ParameterTable
+
+TensorStream = Iterator[tuple[str, Tensor]]
+_NAMED = 8
+"""Tensor names that an error lists before it only counts."""
+
+
+def load_weights(table: ParameterTable, stream: TensorStream, *, dtype: torch.dtype, device: torch.device) -> int:
+    """Put every tensor of the stream where the table says. Returns the bytes of the model.
+
+    Raises ModelError naming the tensors that are missing, left over, or of another shape.
+    """
+    waiting, left_over, size = dict(table), [], 0
+    tied = "lm_head.weight" not in table
+    for name, tensor in stream:
+        if name not in waiting:
+            # Buffers that old exporters saved, and the copy some make of a tied embedding, hold nothing new.
+            if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
+                left_over.append(name)
+            continue
+        parameter = waiting.pop(name)
+        if tuple(tensor.shape) != parameter.shape:
+            raise ModelError(
+                f"model: {name} has shape {list(tensor.shape)}, config.json means {list(parameter.shape)}",
+                param="model",
+            )
+        parameter.put(tensor.to(device=device, dtype=dtype))
+        size += tensor.numel() * dtype.itemsize
+    if waiting:
+        raise ModelError(f"model: the weights lack {_listing(list(waiting))}", param="model")
+    if left_over:
+        raise ModelError(f"model: the weights hold what the model does not have: {_listing(left_over)}", param="model")
+    return size
+
+
+def safetensors_stream(path: Path) -> TensorStream:
+    """All tensors of a model directory: model.safetensors, or the shards of its index."""
+    for shard in _shards(path):
+        try:
+            with safe_open(shard, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118, this is no mapping
+                    yield name, file.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"model: {shard.name} cannot be read: {error}", param="model") from error
+
+
+def dummy_stream(table: ParameterTable, seed: int, dtype: torch.dtype) -> TensorStream:
+    """Random weights of the right shapes: matrices of variance 1 / fan-in, vectors near one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in table.items():
+        noise = torch.empty(parameter.shape, dtype=dtype).normal_(generator=generator)
+        if len(parameter.shape) == 1:
+            yield name, noise * 0.02 if name.endswith("bias") else 1 + noise * 0.02
+        else:
+            yield name, noise * parameter.shape[-1] ** -0.5
+
+
+def _shards(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"model: {index.name} cannot be read: {error}", param="model") from error
+        shards = [path / name for name in sorted(set(weight_map.values()))]
+    else:
+        shards = [path / "model.safetensors"]
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise ModelError(f"model: {path.name} lacks {_listing(missing)}", param="model")
+    return shards
+
+
+def _listing(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

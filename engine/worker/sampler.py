@@ -1,0 +1,143 @@
+"""Picking tokens: a pure function of logits, parameters, the tokens so far, and one uniform number per token.
+
+The number comes from (seed, position) by SplitMix64 (Steele et al., 2014), the pick is by inverse CDF in vocabulary
+order, and no step mixes rows. So a token does not depend on the batch, and is drawn again alike after a preemption or
+a crash. Filters keep what is at or above a threshold value, never a sorted index, so equal logits are treated alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.types import SamplingParams, TokenLogprob
+
+_FIRST_CANDIDATES = 1024
+"""Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One pick to make."""
+
+    params: SamplingParams
+    seed: int
+    position: int
+    """Of the token to pick, in its sequence."""
+    num_prompt: int
+    token_ids: Tensor
+    """[position] int32, the tokens so far, on the logits' device."""
+
+
+def sample(logits: Tensor, rows: list[SamplingRow], eos_token_ids: tuple[int, ...]) -> Tensor:
+    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten."""
+    for index, row in enumerate(rows):
+        adjust(logits[index], row, eos_token_ids)
+    drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+    if not drawn:
+        return logits.argmax(-1)
+    picks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    greedy = [index for index, row in enumerate(rows) if row.params.greedy]
+    if greedy:
+        picks[greedy] = logits[greedy].argmax(-1)
+    chosen = [rows[index] for index in drawn]
+    probs = filtered_probs(logits if not greedy else logits[drawn], [row.params for row in chosen])
+    picks[drawn] = inverse_cdf(probs, uniforms(chosen).to(logits.device))
+    return picks
+
+
+def adjust(logits: Tensor, row: SamplingRow, eos_token_ids: tuple[int, ...]) -> None:
+    """Bias, minimum length and penalties on one row's logits [vocab], in place."""
+    params = row.params
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+    if row.position - row.num_prompt < params.min_tokens:
+        ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+        logits[ends] = -torch.inf
+    if params.repetition_penalty != 1.0:
+        seen = row.token_ids.long().unique()
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        ids, counts = row.token_ids[row.num_prompt :].long().unique(return_counts=True)
+        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def filtered_probs(logits: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Probabilities [R, vocab] after temperature, top-k, top-p and min-p; what is left out is 0, sums are below 1."""
+    temperature = torch.tensor([[p.temperature] for p in params], device=logits.device)
+    probs = torch.softmax(logits / temperature, dim=-1)
+    if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
+        probs = probs.masked_fill(probs < _threshold(probs, params), 0.0)
+    if any(p.min_p > 0 for p in params):
+        least = torch.tensor([[p.min_p] for p in params], device=probs.device) * probs.amax(-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0.0)
+    return probs
+
+
+def _threshold(probs: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The least probability [R, 1] that top-k, then top-p of what top-k left, keep (Holtzman et al., 2020)."""
+    vocab = probs.shape[-1]
+    keep = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
+    nucleus = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=probs.device)
+    k = torch.tensor(keep, device=probs.device)[:, None]
+    limited = max((count for count in keep if count < vocab), default=0)
+    width = min(vocab, max(limited, _FIRST_CANDIDATES))
+    while True:
+        values = torch.topk(probs, width).values
+        mass = values.cumsum(-1, dtype=torch.float64)
+        whole = mass.gather(-1, (k - 1).clamp(max=width - 1))
+        # Without top-k the whole is all the vocabulary's mass, 1, whether or not these candidates hold it.
+        target = nucleus * torch.where(k < vocab, whole, torch.ones_like(whole))
+        if width == vocab or bool(((mass[:, -1:] >= target) | (nucleus >= 1.0)).all()):
+            break
+        width = vocab
+    rank = (mass < target).sum(-1, keepdim=True).clamp(max=width - 1)
+    rank = torch.where(nucleus < 1.0, torch.minimum(rank, k - 1), (k - 1).clamp(max=width - 1))
+    unfiltered = (k == vocab) & (nucleus >= 1.0)
+    return torch.where(unfiltered, torch.zeros_like(probs[:, :1]), values.gather(-1, rank))
+
+
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds u [R] times the whole: [R] int64."""
+    mass = probs.cumsum(-1, dtype=torch.float64)
+    picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
+    # u * whole can round up to the whole itself: then it is the last token that has any probability.
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
+    return torch.minimum(picks, last)
+
+
+def uniforms(rows: list[SamplingRow]) -> Tensor:
+    """One float64 in [0, 1) per row, from its seed and position."""
+    seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64)
+    positions = np.array([row.position for row in rows], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = _mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return torch.from_numpy((_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer; seeds pass it too, so that neighbouring seeds share no part of their streams."""
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def token_logprobs(logits: Tensor, picked: list[int], tops: list[int]) -> list[TokenLogprob]:
+    """Log probabilities under unmodified logits [R, vocab] of the picked tokens, each with its `tops` most likely."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = logprobs.gather(-1, torch.tensor(picked, device=logits.device)[:, None])
+    ranks = (logprobs > own).sum(-1) + 1
+    best = torch.topk(logprobs, max(1, *tops))
+    values, ids = best.values.tolist(), best.indices.tolist()
+    return [
+        TokenLogprob(token, logprob, rank, list(zip(ids[i][:top], values[i][:top], strict=True)))
+        for i, (token, logprob, rank, top) in enumerate(
+            zip(picked, own.squeeze(-1).tolist(), ranks.tolist(), tops, strict=True)
+        )
+    ]

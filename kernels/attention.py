@@ -1,0 +1,127 @@
+"""What every attention backend agrees on: a ragged batch's metadata, the functions, and the choice of a backend.
+
+A backend is a module with the functions of `Backend` below. `kernels/reference.py` is the plain-PyTorch twin of them
+all and the judge in tests; a faster module takes over what it can and re-exports the reference for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol, cast
+
+from torch import Tensor, device, dtype
+
+Linear = Callable[[Tensor], Tensor]
+"""[tokens, in_features] to [tokens, out_features]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of one step lie: T tokens, ragged over S sequences. All tensors are on the model's device.
+
+    Sequence s owns tokens query_start[s] to query_start[s + 1] of the step; they are the last ones of its
+    context_lens[s] tokens, and the KV of all of these is in the pages that block_table[s] names, in order.
+    """
+
+    query_start: Tensor  # [S + 1] int32, cumulative token counts
+    context_lens: Tensor  # [S] int32, keys per sequence, this step's tokens included
+    block_table: Tensor  # [S, most pages of a row] int32, padded with any valid page id
+    positions: Tensor  # [T] int64, absolute position of each token
+    slots: Tensor  # [T] int64, page id * block size + offset: where each token's KV is stored
+    max_query_len: int
+    max_context_len: int
+
+
+class Backend(Protocol):
+    """The functions of a backend module. Shapes: T tokens, H query heads, K key-value heads, D head_dim."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    @property
+    def BLOCK_SIZE(self) -> int:
+        """Tokens in a page."""
+
+    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: dtype) -> tuple[int, ...]:
+        """Shape of one layer's key cache and of its value cache; the first axis is the page.
+
+        The layout inside a page is the backend's own, but its element count is always BLOCK_SIZE * K * D.
+        """
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Write k, v [T, K, D] to the pages at slots [T]."""
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
+
+        The query at position p sees keys max(0, p - window + 1) to p. softcap c replaces a score s by c * tanh(s / c).
+        H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
+        A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
+        change a bit of it (except on CUDA without --deterministic).
+        """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis; the mean in float32 (Zhang and Sennrich, 2019)."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up [T, 2 * F], gate in the first half: [T, F]."""
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        head_dim: int,
+        rotate: bool = True,
+    ) -> Tensor:
+        """Split qkv [T, (H + 2K) * D], norm q and k per head (weights [D], where given), rotate both, store k and v.
+
+        cos_sin [most positions, D]: cosines in the first half of a row, sines in the second, float32; pairs are
+        (i, i + D/2) as in the Llama checkpoints. rotate=False leaves positions out (NoPE layers). Returns q [T, H, D].
+        K is told by the caches' element count. May overwrite qkv.
+        """
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards."""
+
+
+BACKENDS = ("cpu", "reference")
+
+
+def select_backend(device: device, name: str = "auto") -> tuple[Backend, str]:
+    """The backend module for a device and a one-line reason. Raises ValueError for a name that is not in BACKENDS."""
+    if name == "auto":
+        if device.type != "cpu":
+            return _load("reference"), f"no fused backend for {device.type} yet"
+        cpu = import_module("kernels.cpu")
+        if cpu.available():
+            return cast(Backend, cpu), f"compiled kernels, {cpu.isa()}"
+        return _load("reference"), f"plain PyTorch, slower: {cpu.why_not()}"
+    if name not in BACKENDS:
+        raise ValueError(f"unknown attention backend {name!r}; one of auto, {', '.join(BACKENDS)}")
+    return _load(name), "asked for"
+
+
+def _load(name: str) -> Backend:
+    return cast(Backend, import_module(f"kernels.{name}"))

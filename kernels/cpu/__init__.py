@@ -1,0 +1,221 @@
+"""The CPU backend: the functions of `Backend` (kernels/attention.py) in C++, for float32 and bfloat16.
+
+The sources beside this file are built by setup.py and loaded by native.py. What they do not cover (another dtype, a
+strided input) goes to the reference, except where the page layout is our own: there it is a TypeError.
+A call costs a few microseconds of Python; keep it so: no tensor is made that is not returned.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.attention import AttentionMetadata
+from kernels.cpu import native
+from kernels.reference import pack_linear
+
+__all__ = ["BLOCK_SIZE", "NAME", "add_rms_norm", "available", "isa", "kv_cache_shape", "pack_linear", "paged_attention"]
+__all__ += ["rms_norm", "rope_store", "silu_mul", "store_kv", "why_not"]
+
+NAME = "cpu"
+BLOCK_SIZE = 16
+
+
+@cache
+def _load() -> tuple[native.Native | None, str]:
+    """The library, or None and why not."""
+    try:
+        isas = native.runnable()
+        if not isas:
+            return None, "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
+        return native.Native(isas[-1]), ""
+    except (OSError, AttributeError) as error:  # a library that does not fit this machine, or is from another version
+        return None, f"the C++ kernels cannot be loaded: {error}"
+
+
+def available() -> bool:
+    return _load()[0] is not None
+
+
+def isa() -> str:
+    """The instruction set in use, such as "AVX-512 with bf16". Only where available()."""
+    return native.ISAS[_native().isa]
+
+
+def why_not() -> str:
+    """One line on why available() is False."""
+    return _load()[1]
+
+
+def _native() -> native.Native:
+    library, reason = _load()
+    if library is None:
+        raise RuntimeError(reason)
+    return library
+
+
+def kv_cache_shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """[pages, kv_heads, 16 * head_dim]; the last axis is laid out as kernels/cpu/layout.h says."""
+    if dtype not in _native().paged_attention:
+        raise TypeError(f"the CPU kernels keep KV in float32 or bfloat16, not {dtype}; backend 'reference' takes any")
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even, not {head_dim}")
+    return (num_blocks, kv_heads, BLOCK_SIZE * head_dim)
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    _check_cache(k, k_cache, v_cache)
+    k, v = k.contiguous(), v.contiguous()
+    tokens, kv_heads, head_dim = k.shape
+    outside = _native().store_kv[k.dtype](
+        k.data_ptr(),
+        v.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        slots.data_ptr(),
+        k_cache.stride(0),
+        v_cache.stride(0),
+        tokens,
+        k_cache.shape[0],
+        kv_heads,
+        head_dim,
+    )
+    if outside:
+        raise IndexError(f"slots outside the {k_cache.shape[0]} pages of the cache")
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    _check_cache(q, k_cache, v_cache)
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    table = metadata.block_table
+    pages, kv_heads, _ = k_cache.shape
+    _, heads, head_dim = q.shape
+    outside = _native().paged_attention[q.dtype](
+        out.data_ptr(),
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        metadata.query_start.data_ptr(),
+        metadata.context_lens.data_ptr(),
+        table.data_ptr(),
+        table.shape[1],
+        k_cache.stride(0),
+        v_cache.stride(0),
+        pages,
+        table.shape[0],
+        heads,
+        kv_heads,
+        head_dim,
+        scale,
+        window or 0,
+        softcap or 0.0,
+        torch.get_num_threads(),
+    )
+    if outside:
+        raise IndexError(f"block table names a page outside the {pages} pages of the cache")
+    return out
+
+
+def _check_cache(x: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    if not (x.dtype == k_cache.dtype == v_cache.dtype):
+        raise TypeError(f"keys and values of {k_cache.dtype} and {v_cache.dtype} cannot serve {x.dtype}")
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    kernel = _native().rms_norm.get(x.dtype)
+    if kernel is None or weight.dtype != x.dtype:
+        return reference.rms_norm(x, weight, eps)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    threads = torch.get_num_threads()
+    kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // size, size, eps, threads)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """In place: returns x and residual themselves where they are contiguous."""
+    kernel = _native().add_rms_norm.get(x.dtype)
+    if kernel is None or not (weight.dtype == x.dtype == residual.dtype):
+        return reference.add_rms_norm(x, residual, weight, eps)
+    x, residual = x.contiguous(), residual.contiguous()
+    size = x.shape[-1]
+    threads = torch.get_num_threads()
+    kernel(x.data_ptr(), residual.data_ptr(), weight.data_ptr(), x.numel() // size, size, eps, threads)
+    return x, residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    kernel = _native().silu_mul.get(gate_up.dtype)
+    if kernel is None:
+        return reference.silu_mul(gate_up)
+    gate_up = gate_up.contiguous()
+    *rows, size = gate_up.shape
+    out = gate_up.new_empty((*rows, size // 2))
+    kernel(gate_up.data_ptr(), out.data_ptr(), gate_up.numel() // size, size // 2, torch.get_num_threads())
+    return out
+
+
+def rope_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    head_dim: int,
+    rotate: bool = True,
+) -> Tensor:
+    _check_cache(qkv, k_cache, v_cache)
+    qkv = qkv.contiguous()
+    pages, kv_heads, _ = k_cache.shape
+    tokens, width = qkv.shape
+    heads = width // head_dim - 2 * kv_heads
+    q = qkv.new_empty((tokens, heads, head_dim))
+    outside = _native().rope_store[qkv.dtype](
+        qkv.data_ptr(),
+        _weight_ptr(q_norm, qkv.dtype),
+        _weight_ptr(k_norm, qkv.dtype),
+        cos_sin.data_ptr() if rotate else None,
+        metadata.positions.data_ptr(),
+        metadata.slots.data_ptr(),
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        k_cache.stride(0),
+        v_cache.stride(0),
+        tokens,
+        pages,
+        heads,
+        kv_heads,
+        head_dim,
+        eps,
+        torch.get_num_threads(),
+    )
+    if outside:
+        raise IndexError(f"slots outside the {pages} pages of the cache")
+    return q
+
+
+def _weight_ptr(weight: Tensor | None, dtype: torch.dtype) -> int | None:
+    if weight is None:
+        return None
+    if weight.dtype != dtype:
+        raise TypeError(f"q_norm and k_norm must be {dtype}, like qkv, not {weight.dtype}")
+    return weight.data_ptr()

@@ -1,0 +1,141 @@
+// Attention of a few rows over one tile of keys: scores, softmax within the tile, weighted values.
+//
+// The bitwise contract is kept here. Tiles are kTile keys, aligned to position 0. Within a tile a row's arithmetic
+// depends on nothing but its query, its keys and where they lie in the tile; a block that is left out because none of
+// the rows sees it would only have added zeros. Tiles are merged in order (attention.cpp).
+#pragma once
+
+#include <type_traits>
+
+constexpr int kTileBlocks = 16;
+constexpr int kTile = kTileBlocks * kBlock;
+
+struct Softmax {
+  float scale;    // of scores
+  int window;     // keys a query sees at most; 0: all before it
+  float softcap;  // 0: none
+};
+
+// One tile of one kv_head: where its blocks are. Values have a padded row of `width` dimensions.
+struct TileBlocks {
+  const uint32_t* keys[kTileBlocks];
+  const uint32_t* values[kTileBlocks];
+  int dim, width;
+};
+
+// What a row knows of one or more tiles: the largest score (in log2 units), the sum of weights, the weighted values.
+struct Partial {
+  float peak, total;
+};
+
+// Queries and their positions, which do not fall from row to row, relative to the tile's first key.
+struct Rows {
+  const uint32_t* query[kRows];
+  long at[kRows];
+};
+
+template <class T, int R, int C>
+INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, float (&scores)[R][kTile]) {
+  Vec acc[R][C];
+  const uint32_t *query[R], *keys[C];
+  for (int c = 0; c < C; ++c) keys[c] = tile.keys[block + c];
+  for (int r = 0; r < R; ++r) {
+    query[r] = rows.query[r];
+    for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+  }
+  multiply<T, R, C>(acc, query, keys, kBlock, tile.dim / kPack<T>);
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) vstore(scores[r] + (block + c) * kBlock, acc[r][c]);
+}
+
+// Turns a row's scores of blocks [begin, end) into weights 2^(score - peak); keys outside [from, to) weigh nothing,
+// whatever their scores (a page's unwritten slots hold anything). The scale is positive.
+template <class T>
+INLINE Partial soften(float* scores, T* weights, int begin, int end, int from, int to, const Softmax& how) {
+  const bool capped = how.softcap > 0;
+  const Vec scale = vset(capped ? kLog2E : how.scale * kLog2E);
+  Vec peaks = vset(-kInfinity);
+  for (int b = begin; b < end; ++b) {
+    Vec x = vload(scores + b * kBlock);
+    if (capped) x = vmul(vtanh(vmul(x, vset(how.scale / how.softcap))), vset(how.softcap));
+    const bool hidden = b * kBlock < from || (b + 1) * kBlock > to;
+    if (hidden) x = vkeep(x, from - b * kBlock, to - b * kBlock, -kInfinity);
+    if (hidden || capped) vstore(scores + b * kBlock, x);
+    peaks = vmax(peaks, x);
+  }
+  const float peak = vpeak(vmul(peaks, scale));
+  const Vec anchor = vset(peak == -kInfinity ? 0.0f : -peak);
+  Vec sums = vset(0.0f);
+  for (int b = begin; b < end; ++b) {
+    vstore(weights + b * kBlock, vexp2_below<T>(vfma(vload(scores + b * kBlock), scale, anchor)));
+    sums = vadd(sums, vload(weights + b * kBlock));  // as rounded, so that the weights used sum to 1
+  }
+  return {peak, vsum(sums)};
+}
+
+template <class T, int R, int C>
+INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, int begin, int end, int column,
+                         float* out) {
+  constexpr int kSteps = kBlock / kPack<T>;
+  Vec acc[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+  for (int b = begin; b < end; ++b) {
+    const uint32_t *weight[R], *values[C];
+    for (int r = 0; r < R; ++r) weight[r] = reinterpret_cast<const uint32_t*>(weights[r]) + b * kSteps;
+    for (int c = 0; c < C; ++c) values[c] = tile.values[b] + (column + c) * 16;
+    multiply<T, R, C>(acc, weight, values, tile.width, kSteps);
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) vstore(out + r * tile.width + (column + c) * 16, acc[r][c]);
+}
+
+// Columns of blocks or of dimensions from `begin` to `end`, as many at a time as there are accumulators.
+template <class Work>
+INLINE void for_columns(int begin, int end, const Work& work) {
+  int i = begin;
+  for (; i + kColumns <= end; i += kColumns) work(i, std::integral_constant<int, kColumns>());
+  if constexpr (kColumns > 2)
+    for (; i + 2 <= end; i += 2) work(i, std::integral_constant<int, 2>());
+  for (; i < end; ++i) work(i, std::integral_constant<int, 1>());
+}
+
+// R rows over one tile: partial[R] and out [R, width]. The tile's blocks up to the last row's position are valid.
+template <class T, int R>
+void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& how, Partial* partial, float* out) {
+  alignas(64) float scores[R][kTile];
+  alignas(64) T weights[R][kTile];
+  const auto inside = [](long x) { return static_cast<int>(x < 0 ? 0 : x > kTile ? kTile : x); };
+  const auto first_seen = [&](int r) { return how.window > 0 ? inside(rows.at[r] - how.window + 1) : 0; };
+  const int end = (inside(rows.at[R - 1] + 1) + kBlock - 1) / kBlock;
+  const int begin = first_seen(0) / kBlock < end ? first_seen(0) / kBlock : end;
+  for_columns(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
+  for (int r = 0; r < R; ++r)
+    partial[r] = soften(scores[r], weights[r], begin, end, first_seen(r), inside(rows.at[r] + 1), how);
+  for_columns(0, tile.width / 16, [&](int d, auto c) { weigh_values<T, R, c()>(weights, tile, begin, end, d, out); });
+}
+
+template <class T, int R = kRows>
+INLINE void attend_rows(int count, const Rows& rows, const TileBlocks& tile, const Softmax& how, Partial* partial,
+                        float* out) {
+  if constexpr (R == 1) {
+    attend_tile<T, 1>(rows, tile, how, partial, out);
+  } else {
+    if (count == R) return attend_tile<T, R>(rows, tile, how, partial, out);
+    attend_rows<T, R - 1>(count, rows, tile, how, partial, out);
+  }
+}
+
+// Adds what `next` knows to what `sum` knows (log-sum-exp merge); both value rows are [width]. Merging into an empty
+// sum, {-infinity, 0} and zeros, is an exact copy.
+INLINE void merge(Partial& sum, float* values, const Partial& next, const float* next_values, int width) {
+  const float peak = sum.peak > next.peak ? sum.peak : next.peak;
+  const float anchor = peak == -kInfinity ? 0.0f : peak;
+  alignas(64) float powers[16] = {sum.peak - anchor, next.peak - anchor};
+  vstore(powers, vexp2_below(vload(powers)));
+  const float keep = powers[0], gain = powers[1];
+  sum.total = sum.total * keep + next.total * gain;
+  sum.peak = peak;
+  for (int d = 0; d < width; d += 16)
+    vstore(values + d, vfma(vload(values + d), vset(keep), vmul(vload(next_values + d), vset(gain))));
+}

@@ -1,0 +1,12 @@
+// What this CPU (and its operating system) can run, as a number that grows: the plain library is asked first.
+extern "C" __attribute__((visibility("default"))) int isa_level() {
+#if defined(__x86_64__) || defined(__i386__)
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+  if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+    return 1;
+  return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+#else
+  return 0;
+#endif
+}

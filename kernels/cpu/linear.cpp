@@ -1,0 +1,94 @@
+// x @ weight.T + bias in bfloat16, for any number of rows: each output sums its products in order, over the whole of
+// in_features, in one float32 register, so a row's bits are the same in every batch. The weight is packed once as
+// [out / 64][in / 2][64][2]: one stream of memory per panel of 64 outputs, the last panel filled up with zeros.
+//
+// Few rows: the weight streams through once and memory is the limit. Many rows: a panel stays in L2 while the rows
+// pass it, six at a time, in 24 accumulators.
+#include "kernels.h"
+
+namespace {
+
+constexpr int kPanel = 64;
+constexpr int kPanelColumns = kPanel / 16;
+constexpr long kRowBlock = 192;
+
+struct Linear {
+  const bf16 *x, *bias;  // bias may be null
+  const uint32_t* weight;
+  bf16* out;
+  long row_stride;  // of x
+  int in, outs;
+};
+
+#ifndef PF
+#define PF 0
+#endif
+template <int R>
+void multiply_block(const Linear& l, long row, long panel) {
+  constexpr int C = kPanelColumns;
+  const int steps = l.in / 2;
+  const uint32_t *rows[R], *columns[C];
+  Vec acc[R][C];
+  for (int c = 0; c < C; ++c) columns[c] = l.weight + panel * steps * kPanel + c * 16;
+  for (int r = 0; r < R; ++r) {
+    rows[r] = reinterpret_cast<const uint32_t*>(l.x + (row + r) * l.row_stride);
+    for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+  }
+#if PF > 0
+  if (R <= 4) {
+  const uint32_t* ahead = columns[0] + PF*64;
+  for (int s = 0; s < steps; ++s) {
+    Words column[C];
+    for (int c = 0; c < C; ++c) {column[c] = wload(columns[c] + s * 64); __builtin_prefetch(ahead + s*64+c*16);}
+    for (int r = 0; r < R; ++r) {
+      const Words w = wset(rows[r][s]);
+      for (int c = 0; c < C; ++c) acc[r][c] = dot<bf16>(acc[r][c], column[c], w);
+    }
+  }
+  } else
+#endif
+  multiply<bf16, R, C>(acc, rows, columns, kPanel, steps);
+  for (int c = 0; c < C; ++c) {
+    const long at = panel * kPanel + c * 16;
+    const int left = l.outs - at;
+    if (left <= 0) break;
+    const Vec bias = l.bias ? vload_first(l.bias + at, left) : vset(0.0f);
+    for (int r = 0; r < R; ++r) vstore_first(l.out + (row + r) * l.outs + at, vadd(acc[r][c], bias), left);
+  }
+}
+
+template <int R = kRows>
+INLINE void multiply_rows(const Linear& l, long row, long count, long panel) {
+  if constexpr (R == 1) {
+    multiply_block<1>(l, row, panel);
+  } else {
+    if (count == R) return multiply_block<R>(l, row, panel);
+    multiply_rows<R - 1>(l, row, count, panel);
+  }
+}
+
+}  // namespace
+
+EXPORTED void pack_linear_bf16(const bf16* weight, bf16* packed, int in, int outs) {
+  const int padded = (outs + kPanel - 1) / kPanel * kPanel;
+  for (int o = 0; o < padded; ++o) {
+    bf16* to = packed + (o / kPanel * (in / 2L) * kPanel + o % kPanel) * 2;
+    for (int i = 0; i < in; ++i) to[i / 2 * kPanel * 2L + i % 2] = o < outs ? weight[o * static_cast<long>(in) + i] : bf16{};
+  }
+}
+
+EXPORTED void linear_bf16(const bf16* x, const bf16* packed, const bf16* bias, bf16* out, long rows, long row_stride,
+                          int in, int outs, int threads) {
+  constexpr long kSmall = 1 << 17;  // multiply-adds below which waking threads costs more than it brings
+  const Linear l = {x, bias, reinterpret_cast<const uint32_t*>(packed), out, row_stride, in, outs};
+  const long panels = (outs + kPanel - 1) / kPanel, blocks = (rows + kRowBlock - 1) / kRowBlock;
+  if (static_cast<long>(in) * outs * rows < kSmall) threads = 1;
+  parallel_for(threads, panels * blocks, [&](long i) {
+    const long block = i / panels, begin = rows * block / blocks, count = rows * (block + 1) / blocks - begin;
+    const long groups = (count + kRows - 1) / kRows;  // nearly equal ones: 8 rows are 4 + 4
+    for (long g = 0; g < groups; ++g) {
+      const long row = count * g / groups;
+      multiply_rows(l, begin + row, count * (g + 1) / groups - row, i % panels);
+    }
+  });
+}

@@ -1,0 +1,87 @@
+"""Loads the compiled kernels: the best library this CPU can run, on the OpenMP runtime that PyTorch brought along.
+
+The libraries are built by setup.py. Their OpenMP symbols are open, so that the process has one runtime, and one pool
+of threads, whoever calls: PyTorch's own is made visible before a library is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ISAS = {"plain": "no vector extensions", "avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX-512 with bf16"}
+
+_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_SIGNATURES = {
+    "paged_attention": [*[_POINTER] * 7, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT, _INT],
+    "store_kv": [*[_POINTER] * 5, *[_LONG] * 4, _INT, _INT],
+    "rope_store": [*[_POINTER] * 9, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
+    "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
+    "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
+    "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
+}
+Table = dict[torch.dtype, Callable[..., int]]
+_SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class Native:
+    """One loaded library. Each kernel is a table from dtype to the C function."""
+
+    paged_attention: Table
+    store_kv: Table
+    rope_store: Table
+    rms_norm: Table
+    add_rms_norm: Table
+    silu_mul: Table
+
+    def __init__(self, isa: str) -> None:
+        self.isa = isa
+        library = ctypes.CDLL(str(HERE / f"{isa}.so"))
+        for name, arguments in _SIGNATURES.items():
+            table = {}
+            for dtype, suffix in _SUFFIXES.items():
+                function = table[dtype] = getattr(library, f"{name}_{suffix}")
+                function.argtypes, function.restype = arguments, ctypes.c_int
+            setattr(self, name, table)
+
+
+def runnable() -> list[str]:
+    """The instruction sets that were built and that this CPU has, the best last; QUIRE_CPU_ISA cuts the list."""
+    built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
+    if "plain" not in built:
+        return []
+    share_openmp()
+    level = ctypes.CDLL(str(HERE / "plain.so")).isa_level()
+    usable = [isa for isa in list(ISAS)[: level + 1] if isa in built]
+    wanted = os.environ.get("QUIRE_CPU_ISA", "")
+    if not wanted:
+        return usable
+    if wanted not in ISAS:
+        raise ValueError(f"QUIRE_CPU_ISA={wanted!r} is not one of {', '.join(ISAS)}")
+    if wanted not in usable:
+        raise ValueError(f"QUIRE_CPU_ISA={wanted} cannot run here; what can: {', '.join(usable)}")
+    return usable[: usable.index(wanted) + 1]
+
+
+def share_openmp() -> None:
+    """Make the symbols of the OpenMP runtime that PyTorch has loaded visible to libraries loaded from now on."""
+    for path in openmp_runtimes():
+        ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)
+
+
+def openmp_runtimes() -> list[str]:
+    """Paths of the OpenMP runtimes in this process: GNU's, Intel's or LLVM's, all of which GOMP_parallel is part of."""
+    name = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.(so|dylib)")
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # not Linux: what lies beside PyTorch
+        beside = Path(torch.__file__).parent / "lib"
+        return [str(path) for path in sorted(beside.iterdir()) if name.match(path.name)]
+    mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
+    return sorted(path for path in mapped if name.match(Path(path).name))

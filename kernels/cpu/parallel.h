@@ -1,0 +1,36 @@
+// Work over PyTorch's OpenMP threads. No omp.h: the pragma alone, so that the same source builds without OpenMP too.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <vector>
+
+// work(i) for each i below `items`, on up to `threads` threads, whoever is free next. Callers ask for all threads or
+// for one: libgomp ends and spawns threads when a team changes its size.
+template <class Work>
+void parallel_for(int threads, long items, const Work& work) {
+  if (threads <= 1 || items <= 1) {
+    for (long i = 0; i < items; ++i) work(i);
+    return;
+  }
+  std::atomic<long> next{0};
+#pragma omp parallel num_threads(threads)
+  for (long i = next.fetch_add(1); i < items; i = next.fetch_add(1)) work(i);
+}
+
+// Rows [0, rows) in one go, or in a few even pieces if they hold `cost` (elements) enough to pay for waking threads.
+template <class Work>
+void parallel_rows(int threads, long rows, long cost, const Work& work) {
+  constexpr long kWorthwhile = 32768;
+  if (threads <= 1 || rows <= 1 || cost < kWorthwhile) return work(0L, rows);
+  const long pieces = rows < 2L * threads ? rows : 2L * threads;
+  parallel_for(threads, pieces, [&](long i) { work(rows * i / pieces, rows * (i + 1) / pieces); });
+}
+
+// Scratch memory of a thread: grows, is never cleared, and holds whatever the last user left.
+INLINE char* scratch(size_t bytes) {
+  static thread_local std::vector<char> memory;
+  if (memory.size() < bytes + 64) memory.resize(bytes + 64);
+  const auto address = reinterpret_cast<uintptr_t>(memory.data());
+  return memory.data() + (64 - address % 64) % 64;
+}

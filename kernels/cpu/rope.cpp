@@ -1,0 +1,108 @@
+// From the fused q, k, v projection of each token: norm q and k per head, rotate both, put k and v into their pages.
+#include "kernels.h"
+
+#include "rms.h"
+
+namespace {
+
+constexpr int kMaxDim = 1024;
+
+// One head of `dim`: its norm (where weighted), then its rotation (where `cosines` is given; sines follow them).
+// Everything in float32, rounded once.
+template <class T>
+INLINE void turn_head(const T* x, const T* weight, const float* cosines, float eps, int dim, T* out) {
+  const int half = dim / 2;
+  const float factor = weight ? rms_factor(x, dim, eps) : 1.0f;
+  for (int i = 0; i < half; i += 16) {
+    const int n = half - i;
+    Vec first = vload_first(x + i, n), second = vload_first(x + half + i, n);
+    if (weight) {
+      first = vmul(vmul(first, vset(factor)), vload_first(weight + i, n));
+      second = vmul(vmul(second, vset(factor)), vload_first(weight + half + i, n));
+    }
+    if (cosines) {
+      const Vec cosine = vload_first(cosines + i, n), sine = vload_first(cosines + half + i, n);
+      const Vec turned = vsub(vmul(first, cosine), vmul(second, sine));
+      second = vfma(second, cosine, vmul(first, sine));
+      first = turned;
+    }
+    vstore_first(out + i, first, n);
+    vstore_first(out + half + i, second, n);
+  }
+}
+
+template <class T>
+struct Projection {
+  const T *qkv, *q_norm, *k_norm;
+  const float* cos_sin;  // null: no rotation
+  const int64_t *positions, *slots;
+  T *query, *keys, *values;
+  long key_stride, value_stride;
+  int heads, kv_heads, dim;
+  float eps;
+};
+
+template <class T>
+void rope_token(const Projection<T>& p, long token) {
+  const T* row = p.qkv + token * (p.heads + 2L * p.kv_heads) * p.dim;
+  const float* cosines = p.cos_sin ? p.cos_sin + p.positions[token] * p.dim : nullptr;
+  T* query = p.query + token * p.heads * p.dim;
+  for (int h = 0; h < p.heads; ++h) turn_head(row + h * p.dim, p.q_norm, cosines, p.eps, p.dim, query + h * p.dim);
+  const T *key = row + static_cast<long>(p.heads) * p.dim, *value = key + static_cast<long>(p.kv_heads) * p.dim;
+  const long page = p.slots[token] / kBlock;
+  const int slot = static_cast<int>(p.slots[token] % kBlock);
+  for (int h = 0; h < p.kv_heads; ++h) {
+    alignas(64) T turned[kMaxDim];
+    turn_head(key + h * p.dim, p.k_norm, cosines, p.eps, p.dim, turned);
+    store_key(turned, p.keys + page * p.key_stride + piece_offset(h, p.dim), slot, p.dim);
+    store_value(value + h * p.dim, p.values + page * p.value_stride + piece_offset(h, p.dim), slot, p.dim);
+  }
+}
+
+bool inside(const int64_t* slots, long tokens, long pages) {
+  for (long t = 0; t < tokens; ++t)
+    if (slots[t] < 0 || slots[t] >= pages * kBlock) return false;
+  return true;
+}
+
+template <class T>
+int rope_store(const Projection<T>& p, long tokens, long pages, int threads) {
+  if (!inside(p.slots, tokens, pages) || p.dim > kMaxDim) return 1;
+  parallel_rows(threads, tokens, tokens * (p.heads + 2L * p.kv_heads) * p.dim, [&](long begin, long end) {
+    for (long t = begin; t < end; ++t) rope_token(p, t);
+  });
+  return 0;
+}
+
+template <class T>
+int store_kv(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride, long value_stride,
+             long tokens, long pages, int kv_heads, int dim) {
+  if (!inside(slots, tokens, pages)) return 1;
+  for (long t = 0; t < tokens; ++t)
+    for (int h = 0; h < kv_heads; ++h) {
+      const long from = (t * kv_heads + h) * dim, page = slots[t] / kBlock;
+      const int slot = static_cast<int>(slots[t] % kBlock);
+      store_key(k + from, keys + page * key_stride + piece_offset(h, dim), slot, dim);
+      store_value(v + from, values + page * value_stride + piece_offset(h, dim), slot, dim);
+    }
+  return 0;
+}
+
+}  // namespace
+
+// Both return 1, having written nothing, where a slot lies outside the caches.
+#define EXPORT(suffix, T)                                                                                              \
+  EXPORTED int rope_store_##suffix(const T* qkv, const T* q_norm, const T* k_norm, const float* cos_sin,             \
+                                     const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,     \
+                                     long key_stride, long value_stride, long tokens, long pages, int heads,           \
+                                     int kv_heads, int dim, float eps, int threads) {                                  \
+    const Projection<T> p = {qkv,   q_norm, k_norm, cos_sin,    positions,    slots, query,                            \
+                             keys,  values, key_stride, value_stride, heads, kv_heads, dim, eps};                      \
+    return rope_store(p, tokens, pages, threads);                                                                      \
+  }                                                                                                                    \
+  EXPORTED int store_kv_##suffix(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride,  \
+                                   long value_stride, long tokens, long pages, int kv_heads, int dim) {                \
+    return store_kv(k, v, keys, values, slots, key_stride, value_stride, tokens, pages, kv_heads, dim);                \
+  }
+EXPORT(f32, float)
+EXPORT(bf16, bf16)

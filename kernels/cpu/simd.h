@@ -1,0 +1,104 @@
+// Sixteen float lanes, whatever the instruction set: every kernel is written once, on these functions.
+// Compiled with -ffp-contract=off: a product and a sum fuse only where vfma says so, so that one row's arithmetic is
+// the same in every instance of a template, which the bitwise contract of kernels/attention.py needs.
+#pragma once
+
+#include <cstdint>
+
+#define INLINE static inline __attribute__((always_inline, unused))
+
+struct bf16 {
+  uint16_t bits;
+};
+
+#ifdef __AVX512F__
+#include "simd_avx512.h"
+#else
+#include "simd_generic.h"
+#endif
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2E = 1.44269504088896340736f;
+
+INLINE void unpack(const float* from, float* to, int n) { __builtin_memcpy(to, from, n * sizeof(float)); }
+INLINE void unpack(const bf16* from, float* to, int n) {
+  for (int i = 0; i < n; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(from[i].bits) << 16;
+    __builtin_memcpy(to + i, &bits, sizeof(float));
+  }
+}
+
+// The first n of 16 lanes; the others are 0.
+template <class T>
+INLINE Vec vload_first(const T* p, int n) {
+  if (n >= 16) return vload(p);
+  float lanes[16] = {};
+  unpack(p, lanes, n);
+  return vload(lanes);
+}
+template <class T>
+INLINE void vstore_first(T* p, Vec x, int n) {
+  if (n >= 16) return vstore(p, x);
+  T lanes[16];
+  vstore(lanes, x);
+  __builtin_memcpy(p, lanes, n * sizeof(T));
+}
+
+// 2^f for f from -1/2 to 1/2, exactly 1 at 0: minimax polynomials found with Lawson's iteration, of error 9e-8 or, for
+// results that are rounded to bfloat16 anyway, 3e-6.
+template <class Result>
+INLINE Vec exp2_polynomial(Vec f) {
+  Vec p;
+  if constexpr (sizeof(Result) == 4) {
+    p = vfma(vset(1.326472689905358e-3f), f, vset(9.671512660562133e-3f));
+    p = vfma(p, f, vset(5.55073374424457e-2f));
+    p = vfma(p, f, vset(2.4022242084919254e-1f));
+    p = vfma(p, f, vset(6.931469775984717e-1f));
+  } else {
+    p = vfma(vset(9.582852867473804e-3f), f, vset(5.5906424924599164e-2f));
+    p = vfma(p, f, vset(2.402409861671141e-1f));
+    p = vfma(p, f, vset(6.931241933586662e-1f));
+  }
+  return vfma(p, f, vset(1.0f));
+}
+
+// 2^x, exactly 1 at 0 and 0 at -infinity; NaN stays. vexp2_below is for x that is never above 127.
+template <class Result = float>
+INLINE Vec vexp2_below(Vec x) {
+  x = vmax(vset(-200.0f), x);
+  const Vec whole = vround(x);
+  return vscale(exp2_polynomial<Result>(vsub(x, whole)), whole);
+}
+INLINE Vec vexp2(Vec x) { return vexp2_below(vmin(vset(127.0f), x)); }
+INLINE Vec vtanh(Vec x) {  // 1 - 2 / (e^2x + 1)
+  const Vec e = vexp2(vmul(x, vset(2 * kLog2E)));
+  return vsub(vset(1.0f), vdiv(vset(2.0f), vadd(e, vset(1.0f))));
+}
+INLINE Vec vsilu(Vec x) { return vdiv(x, vadd(vset(1.0f), vexp2(vmul(x, vset(-kLog2E))))); }
+
+// acc + a * b, where a word is a float, or a pair of bfloat16 whose two products are both added.
+template <class T>
+INLINE Vec dot(Vec acc, Words a, Words b);
+template <>
+inline __attribute__((always_inline)) Vec dot<float>(Vec acc, Words a, Words b) {
+  return vfma(as_floats(a), as_floats(b), acc);
+}
+template <>
+inline __attribute__((always_inline)) Vec dot<bf16>(Vec acc, Words a, Words b) {
+  return dot_pairs(acc, a, b);
+}
+
+// acc[r][c] += sum over s of a[r][s] * b[c][s * stride .. + 16]: the inner loop of all that multiplies. Each
+// accumulator sums in the order of s, alone, so a row's result is the same for every R and C.
+template <class T, int R, int C>
+INLINE void multiply(Vec (&acc)[R][C], const uint32_t* const (&a)[R], const uint32_t* const (&b)[C], long stride,
+                     int steps) {
+  for (int s = 0; s < steps; ++s) {
+    Words column[C];
+    for (int c = 0; c < C; ++c) column[c] = wload(b[c] + s * stride);
+    for (int r = 0; r < R; ++r) {
+      const Words row = wset(a[r][s]);
+      for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], column[c], row);
+    }
+  }
+}

@@ -1,0 +1,40 @@
+"""What all chunks of an answer have in common."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+encode_json = msgspec.json.Encoder().encode
+DATA, END = b"data: ", b"\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Identity of one answer."""
+
+    id: str
+    model: str
+    fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def fields(self, kind: str) -> dict[str, object]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def opening(self, kind: str) -> bytes:
+        """An event up to the value of `choices`, which is left to add."""
+        return DATA + encode_json(self.fields(kind))[:-1] + b',"choices":'
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(16)}"

@@ -1,0 +1,68 @@
+"""The application: routes and the error table around one engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from engine.chat_template import ChatRenderer
+from engine.client import EngineClient
+from engine.tokenizer import Tokenizer
+from engine.types import EngineInfo
+from server import errors
+from server.config import ServerConfig
+from server.metrics import Metrics
+from server.routes import chat, completions, models, status, tokenize
+from server.serving import Serving
+from server.version import VERSION
+
+
+def create_app(
+    config: ServerConfig,
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    generation_defaults: Mapping[str, float],
+) -> FastAPI:
+    """An ASGI application that serves one model; its lifespan starts the client and stops it.
+
+    vocab_size is the model's: token ids run from 0 to vocab_size - 1. generation_defaults is what
+    generation_config.json says of temperature, top_p, top_k, min_p and repetition_penalty. The lifespan raises what
+    client.start() raises.
+    """
+    renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            info = await client.start()
+            app.state.serving = Serving(
+                config=config,
+                client=client,
+                info=info,
+                tokenizer=tokenizer,
+                renderer=renderer,
+                defaults=generation_defaults,
+                vocab_size=vocab_size,
+                metrics=Metrics(client, config.model_names[0], info.max_model_len),
+                fingerprint=_fingerprint(info),
+            )
+            yield
+        finally:
+            await client.stop()
+
+    app = FastAPI(title="Quire", version=VERSION, lifespan=lifespan, redirect_slashes=False, strict_content_type=False)
+    errors.install(app)
+    for module in (completions, chat, models, tokenize, status):
+        app.include_router(module.router)
+    return app
+
+
+def _fingerprint(info: EngineInfo) -> str:
+    """Equal as long as model, type, device and Quire's version are: what decides a seed's tokens."""
+    parts = (VERSION, info.model, info.dtype, info.device, info.backend)
+    return "fp_" + hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()

@@ -1,0 +1,130 @@
+"""An engine, the app and a socket, brought up together: what serve, chat and run share."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import AF_UNIX, socket
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from engine.client import EngineClient
+from engine.model_files import read_generation_defaults, read_model_config, resolve_model
+from engine.supervisor import ProcessClient
+from engine.tokenizer import Tokenizer
+from server.app import create_app
+from server.config import ServerConfig
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, told when to stop instead of catching signals itself, and telling when it listens."""
+
+    def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                log_level=config.uvicorn_log_level,
+                access_log=not config.disable_access_log,
+                timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
+            )
+        )
+        self._on_ready = on_ready
+
+    def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
+        return nullcontext()
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self._on_ready()
+
+
+@asynccontextmanager
+async def running_app(config: ServerConfig, client: ProcessClient) -> AsyncIterator[FastAPI]:
+    """The app of a client that has been launched, with its engine ready; both end with the block.
+
+    Its lifespan is entered here and not by uvicorn, which would log what starting the engine raises; this raises it.
+    """
+    try:
+        app = await asyncio.to_thread(_build, config, client)
+        async with app.router.lifespan_context(app):
+            yield app
+    finally:
+        await client.stop()
+
+
+def _build(config: ServerConfig, client: ProcessClient) -> FastAPI:
+    """What the app needs of the model's files is read while the engine loads the weights. Raises ModelError."""
+    path = resolve_model(config.model, config.revision)
+    tokenizer_path = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
+    return create_app(
+        config,
+        client,
+        Tokenizer.load(tokenizer_path),
+        vocab_size=read_model_config(path).vocab_size,
+        generation_defaults=read_generation_defaults(path),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LocalServer:
+    path: str
+    """Of the Unix socket it listens on."""
+    client: EngineClient
+
+    @property
+    def alive(self) -> bool:
+        return self.client.alive
+
+
+@contextmanager
+def local_server(config: ServerConfig) -> Iterator[LocalServer]:
+    """A server of `config`'s model in a thread, behind a Unix socket that nobody else can reach.
+
+    Raises what starting the engine raises.
+    """
+    client = ProcessClient(config)
+    client.launch()
+    with tempfile.TemporaryDirectory(prefix="quire-") as directory, socket(AF_UNIX) as listener:
+        path = str(Path(directory) / "http.sock")
+        listener.bind(path)
+        ready: Future[HttpServer] = Future()
+        thread = threading.Thread(target=_host, args=(config, client, listener, ready), name="quire-server")
+        thread.start()
+        try:
+            ready.result()
+            yield LocalServer(path, client)
+        finally:
+            if not ready.done() and client.pid is not None:  # interrupted while the engine starts
+                os.kill(client.pid, signal.SIGTERM)
+            with suppress(Exception):
+                ready.result().should_exit = True
+            thread.join()
+
+
+def _host(config: ServerConfig, client: ProcessClient, listener: socket, ready: Future[HttpServer]) -> None:
+    """A thread's work: start the engine, serve on `listener`, stop both. `ready` gets the server, or what failed."""
+
+    async def host() -> None:
+        async with running_app(config, client) as app:
+            server = HttpServer(app, config, lambda: ready.set_result(server))
+            await server.serve(sockets=[listener])
+
+    try:
+        uvloop.run(host())
+    except Exception as error:
+        if ready.done():
+            raise
+        ready.set_exception(error)

@@ -1,0 +1,39 @@
+"""How a server is set up: the engine's settings and a few of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from engine.config import DEMO_MODEL, EngineConfig
+
+DEMO_NAME = "quire-demo"
+
+
+class ServerConfig(EngineConfig):
+    """Fields keep vLLM's flag names where the meaning is the same."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0: all interfaces")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
+    served_model_name: list[str] = Field(
+        default_factory=list, description="Names that requests may use, the first one in answers; default: the model's"
+    )
+    max_logprobs: int = Field(20, ge=0, description="Most log probabilities per token a request may ask for")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of Quire's log")
+    uvicorn_log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "warning", description="Level of the HTTP server's log"
+    )
+    disable_access_log: bool = Field(True, description="No line per HTTP request")
+    shutdown_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get to finish on Ctrl-C")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names of the model, at least one. A hub id is its own name, a directory gives its last part."""
+        if self.served_model_name:
+            return tuple(self.served_model_name)
+        if self.model == DEMO_MODEL:
+            return (DEMO_NAME,)
+        path = Path(self.model)
+        return (path.resolve().name if path.is_dir() else self.model,)

@@ -1,0 +1,130 @@
+"""One table from exceptions to OpenAI's error body, before a stream and inside it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import EngineError, InvalidRequest, ModelNotFound, Overloaded, QuireError
+
+logger = logging.getLogger("quire.server")
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
+    (InvalidRequest, 400, INVALID),
+    (ModelNotFound, 404, "not_found_error"),
+    (Overloaded, 503, SERVER),
+    (EngineError, 500, SERVER),
+    (QuireError, 500, SERVER),
+)
+"""The first row that fits counts."""
+RETRY_AFTER_SECONDS = "1"
+MAX_DETAILS = 10
+UNEXPECTED = "The server had an error while processing your request. The log says more"
+
+
+def install(app: FastAPI) -> None:
+    """Answer every exception of the app with an OpenAI error body."""
+    for kind, handler in (
+        (QuireError, _quire_error),
+        (RequestValidationError, _validation_error),
+        (HTTPException, _http_exception),
+        (Exception, _unexpected),
+    ):
+        app.add_exception_handler(kind, handler)
+
+
+def stream_error(error: Exception) -> bytes:
+    """An error inside a stream, as its last event."""
+    if isinstance(error, QuireError):
+        _, kind = _row(error)
+        body = error_body(error.message, kind, error.param, error.code)
+    else:
+        logger.error("a stream failed", exc_info=error)
+        body = error_body(UNEXPECTED, SERVER, None, "internal_error")
+    return b"data: " + body + b"\n\n"
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    # Plain ASCII: a message may repeat half a surrogate pair of the caller's, which has no UTF-8.
+    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+
+
+def _answer(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
+    return Response(body, status, headers, "application/json")
+
+
+def _row(error: QuireError) -> tuple[int, str]:
+    return next((status, kind) for base, status, kind in TABLE if isinstance(error, base))
+
+
+async def _quire_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, QuireError)
+    status, kind = _row(error)
+    headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+    return _answer(status, error_body(error.message, kind, error.param, error.code), headers)
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    details = error.errors()
+    first = details[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        message, param = f"The body is not valid JSON: {reason} at character {first['loc'][-1]}", None
+    elif tuple(first["loc"]) == ("body",):
+        message, param = "The body must be a JSON object, sent with the header Content-Type: application/json", None
+    else:
+        param = _param(first["loc"])
+        message = "; ".join(f"{_where(one['loc'])}: {one['msg']}" for one in _without_doubles(details)[:MAX_DETAILS])
+    return _answer(400, error_body(message, INVALID, param, None))
+
+
+def _without_doubles(details: Sequence[Any]) -> list[Any]:
+    """One detail per place: a union of types complains once for each of them."""
+    by_place = {_where(one["loc"]): one for one in reversed(details)}
+    return list(reversed(by_place.values()))
+
+
+def _param(place: Sequence[str | int]) -> str | None:
+    """The top-level parameter of ("body", "messages", 0, "role")."""
+    names = [part for part in place if part != "body"]
+    return str(names[0]) if names else None
+
+
+def _where(place: Sequence[str | int]) -> str:
+    """messages[0].role; the names of union members that pydantic puts in are left out."""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part != "body" and part.isidentifier() and part not in ("str", "int", "float"):
+            text += f".{part}" if text else part
+    return text or "body"
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        body = error_body(f"Unknown request URL: {method} {path}", INVALID, None, "unknown_url")
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        body = error_body(f"Not allowed to {method} on {path}", INVALID, None, "method_not_supported")
+    else:
+        kind = SERVER if error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
+        body = error_body(str(error.detail), kind, None, None)
+    return _answer(error.status_code, body, dict(error.headers or {}))
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _answer(500, error_body(UNEXPECTED, SERVER, None, "internal_error"))

@@ -1,0 +1,261 @@
+"""One call's way through the engine: prompts and parameters in, text deltas out, step by step.
+
+Streamed and whole answers share it: a whole answer is `fold` of the deltas.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.client import EngineClient
+from engine.detokenizer import TextStream
+from engine.errors import EngineError
+from engine.seeds import choice_seed
+from engine.tokenizer import Tokenizer
+from engine.types import Request, RequestOutput, SamplingParams, TokenLogprob
+from server.metrics import Metrics
+from server.prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token of an answer with its log probability; None for the first token of an echoed prompt."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+    offset: int
+    """Where it begins, in characters of the choice's text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceDelta:
+    """What one step added to one choice."""
+
+    index: int
+    text: str
+    tokens: list[TokenText]
+    """The tokens that begin in this text, if log probabilities were asked for."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The stop string or the id of stop_token_ids that ended it."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole choice: the fold of its deltas."""
+
+    index: int
+    text: str = ""
+    tokens: list[TokenText] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of one call, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to generate: n choices for each prompt. Choice i of prompt p has index p * n + i."""
+
+    id: str
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    echo: bool = False
+    cache_salt: str = ""
+    priority: int = 0
+
+
+class Choice:
+    """One choice in the making: the engine's outputs in, deltas out."""
+
+    def __init__(self, index: int, prompt: Prompt, job: Job, tokenizer: Tokenizer) -> None:
+        params = job.params
+        self.index = index
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.finished = False
+        self.first_at: float | None = None
+        self.last_at = 0.0
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._echo = job.echo
+        self._skip_special_tokens = params.skip_special_tokens
+        self._text = TextStream(
+            tokenizer,
+            prompt_ids=prompt.ids,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
+        self._logprobs: deque[TokenLogprob] = deque()
+        self._base = len(prompt.text) if job.echo else 0
+
+    def push(self, output: RequestOutput) -> ChoiceDelta | None:
+        """The delta of one output; None when it shows nothing yet."""
+        reason: str | None = output.finish_reason
+        stop_reason: int | str | None = output.stop_reason
+        delta = self._text.push_output(output)
+        self.completion_tokens += delta.used
+        if delta.stop_string is not None:
+            reason, stop_reason = "stop", delta.stop_string
+        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        text, tokens = delta.text, []
+        if output.logprobs is not None:
+            self._logprobs.extend(output.logprobs[: delta.used])
+        if self._logprobs:
+            tokens = [self._token(offset) for offset in delta.offsets]
+        if self._echo:
+            self._echo = False
+            text = self._prompt.text + text
+            if output.prompt_logprobs is not None:
+                tokens = self._prompt_tokens(output.prompt_logprobs) + tokens
+        if not text and not tokens and reason is None:
+            return None
+        return ChoiceDelta(self.index, text, tokens, reason, stop_reason)
+
+    def _token(self, offset: int) -> TokenText:
+        logprob = self._logprobs.popleft()
+        return TokenText(logprob.token_id, logprob, self._base + offset)
+
+    def _prompt_tokens(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenText]:
+        stream = TextStream(self._tokenizer, skip_special_tokens=self._skip_special_tokens)
+        offsets = stream.push(self._prompt.ids, final=True).offsets
+        return [
+            TokenText(token_id, logprob, offset)
+            for token_id, logprob, offset in zip(self._prompt.ids, logprobs, offsets, strict=True)
+        ]
+
+
+class Generation:
+    """A job that the engine works on. Iterate `deltas`; `close` ends it at any time."""
+
+    def __init__(self, job: Job, client: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        """Submits the job. Raises EngineError when the engine is gone."""
+        self._job = job
+        self._metrics = metrics
+        n = job.params.n
+        single = msgspec.structs.replace(job.params, n=1)
+        self._choices: dict[str, Choice] = {}
+        requests = []
+        for index in range(len(job.prompts) * n):
+            prompt = job.prompts[index // n]
+            request_id = f"{job.id}-{index}"
+            self._choices[request_id] = Choice(index, prompt, job, tokenizer)
+            requests.append(
+                Request(
+                    id=request_id,
+                    prompt_ids=prompt.ids,
+                    params=single,
+                    seed=choice_seed(job.params.seed, index % n),
+                    cache_salt=job.cache_salt,
+                    priority=job.priority,
+                )
+            )
+        self._cut_short = False
+        self._started = time.monotonic()
+        self._stream = client.submit(requests)
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice came to its own end; false once closed before."""
+        return not self._cut_short and all(choice.finished for choice in self._choices.values())
+
+    @property
+    def usage(self) -> Usage:
+        """So far. A prompt counts once, however many choices continue it."""
+        n = self._job.params.n
+        firsts = [choice for choice in self._choices.values() if choice.index % n == 0]
+        return Usage(
+            prompt_tokens=sum(len(prompt.ids) for prompt in self._job.prompts),
+            completion_tokens=sum(choice.completion_tokens for choice in self._choices.values()),
+            cached_tokens=sum(choice.cached_tokens for choice in firsts),
+        )
+
+    async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """What each step added, at most one delta per choice; never an empty list. Ends when all choices have.
+
+        Raises EngineError when the engine failed one of them.
+        """
+        try:
+            async for outputs in self._stream:
+                now = time.monotonic()
+                step = [delta for output in outputs if (delta := self._push(output, now)) is not None]
+                if step:
+                    yield step
+        finally:
+            self.close()
+
+    def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
+        choice = self._choices[output.id]
+        if output.finish_reason == "error":
+            self._end(choice, "error")
+            raise EngineError(output.error or "the engine failed this request")
+        delta = choice.push(output)
+        if output.new_ids:
+            if choice.first_at is None:
+                choice.first_at = now
+                self._metrics.first_token(now - self._started)
+            else:
+                self._metrics.next_token(now - choice.last_at)
+            choice.last_at = now
+        if delta is not None and delta.finish_reason is not None:
+            self._stream.abort(output.id)  # does nothing when it was the engine that finished
+            self._end(choice, delta.finish_reason)
+        return delta
+
+    def _end(self, choice: Choice, reason: str) -> None:
+        choice.finished = True
+        self._metrics.finished(
+            reason,
+            seconds=time.monotonic() - self._started,
+            decode_seconds=0.0 if choice.first_at is None else choice.last_at - choice.first_at,
+            prompt_tokens=len(self._job.prompts[choice.index // self._job.params.n].ids),
+            generation_tokens=choice.completion_tokens,
+            params=self._job.params,
+        )
+
+    def close(self) -> None:
+        """Abort what still runs; `deltas` ends. Does nothing the second time."""
+        self._stream.close()
+        for choice in self._choices.values():
+            if not choice.finished:
+                self._cut_short = True
+                self._end(choice, "abort")
+
+
+async def fold(generation: Generation) -> list[Answer]:
+    """The whole answers, by index."""
+    answers: dict[int, Answer] = {}
+    async for step in generation.deltas():
+        for delta in step:
+            answer = answers.setdefault(delta.index, Answer(delta.index))
+            answer.text += delta.text
+            answer.tokens += delta.tokens
+            answer.finish_reason = delta.finish_reason
+            answer.stop_reason = delta.stop_reason
+    return [answers[index] for index in sorted(answers)]

@@ -1,0 +1,129 @@
+"""Prometheus metrics under vLLM's names, so that its dashboards work here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.client import EngineClient
+from engine.types import SamplingParams
+
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+REQUEST_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+FINISH_REASONS = ("stop", "length", "abort", "error")
+GAUGES = (
+    ("vllm:num_requests_running", "Requests in the running batch.", "running"),
+    ("vllm:num_requests_waiting", "Requests waiting for a place in the batch.", "waiting"),
+)
+COUNTERS = (
+    ("vllm:generation_tokens", "Tokens generated since the engine's start.", "generation_tokens"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
+    ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
+)
+
+
+class Metrics:
+    """A server's metrics, in a registry of their own. The label is the model's name."""
+
+    def __init__(self, client: EngineClient, model_name: str, max_model_len: int) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(client, model_name))
+        labels = ("model_name",)
+        lengths = length_buckets(max_model_len)
+
+        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
+            made = Histogram(name, text, labels, buckets=tuple(buckets), registry=self._registry)
+            child = made.labels(model_name)
+            assert isinstance(child, Histogram)
+            return child
+
+        self.first_token = histogram(
+            "vllm:time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_SECONDS
+        ).observe
+        self.next_token = histogram(
+            "vllm:inter_token_latency_seconds", "Seconds between the steps of one stream.", TOKEN_SECONDS
+        ).observe
+        self._per_token = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_SECONDS
+        )
+        self._seconds = histogram("vllm:e2e_request_latency_seconds", "Seconds of a request.", REQUEST_SECONDS)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", lengths)
+        self._generation = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", lengths)
+        self._n = histogram("vllm:request_params_n", "The n parameter.", (1, 2, 5, 10, 20))
+        self._max_tokens = histogram("vllm:request_params_max_tokens", "The max_tokens parameter.", lengths)
+        prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
+        self._prompt_total = prompt_total.labels(model_name)
+        success = Counter(
+            "vllm:request_success", "Finished requests.", (*labels, "finished_reason"), registry=self._registry
+        )
+        self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+
+    def finished(
+        self,
+        reason: str,
+        *,
+        seconds: float,
+        decode_seconds: float,
+        prompt_tokens: int,
+        generation_tokens: int,
+        params: SamplingParams,
+    ) -> None:
+        """One choice has ended. decode_seconds is the time from the first token to the last."""
+        self._success[reason].inc()
+        self._seconds.observe(seconds)
+        self._prompt.observe(prompt_tokens)
+        self._prompt_total.inc(prompt_tokens)
+        self._generation.observe(generation_tokens)
+        self._n.observe(params.n)
+        if params.max_tokens is not None:
+            self._max_tokens.observe(params.max_tokens)
+        if generation_tokens > 1:
+            self._per_token.observe(decode_seconds / (generation_tokens - 1))
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self._registry)
+
+
+class EngineCollector(Collector):
+    """Reads the engine's latest statistics when Prometheus asks."""
+
+    def __init__(self, client: EngineClient, model_name: str) -> None:
+        self._client = client
+        self._labels = [model_name]
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._client.stats
+        for name, text, field in GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
+            gauge.add_metric(self._labels, getattr(stats, field))
+            yield gauge
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", labels=["model_name"])
+        usage.add_metric(self._labels, stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0)
+        yield usage
+        for name, text, field in COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric(self._labels, getattr(stats, field))
+            yield counter
+
+
+def length_buckets(longest: int) -> list[int]:
+    """1, 2, 5, 10, … up to the first that holds the longest."""
+    buckets: list[int] = []
+    while not buckets or buckets[-1] < longest:
+        buckets.append((1, 2, 5)[len(buckets) % 3] * 10 ** (len(buckets) // 3))
+    return buckets

@@ -1,0 +1,91 @@
+"""What to continue: the prompt forms of a completion, and a chat rendered by its template, as token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.tokenizer import Tokenizer
+from server.protocol.chat import ChatRequest
+from server.protocol.completions import CompletionRequest
+from server.sampling import check_token_id
+from server.serving import Serving
+
+LONG_TEXT = 8_000
+"""Characters from which on tokenizing (about 1 us each) would hold up other streams, and goes to a thread."""
+MAX_PROMPTS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: list[int]
+    text: str
+    """What `echo` repeats."""
+
+
+async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[Prompt]:
+    """At least one. Raises InvalidRequest naming the parameter."""
+    prompt = body.prompt
+    given: Sequence[str | list[int]]
+    if isinstance(prompt, str):
+        given = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        given = [[token_id for token_id in prompt if isinstance(token_id, int)]]
+    else:
+        given = [one for one in prompt if not isinstance(one, int)]
+    if not given:
+        raise InvalidRequest("prompt must not be empty", param="prompt")
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
+    prompts = []
+    for one in given:
+        if isinstance(one, str):
+            ids = await encode(serving.tokenizer, one, body.add_special_tokens, "prompt")
+            prompts.append(Prompt(ids, one))
+        else:
+            for token_id in one:
+                check_token_id(token_id, serving.vocab_size, "prompt")
+            text = serving.tokenizer.decode(one, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
+            prompts.append(Prompt(one, text))
+    for each in prompts:
+        check_length(each.ids, serving.info.max_model_len, "prompt")
+    return prompts
+
+
+async def chat_prompt(body: ChatRequest, serving: Serving) -> Prompt:
+    """The conversation as the model's template writes it. Raises InvalidRequest naming the parameter."""
+    text = serving.renderer.render(
+        [message.as_dict() for message in body.messages],
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt,
+        variables=body.chat_template_kwargs,
+    )
+    ids = await encode(serving.tokenizer, text, body.add_special_tokens, "messages")
+    check_length(ids, serving.info.max_model_len, "messages")
+    return Prompt(ids, "")
+
+
+async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param} contains half of a surrogate pair, which is not a character", param=param) from (
+            error
+        )
+    if len(text) < LONG_TEXT:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+
+
+def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
+    """There must be a token to continue, and room for one more."""
+    if not ids:
+        raise InvalidRequest(f"{param} must not be empty", param=param)
+    if len(ids) >= max_model_len:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {max_model_len} tokens, but {param} came to {len(ids)} tokens, "
+            "which leaves no room for an answer. Please shorten it",
+            param=param,
+        )

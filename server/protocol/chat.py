@@ -1,0 +1,48 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.errors import InvalidRequest
+from server.protocol.common import GenerationBody
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["text", "input_text", "refusal"] = "text"
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One turn. Fields that templates may read (name, tool_calls, tool_call_id, reasoning_content …) pass through."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True)
+
+
+class ChatRequest(GenerationBody):
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0)
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    """Templates write BOS themselves."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+
+    @model_validator(mode="after")
+    def logprobs_asked_for(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self

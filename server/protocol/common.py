@@ -1,0 +1,121 @@
+"""What the request bodies share: nulls mean unset, and what becomes of parameters that are not honoured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.errors import InvalidRequest
+
+NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "length_penalty": (1.0,),
+    "logprob_token_ids": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_detection": (),
+    "response_format": ({"type": "text"},),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "thinking_token_budget": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Parameters that would change the answer and cannot be honoured, with the values at which they change nothing."""
+
+MAX_NAMES = 20
+
+
+class RequestBody(BaseModel):
+    """Base of all request bodies. Fields that no subclass names are kept in model_extra."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    def ignored_params(self) -> list[str]:
+        """Names of parameters that have no effect. Raises InvalidRequest for one that would have had."""
+        ignored = []
+        for name, value in (self.model_extra or {}).items():
+            harmless = NOT_HONOURED.get(name)
+            if harmless is None:
+                ignored.append(name)
+            elif not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in harmless):
+                raise InvalidRequest(f"{name} is not supported", param=name)
+        return ignored
+
+
+class StreamOptions(RequestBody):
+    include_usage: bool = False
+
+
+class GenerationBody(RequestBody):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] = Field(default_factory=list)
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str = ""
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def ignored_params(self) -> list[str]:
+        ignored = super().ignored_params()
+        if self.stream_options is not None:
+            if not self.stream:
+                raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
+            ignored += [f"stream_options.{name}" for name in self.stream_options.ignored_params()]
+        return ignored
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """The X-Ignored-Params header. Names come from the caller: only what is safe in a header is repeated."""
+    safe = [re.sub(r"[^\w.\-]", "?", name, flags=re.ASCII)[:64] for name in names[:MAX_NAMES]]
+    return {"X-Ignored-Params": ", ".join(safe)} if safe else {}

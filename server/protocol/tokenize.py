@@ -1,0 +1,35 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, StrictInt, model_validator
+
+from engine.errors import InvalidRequest
+from server.protocol.chat import ChatMessage
+from server.protocol.common import RequestBody
+
+
+class TokenizeRequest(RequestBody):
+    """A prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    """Default: true for a prompt, false for messages."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def one_of_two(self) -> TokenizeRequest:
+        if (self.prompt is None) is (self.messages is None):
+            raise InvalidRequest("give either prompt or messages", param="prompt")
+        return self
+
+
+class DetokenizeRequest(RequestBody):
+    model: str | None = None
+    tokens: list[StrictInt]

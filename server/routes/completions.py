@@ -1,0 +1,44 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.answers.completion import CompletionWriter
+from server.answers.head import Head, new_id
+from server.generate import Job
+from server.prompts import completion_prompts
+from server.protocol.common import ignored_header
+from server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from server.routes.reply import reply
+from server.sampling import check_logprobs, sampling_params
+from server.serving import serving_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=None)
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Continue a prompt, or each of several."""
+    serving = serving_of(request)
+    model = serving.model_name(body.model)
+    headers = ignored_header(body.ignored_params())
+    check_logprobs("logprobs", body.logprobs, serving.config.max_logprobs)
+    params = sampling_params(
+        body,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        defaults=serving.defaults,
+        max_model_len=serving.info.max_model_len,
+        vocab_size=serving.vocab_size,
+    )
+    prompts = await completion_prompts(body, serving)
+    head = Head(new_id("cmpl"), model, serving.fingerprint)
+    job = Job(head.id, prompts, params, echo=body.echo, cache_salt=body.cache_salt, priority=body.priority)
+    writer = CompletionWriter(
+        head, serving.tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
+    )
+    return await reply(request, serving, job, writer, stream=body.stream, headers=headers)

@@ -1,0 +1,50 @@
+"""A generation's way out: streamed or whole, one path."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.generate import Answer, ChoiceDelta, Generation, Job, Usage, fold
+from server.serving import Serving
+from server.sse import EventStream, closing_on_disconnect
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+class Writer(Protocol):
+    """Turns deltas into the bytes of an endpoint's answer."""
+
+    def first(self, num_choices: int) -> bytes: ...
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
+
+    def last(self, usage: Usage) -> bytes: ...
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
+
+
+async def reply(
+    request: Request, serving: Serving, job: Job, writer: Writer, *, stream: bool, headers: Mapping[str, str]
+) -> Response:
+    """Submit the job and answer it. Raises EngineError when the engine is gone or failed a whole answer."""
+    generation = Generation(job, serving.client, serving.tokenizer, serving.metrics)
+    if stream:
+        return EventStream(_events(generation, writer), generation.close, headers)
+    async with closing_on_disconnect(request.receive, generation.close):
+        answers = await fold(generation)
+    if not generation.complete:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return Response(writer.whole(answers, generation.usage), 200, dict(headers), "application/json")
+
+
+async def _events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]:
+    opening = writer.first(generation.num_choices)
+    async for step in generation.deltas():
+        yield opening + writer.step(step)
+        opening = b""
+    if generation.complete:
+        yield writer.last(generation.usage)

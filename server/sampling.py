@@ -1,0 +1,69 @@
+"""From a request body to the engine's SamplingParams: defaults, and limits that depend on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.errors import InvalidRequest
+from engine.types import SamplingParams
+from server.protocol.common import GenerationBody
+
+
+def sampling_params(
+    body: GenerationBody,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    defaults: Mapping[str, float],
+    max_model_len: int,
+    vocab_size: int,
+) -> SamplingParams:
+    """Raises InvalidRequest naming the parameter. `defaults` is the model's generation_config.json."""
+    if max_tokens is not None and max_tokens > max_model_len:
+        raise InvalidRequest(
+            f"max_tokens is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
+            "prompt and answer together",
+            param="max_tokens",
+        )
+    for name, ids in (("logit_bias", body.logit_bias or ()), ("stop_token_ids", body.stop_token_ids)):
+        for token_id in ids:
+            check_token_id(token_id, vocab_size, name)
+    return SamplingParams(
+        n=body.n,
+        temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
+        top_p=_first(body.top_p, defaults.get("top_p"), 1.0),
+        top_k=int(_first(body.top_k, defaults.get("top_k"), 0)),
+        min_p=_first(body.min_p, defaults.get("min_p"), 0.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias or None,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        seed=body.seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+    )
+
+
+def check_logprobs(name: str, value: int | None, max_logprobs: int) -> None:
+    if value is not None and value > max_logprobs:
+        raise InvalidRequest(f"{name} must be at most {max_logprobs}, got {value}", param=name)
+
+
+def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(
+            f"{param} contains token id {token_id}, which is outside the vocabulary (0 to {vocab_size - 1})",
+            param=param,
+        )
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,48 @@
+"""What request handlers work with: one frozen object, made when the app is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from engine.chat_template import ChatRenderer
+from engine.client import EngineClient
+from engine.errors import ModelNotFound
+from engine.tokenizer import Tokenizer
+from engine.types import EngineInfo
+from server.config import ServerConfig
+from server.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    config: ServerConfig
+    client: EngineClient
+    info: EngineInfo
+    tokenizer: Tokenizer
+    renderer: ChatRenderer
+    defaults: Mapping[str, float]
+    """Sampling parameters of the model's generation_config.json."""
+    vocab_size: int
+    """The model's: token ids run from 0 to vocab_size - 1."""
+    metrics: Metrics
+    fingerprint: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def model_name(self, asked: str | None) -> str:
+        """The name for the answer. Raises ModelNotFound."""
+        names = self.config.model_names
+        if asked is None:
+            return names[0]
+        if asked not in names:
+            raise ModelNotFound(f"The model `{asked}` does not exist.", param="model")
+        return asked
+
+
+def serving_of(request: Request) -> Serving:
+    serving = request.app.state.serving
+    assert isinstance(serving, Serving)
+    return serving

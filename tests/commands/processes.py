@@ -1,0 +1,30 @@
+"""Who is whose child and who still lives, from /proc."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and parent of a process, None when it is gone."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return state, int(parent)
+
+
+def children(pid: int) -> list[int]:
+    stats = {int(path.name): _stat(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    return [child for child, stat in stats.items() if stat is not None and stat[1] == pid and stat[0] != "Z"]
+
+
+def wait_until_gone(pid: int) -> None:
+    """Bounded by pytest's own limit."""
+    while (stat := _stat(pid)) is not None and stat[0] != "Z":
+        time.sleep(0.05)

@@ -1,0 +1,42 @@
+"""An engine driven by hand, for tests: no event loop, no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.loop import Engine
+from engine.types import Request, SamplingParams, TokenLogprob
+
+
+@dataclass
+class Answer:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+
+
+def request(name: str, prompt: Sequence[int], *, seed: int = 0, salt: str = "", **params: object) -> Request:
+    params = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True} | params
+    return Request(id=name, prompt_ids=list(prompt), params=SamplingParams(**params), seed=seed, cache_salt=salt)
+
+
+def run(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
+    """Submit all at once and step until every one has ended."""
+    answers = {each.id: Answer() for each in requests}
+    for each in requests:
+        engine.add(each)
+    while engine.busy:
+        for output in engine.step():
+            answer = answers[output.id]
+            assert answer.finish_reason is None, "an output after the terminal one"
+            answer.ids += output.new_ids
+            answer.logprobs += output.logprobs or []
+            answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+            answer.finish_reason = output.finish_reason
+            answer.cached_tokens = output.cached_tokens
+    engine.scheduler.pool.audit()
+    assert engine.stats.used_blocks == 0
+    return answers

@@ -1,0 +1,95 @@
+"""The same tokens, whatever else is running: alone, together, chunked, prefix-hit, preempted, replayed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.loop import Engine
+from engine.types import Request
+from tests.engine.harness import request, run
+from tests.tiny_models import VOCAB, save_tiny_model
+
+SETTINGS = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7, "min_tokens": 10},
+)
+
+
+def mixed_requests() -> list[Request]:
+    """24 requests: greedy and sampled, short and long, some with a common beginning."""
+    generator = torch.Generator().manual_seed(5)
+    common = torch.randint(3, VOCAB, (70,), generator=generator).tolist()
+    made = []
+    for i in range(24):
+        own = torch.randint(3, VOCAB, (1 + 7 * i % 90,), generator=generator).tolist()
+        prompt = common[: 16 * (i % 4) + 5] + own if i % 2 else own
+        made.append(request(str(i), prompt, seed=1000 + i, max_tokens=20 + i % 13, **SETTINGS[i % len(SETTINGS)]))
+    return made
+
+
+def tokens(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    return {name: answer.ids for name, answer in run(engine, requests).items()}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_do_not_depend_on_what_else_runs(dtype: str, backend: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
+
+    def engine(**options: int) -> Engine:
+        options = {"num_kv_blocks": 600} | options
+        return Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
+
+    requests = mixed_requests()
+    warm = engine()
+    alone = {each.id: tokens(warm, [each])[each.id] for each in requests}
+
+    together = engine()
+    assert tokens(together, requests) == alone, "all in one batch"
+    hits = together.stats.prefix_hits
+    assert tokens(together, requests) == alone, "with a warm prefix cache"
+    assert together.stats.prefix_hits > hits + 500
+
+    assert tokens(engine(max_num_batched_tokens=5), requests) == alone, "prompts in chunks of 5 tokens"
+    assert tokens(engine(max_num_batched_tokens=33, max_num_seqs=3), requests) == alone, "few at a time"
+
+    small = engine(num_kv_blocks=13, max_model_len=200)
+    assert tokens(small, requests) == alone, "preempted"
+    assert small.stats.preemptions > 2
+
+    half = [
+        Request(id=r.id, prompt_ids=r.prompt_ids, params=r.params, seed=r.seed, emitted_ids=alone[r.id][: i % 19])
+        for i, r in enumerate(requests)
+    ]
+    rest = tokens(engine(), half)
+    assert {r.id: r.emitted_ids + rest[r.id] for r in half} == alone, "resumed after a crash"
+
+
+def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama", max_position_embeddings=1024)
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=2000))
+    generator = torch.Generator().manual_seed(3)
+    prefix = torch.randint(3, VOCAB, (800,), generator=generator).tolist()
+    owns = [torch.randint(3, VOCAB, (10,), generator=generator).tolist() for _ in range(100)]
+    answers = run(engine, [request(str(i), prefix + own, max_tokens=2) for i, own in enumerate(owns)])
+    assert engine.stats.prompt_tokens == 800 + 100 * 10
+    assert engine.stats.prefix_hits == 99 * 800
+    assert sorted(answer.cached_tokens for answer in answers.values()) == [0] + [800] * 99
+
+
+def test_salts_and_the_switch_keep_prefixes_apart(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=100))
+    prompt = list(range(3, 103))
+    assert run(engine, [request("a", prompt, salt="x")])["a"].cached_tokens == 0
+    assert run(engine, [request("b", prompt, salt="y")])["b"].cached_tokens == 0
+    assert run(engine, [request("c", prompt, salt="x")])["c"].cached_tokens == 96
+    without = Engine(EngineConfig(model=str(path), num_kv_blocks=100, enable_prefix_caching=False))
+    assert [run(without, [request(name, prompt)])[name].cached_tokens for name in "ab"] == [0, 0]

@@ -1,0 +1,78 @@
+"""Numbers against transformers, for every family: greedy tokens of a ragged batch, and log probabilities."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import EngineConfig
+from engine.loop import Engine
+from tests.engine.harness import request, run
+from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
+
+BACKENDS = ("cpu", "reference")
+LENGTHS = (1, 2, 7, 16, 33, 50, 64, 90)
+NEW_TOKENS = 64
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def expected(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """transformers' greedy tokens, and the log probabilities [tokens, vocab] of every position of prompt + answer."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            ids = torch.cat((ids, model(ids).logits[:, -1:].argmax(-1)), dim=1)
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    return ids[0, len(prompt) :].tolist(), logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    wanted = [expected(path, prompt) for prompt in prompts()]
+    for backend in BACKENDS:
+        engine = Engine(EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=256))
+        answers = run(
+            engine,
+            [
+                request(str(i), prompt, max_tokens=NEW_TOKENS, logprobs=3, prompt_logprobs=2)
+                for i, prompt in enumerate(prompts())
+            ],
+        )
+        for i, (prompt, (tokens, logprobs)) in enumerate(zip(prompts(), wanted, strict=True)):
+            answer = answers[str(i)]
+            assert answer.ids == tokens, f"{backend}, prompt of {len(prompt)}"
+            assert answer.prompt_logprobs is not None
+            assert answer.prompt_logprobs[0] is None
+            found = answer.prompt_logprobs[1:] + answer.logprobs
+            for position, logprob in enumerate(found):
+                assert logprob is not None
+                row = logprobs[position]
+                assert logprob.logprob == pytest.approx(row[logprob.token_id].item(), abs=1e-4)
+                assert logprob.rank == 1 + int((row > row[logprob.token_id]).sum())
+                best = row.topk(len(logprob.top)).values
+                assert [value for _, value in logprob.top] == pytest.approx(best.tolist(), abs=1e-4)
+
+
+def test_a_bfloat16_checkpoint_is_served_in_bfloat16_and_close(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64))
+    assert engine.info.dtype == "bfloat16"
+    prompt = prompts()[-1]
+    answer = run(engine, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"]
+    assert answer.prompt_logprobs is not None
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        row = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    errors = [
+        abs(logprob.logprob - row[i, logprob.token_id].item())
+        for i, logprob in enumerate(answer.prompt_logprobs[1:])
+        if logprob is not None
+    ]
+    assert sum(errors) / len(errors) < 0.05

@@ -1,0 +1,46 @@
+"""Kernel tests run on every instruction set that was built and that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kernels import cpu
+from kernels.cpu import native
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "isa" in metafunc.fixturenames:
+        missing = pytest.param("", marks=pytest.mark.skip(reason=cpu.why_not()))
+        metafunc.parametrize("isa", native.runnable() or [missing], indirect=True)
+
+
+@pytest.fixture
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes kernels.cpu use this instruction set."""
+    library = _library(request.param)
+    monkeypatch.setattr(cpu, "_load", lambda: (library, ""))
+    return str(request.param)
+
+
+_loaded: dict[str, native.Native] = {}
+
+
+def _library(isa: str) -> native.Native:
+    if isa not in _loaded:
+        _loaded[isa] = native.Native(isa)
+    return _loaded[isa]
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20)
+
+
+@pytest.fixture
+def keep_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,95 @@
+"""Ragged batches for the kernel tests: sequences with known keys and values, paged into any backend's cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.attention import AttentionMetadata, Backend
+
+
+@dataclass(frozen=True)
+class Part:
+    """Keys and values of a whole sequence [context, K, D], and the queries [queries, H, D] of its last tokens."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    def rows(self, begin: int, end: int) -> Part:
+        """Queries begin to end of this part, as a chunk that is computed when no later token is known."""
+        context = len(self.k) - len(self.q) + end
+        return Part(self.q[begin:end], self.k[:context], self.v[:context])
+
+    def to(self, dtype: torch.dtype) -> Part:
+        return Part(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype))
+
+
+def random_part(
+    context: int, queries: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> Part:
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return Part(draw(queries, heads, dim), draw(context, kv_heads, dim), draw(context, kv_heads, dim))
+
+
+def page(
+    backend: Backend, parts: list[Part], *, seed: int = 0, spare: int = 3
+) -> tuple[Tensor, Tensor, AttentionMetadata]:
+    """Caches and metadata for a step of these parts, on pages in random order. What nobody wrote is NaN."""
+    size, dtype = backend.BLOCK_SIZE, parts[0].k.dtype
+    kv_heads, dim = parts[0].k.shape[1:]
+    needs = [-(-len(part.k) // size) for part in parts]
+    total = sum(needs) + spare
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
+    table = torch.full((len(parts), max(needs)), int(order[-1]), dtype=torch.int32)
+    shape = backend.kv_cache_shape(total, kv_heads, dim, dtype)
+    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+    slots, positions, taken = [], [], 0
+    for row, (part, need) in enumerate(zip(parts, needs, strict=True)):
+        table[row, :need] = order[taken : taken + need]
+        taken += need
+        at = torch.arange(len(part.k))
+        where = table[row, at // size].long() * size + at % size
+        backend.store_kv(part.k, part.v, k_cache, v_cache, where)
+        slots.append(where[len(at) - len(part.q) :])
+        positions.append(at[len(at) - len(part.q) :])
+    lengths = [len(part.q) for part in parts]
+    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+    contexts = [len(part.k) for part in parts]
+    metadata = AttentionMetadata(
+        query_start=starts,
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_table=table,
+        positions=torch.cat(positions),
+        slots=torch.cat(slots),
+        max_query_len=max(lengths),
+        max_context_len=max(contexts),
+    )
+    return k_cache, v_cache, metadata
+
+
+def attend(
+    backend: Backend,
+    parts: list[Part],
+    *,
+    seed: int = 0,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> list[Tensor]:
+    """Each part's attention output, all computed in one step."""
+    k_cache, v_cache, metadata = page(backend, parts, seed=seed)
+    q = torch.cat([part.q for part in parts])
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = backend.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, softcap=softcap)
+    return list(out.split([len(part.q) for part in parts]))
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected value. NaN counts as infinite."""
+    difference = (got.double() - expected.double()).abs().max() / expected.double().abs().max()
+    return float(difference.nan_to_num(torch.inf))

@@ -1,0 +1,96 @@
+"""The compiled paged attention against the float64 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import cpu, reference
+from tests.kernels.ragged import Part, attend, error, page, random_part
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
+MIX = [(1, 1), (5, 5), (17, 1), (16, 16), (300, 1), (300, 44), (513, 2), (40, 33)]  # (context, queries)
+
+
+def parts_of(
+    mix: list[tuple[int, int]],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> list[Part]:
+    return [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in mix]
+
+
+def check(parts: list[Part], tolerance: float | None = None, **options: float | int | None) -> None:
+    got = attend(cpu, parts, **options)
+    expected = attend(reference, [part.to(torch.float64) for part in parts], **options)
+    for row, (mine, judge) in enumerate(zip(got, expected, strict=True)):
+        assert error(mine, judge) < (tolerance or TOLERANCE[mine.dtype]), f"sequence {row}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [2, 8, 64, 80, 96, 128, 256])
+def test_head_dims(isa: str, dim: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    check(parts_of(MIX, 4, 2, dim, dtype, generator))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (20, 4), (71, 1)])
+def test_grouped_heads(isa: str, heads: int, kv_heads: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    check(parts_of(MIX[:6], heads, kv_heads, 32, dtype, generator))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 1, 16, 37, 260, 4096])
+def test_window_and_softcap(
+    isa: str, window: int | None, softcap: float | None, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    check(parts_of([*MIX, (1030, 3)], 6, 2, 16, dtype, generator), window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_long_contexts(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    check(parts_of([(2500, 1)], 2, 1, 64, dtype, generator))
+    check(parts_of([(1500, 1200), (1100, 1)], 2, 1, 64, dtype, generator))
+
+
+def test_large_scores(isa: str, generator: torch.Generator) -> None:
+    """Scores in the hundreds, where float32 itself knows them to about 1e-5: the weights stay finite."""
+    check(parts_of(MIX, 2, 1, 64, torch.float32, generator), tolerance=2e-4, scale=20.0)
+
+
+def test_scores_far_below_zero(isa: str) -> None:
+    """The peak of a tile, not 0, anchors its exponentials."""
+    q, k = torch.full((1, 1, 16), 30.0), torch.full((300, 1, 16), -30.0)
+    v = torch.arange(300.0)[:, None, None].expand(300, 1, 16).contiguous()
+    assert torch.allclose(attend(cpu, [Part(q, k, v)])[0], torch.tensor(149.5))
+
+
+def test_pages_outside_the_cache_are_refused(isa: str, generator: torch.Generator) -> None:
+    part = random_part(40, 1, 2, 1, 16, torch.float32, generator)
+    k_cache, v_cache, metadata = page(cpu, [part])
+    metadata.block_table[0, 1] = k_cache.shape[0]
+    with pytest.raises(IndexError, match="block table"):
+        cpu.paged_attention(part.q, k_cache, v_cache, metadata, scale=1.0)
+
+
+def test_other_dtypes_are_refused(isa: str, generator: torch.Generator) -> None:
+    with pytest.raises(TypeError, match="float32 or bfloat16"):
+        cpu.kv_cache_shape(4, 1, 16, torch.float16)
+    part = random_part(4, 1, 2, 1, 16, torch.float32, generator)
+    k_cache, v_cache, metadata = page(cpu, [part])
+    with pytest.raises(TypeError, match="cannot serve"):
+        cpu.paged_attention(part.q.half(), k_cache, v_cache, metadata, scale=1.0)
+
+
+def test_strided_layers(isa: str, generator: torch.Generator) -> None:
+    """A layer's cache may be a slice of one tensor for all layers, pages outermost."""
+    part = random_part(70, 5, 4, 2, 32, torch.bfloat16, generator)
+    k_cache, v_cache, metadata = page(cpu, [part])
+    k_layers, v_layers = (torch.stack([c, torch.zeros_like(c)], dim=1) for c in (k_cache, v_cache))
+    straight = cpu.paged_attention(part.q, k_cache, v_cache, metadata, scale=0.2)
+    strided = cpu.paged_attention(part.q, k_layers[:, 0], v_layers[:, 0], metadata, scale=0.2)
+    assert torch.equal(straight, strided)

@@ -1,0 +1,110 @@
+"""The bitwise contract: a row's bits depend on its own query, keys and positions, on nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import cpu
+from tests.kernels.ragged import attend, random_part
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (20, 9.0)])
+def test_chunking(
+    isa: str, dtype: torch.dtype, window: int | None, softcap: float | None, generator: torch.Generator
+) -> None:
+    part = random_part(530, 530, 6, 2, 64, dtype, generator)
+    whole = attend(cpu, [part], window=window, softcap=softcap)[0]
+    for sizes in ([1, 15, 16, 17, 251, 230], [100, 430], [529, 1], [256, 256, 18]):
+        begin = 0
+        for size in sizes:
+            chunk = attend(cpu, [part.rows(begin, begin + size)], window=window, softcap=softcap)[0]
+            assert torch.equal(chunk, whole[begin : begin + size]), (sizes, begin)
+            begin += size
+    for i in range(0, 530, 11):
+        assert torch.equal(attend(cpu, [part.rows(i, i + 1)], window=window, softcap=softcap)[0][0], whole[i]), i
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batching_and_pages(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    mix = [(1, 1), (700, 1), (33, 33), (512, 1), (300, 200), (2000, 1), (16, 1)]
+    parts = [random_part(c, q, 9, 3, 64, dtype, generator) for c, q in mix]
+    together = attend(cpu, parts)
+    for seed, part, out in zip(range(len(parts)), parts, together, strict=True):
+        assert torch.equal(attend(cpu, [part], seed=seed + 1)[0], out)
+    for first, second in zip(attend(cpu, parts[::-1], seed=9), together[::-1], strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Many pieces, and few long ones whose tiles are spread over the threads."""
+    batches = [[(2300, 1)], [(1000, 300)], [(400, 1)] * 20, [(1500, 4), (90, 90)]]
+    for mix in batches:
+        parts = [random_part(c, q, 6, 2, 64, dtype, generator) for c, q in mix]
+        torch.set_num_threads(1)
+        alone = attend(cpu, parts)
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, attend(cpu, parts), alone)), (mix, threads)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 600), min_size=1, max_size=4),
+    chunks=st.lists(st.lists(st.sampled_from([0, 1, 7, 64, 600]), min_size=4, max_size=4), max_size=6),
+    seed=st.integers(0, 2**20),
+    dtype=st.sampled_from(DTYPES),
+    dim=st.sampled_from([8, 16, 40, 64, 80]),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (8, 8), (14, 2)]),
+    window=st.none() | st.integers(1, 400),
+    softcap=st.sampled_from([None, 10.0]),
+)
+def test_any_mix(
+    lengths: list[int],
+    chunks: list[list[int]],
+    seed: int,
+    dtype: torch.dtype,
+    dim: int,
+    heads: tuple[int, int],
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    """Chunks of several sequences, mixed into steps at random, give what each sequence gives alone and whole."""
+    if not cpu.available():
+        pytest.skip(cpu.why_not())
+    generator = torch.Generator().manual_seed(seed)
+    parts = [random_part(n, n, *heads, dim, dtype, generator) for n in lengths]
+    whole = [attend(cpu, [part], window=window, softcap=softcap)[0] for part in parts]
+    done = [0] * len(parts)
+    for sizes in [*chunks, [600] * 4]:
+        ends = [min(length, begin + size) for length, begin, size in zip(lengths, done, sizes, strict=False)]
+        step = [(i, begin, end) for i, (begin, end) in enumerate(zip(done, ends, strict=True)) if begin < end]
+        if not step:
+            continue
+        outs = attend(cpu, [parts[i].rows(b, e) for i, b, e in step], seed=seed + 1, window=window, softcap=softcap)
+        for (i, begin, end), out in zip(step, outs, strict=True):
+            assert torch.equal(out, whole[i][begin:end]), (i, begin, end)
+        done = ends
+    assert done == lengths
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rowwise_kernels(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Norms and the gate: a row alone gives what it gives among others."""
+    x, weight = torch.randn((300, 576), generator=generator).to(dtype), torch.ones(576, dtype=dtype)
+    normed, gated = cpu.rms_norm(x, weight, 1e-5), cpu.silu_mul(x)
+    added, total = cpu.add_rms_norm(x.clone(), x.flip(0), weight, 1e-5)
+    for i in (0, 17, 299):
+        row = slice(i, i + 1)
+        assert torch.equal(cpu.rms_norm(x[row], weight, 1e-5), normed[row])
+        assert torch.equal(cpu.silu_mul(x[row]), gated[row])
+        alone = cpu.add_rms_norm(x[row].clone(), x.flip(0)[row].clone(), weight, 1e-5)
+        assert torch.equal(alone[0], added[row])
+        assert torch.equal(alone[1], total[row])

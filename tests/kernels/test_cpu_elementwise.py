@@ -1,0 +1,123 @@
+"""Norms, gate, rope and KV store of the CPU backend against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import cpu, reference
+from kernels.attention import AttentionMetadata
+from tests.kernels.ragged import attend, error, page, random_part
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (7, 256), (3, 50), (200, 2048), (2, 3, 64)])
+def test_rms_norm(isa: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+    x, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape[-1:]))
+    expected = reference.rms_norm(x.double(), weight.double(), 1e-5)
+    assert error(cpu.rms_norm(x, weight, 1e-5), expected) < TOLERANCE[dtype]
+    assert error(cpu.rms_norm(x.mT.contiguous().mT, weight, 1e-5), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 576), (7, 50), (200, 2048)])
+def test_add_rms_norm(isa: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+    x, residual, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape, shape[1:]))
+    total = x + residual
+    expected = reference.rms_norm(total.double(), weight.double(), 1e-5)
+    normed, summed = cpu.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(summed, total)
+    assert error(normed, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (300, 704)])
+def test_silu_mul(isa: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+    x = (torch.randn(shape, generator=generator) * 8).to(dtype)
+    assert error(cpu.silu_mul(x), reference.silu_mul(x.double())) < TOLERANCE[dtype]
+
+
+def test_silu_at_the_ends(isa: str) -> None:
+    gate = torch.tensor([[0.0, 100.0, 1e30, torch.inf, -20.0, -100.0, -1e30, torch.nan]])
+    got = cpu.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))[0]
+    assert got[:4].tolist() == [0.0, 100.0, float(gate[0, 2]), torch.inf]
+    assert float(got[4]) == pytest.approx(-20 / (1 + 485165195.4), rel=1e-5)
+    assert abs(float(got[5])) < 1e-30
+    assert got[7].isnan()
+
+
+def test_other_dtypes_use_the_reference(isa: str) -> None:
+    x = torch.randn(3, 8, dtype=torch.float64)
+    weight = torch.ones(8, dtype=torch.float64)
+    assert torch.equal(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+    assert torch.equal(cpu.add_rms_norm(x, x, weight, 1e-5)[0], reference.add_rms_norm(x, x, weight, 1e-5)[0])
+    assert torch.equal(cpu.silu_mul(x), reference.silu_mul(x))
+
+
+def tables(positions: int, dim: int) -> Tensor:
+    angles = torch.outer(torch.arange(positions).double(), 10000.0 ** -(torch.arange(0, dim, 2).double() / dim))
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+def empty_cache(metadata: AttentionMetadata, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = reference.kv_cache_shape(int(metadata.block_table.max()) + 1, kv_heads, dim, dtype)
+    return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 64, 80, 96])
+@pytest.mark.parametrize(("normed", "rotate"), [(False, True), (True, True), (True, False)])
+def test_rope_store(
+    isa: str, dim: int, normed: bool, rotate: bool, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    """Queries are returned, keys and values are found again by attention, in a mixed step."""
+    heads, kv_heads = 6, 2
+    parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (40, 40), (300, 2)]]
+    k_cache, v_cache, metadata = page(cpu, parts)
+    wide = [part.to(torch.float64) for part in parts]
+    k_wide, v_wide, _ = page(reference, wide)
+    tokens = len(metadata.slots)
+    qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
+    norms = [(1 + torch.randn(dim, generator=generator) / 4).to(dtype) if normed else None for _ in range(2)]
+    cos_sin = tables(300, dim)
+    wide_norms = [norm.double() if norm is not None else None for norm in norms]
+    expected = reference.rope_store(
+        qkv.double(), cos_sin, *wide_norms, 1e-5, k_wide, v_wide, metadata, head_dim=dim, rotate=rotate
+    )
+    table = cos_sin.float()
+    got = cpu.rope_store(qkv, table, *norms, 1e-5, k_cache, v_cache, metadata, head_dim=dim, rotate=rotate)
+    assert got.shape == (tokens, heads, dim)
+    assert error(got, expected) < TOLERANCE[dtype]
+    out = cpu.paged_attention(got, k_cache, v_cache, metadata, scale=dim**-0.5)
+    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, scale=dim**-0.5)
+    assert error(out, judge) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_kv_keeps_the_neighbours(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Writing the second half of a sequence does not touch the first, to the bit."""
+    part = random_part(90, 90, 2, 2, 48, dtype, generator)
+    k_cache, v_cache, metadata = page(cpu, [part])
+    again = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]
+    for begin, end in ((45, 90), (0, 13), (13, 45)):
+        cpu.store_kv(part.k[begin:end], part.v[begin:end], *again, metadata.slots[begin:end])
+    assert torch.equal(again[0].view(torch.uint8), k_cache.view(torch.uint8))
+    assert torch.equal(again[1].view(torch.uint8), v_cache.view(torch.uint8))
+    assert torch.equal(attend(cpu, [part])[0][-1], cpu.paged_attention(part.q, *again, metadata, scale=48**-0.5)[-1])
+
+
+def test_slots_outside_the_cache_are_refused(isa: str, generator: torch.Generator) -> None:
+    part = random_part(20, 20, 2, 2, 16, torch.float32, generator)
+    k_cache, v_cache, metadata = page(cpu, [part])
+    metadata.slots[3] = k_cache.shape[0] * cpu.BLOCK_SIZE
+    before = k_cache.clone()
+    with pytest.raises(IndexError, match="slots"):
+        cpu.store_kv(part.k, part.v, k_cache, v_cache, metadata.slots)
+    qkv = torch.ones(20, 6 * 16)
+    with pytest.raises(IndexError, match="slots"):
+        cpu.rope_store(qkv, tables(20, 16).float(), None, None, 1e-5, k_cache, v_cache, metadata, head_dim=16)
+    assert torch.equal(before.nan_to_num(7), k_cache.nan_to_num(7))

@@ -1,0 +1,70 @@
+"""The judge itself, against PyTorch's own functions in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import reference
+from tests.kernels.ragged import Part, attend, error, random_part
+
+MIX = [(1, 1), (5, 5), (130, 1), (129, 129), (300, 20)]
+
+
+def judge(part: Part, window: int | None, softcap: float | None) -> Tensor:
+    q, k, v = (x.transpose(0, 1) for x in (part.q, part.k, part.v))
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    queries, keys = q.shape[1], k.shape[1]
+    at, key = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+    seen = key <= at
+    if window is not None:
+        seen &= key > at - window
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
+    scores = softcap * torch.tanh(q @ k.transpose(1, 2) * q.shape[-1] ** -0.5 / softcap)
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 80), (8, 1, 64)])
+def test_attention(
+    heads: int, kv_heads: int, dim: int, window: int | None, softcap: float | None, generator: torch.Generator
+) -> None:
+    parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in MIX]
+    for part, out in zip(parts, attend(reference, parts, window=window, softcap=softcap), strict=True):
+        assert error(out, judge(part, window, softcap)) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_does_not_depend_on_the_batch(dtype: torch.dtype, generator: torch.Generator) -> None:
+    parts = [random_part(c, q, 6, 2, 64, dtype, generator) for c, q in MIX]
+    for part, out in zip(parts, attend(reference, parts), strict=True):
+        pieces = [attend(reference, [part.rows(i, i + 1)], seed=i)[0] for i in range(len(part.q))]
+        assert torch.equal(torch.cat(pieces), out)
+
+
+def test_norm_and_gate(generator: torch.Generator) -> None:
+    x, residual = (torch.randn((5, 64), generator=generator, dtype=torch.float64) for _ in range(2))
+    weight = torch.randn(64, generator=generator, dtype=torch.float64)
+    assert torch.allclose(reference.rms_norm(x, weight, 1e-5), F.rms_norm(x, (64,), weight, 1e-5), atol=1e-14)
+    normed, total = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, reference.rms_norm(total, weight, 1e-5))
+    assert torch.equal(reference.silu_mul(x), F.silu(x[:, :32]) * x[:, 32:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_gives_a_row_the_same_bits_in_any_batch(dtype: torch.dtype, generator: torch.Generator) -> None:
+    weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((96, 576), (96,)))
+    linear = reference.pack_linear(weight, bias)
+    x = torch.randn((70, 576), generator=generator).to(dtype)
+    whole = linear(x)
+    assert error(whole, F.linear(x.double(), weight.double(), bias.double())) < (
+        1e-5 if dtype == torch.float32 else 1e-2
+    )
+    for n in (1, 2, 3, 16, 33):
+        assert torch.equal(linear(x[:n]), whole[:n]), n

@@ -1,0 +1,139 @@
+"""An engine without a model: token ids from a script or from a hash of what came before, one per step."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+
+from engine.client import EngineClient
+from engine.types import EngineInfo, EngineStats, FinishReason, Request, RequestOutput, TokenLogprob
+
+Script = Callable[[Request, int], int]
+
+
+def hashed(ids: Sequence[int]) -> Script:
+    """Picks from these ids by prompt, seed and position, as a sampler does."""
+
+    def pick(request: Request, position: int) -> int:
+        key = repr((request.prompt_ids, request.seed, position)).encode()
+        return ids[int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "big") % len(ids)]
+
+    return pick
+
+
+def scripted(ids: Sequence[int], eos: int) -> Script:
+    """These ids, then end of sequence."""
+    return lambda request, position: ids[position] if position < len(ids) else eos
+
+
+class FakeEngine(EngineClient):
+    """Honours max_tokens, stop ids, eos, abort and logprobs. `fail_at` makes it fail requests at that position."""
+
+    def __init__(
+        self,
+        pick: Script,
+        *,
+        eos: Sequence[int] = (),
+        max_model_len: int = 512,
+        step_seconds: float = 0.0,
+        fail_at: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.pick = pick
+        self.eos = frozenset(eos)
+        self.max_model_len = max_model_len
+        self.step_seconds = step_seconds
+        self.fail_at = fail_at
+        self.running: dict[str, Request] = {}
+        self.positions: dict[str, int] = {}
+        self.seen: list[Request] = []
+        self.aborted: list[str] = []
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> EngineInfo:
+        self._task = asyncio.create_task(self._run())
+        return EngineInfo(
+            model="fake",
+            dtype="float32",
+            device="cpu",
+            backend="none",
+            max_model_len=self.max_model_len,
+            num_blocks=100,
+            block_size=16,
+            kv_bytes=0,
+            weight_bytes=0,
+            load_seconds=0.0,
+            arithmetic="none",
+        )
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._fail("the engine was stopped")
+
+    def die(self) -> None:
+        self._fail("the engine died")
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.seen.append(request)
+            self.running[request.id] = request
+            self.positions[request.id] = 0
+        self._work.set()
+
+    def _send_abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.running.pop(request_id, None)
+
+    async def _run(self) -> None:
+        while True:
+            await self._work.wait()
+            if not self.running:
+                self._work.clear()
+                continue
+            outputs = [self._step(request) for request in list(self.running.values())]
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.running.pop(output.id, None)
+            self._deliver(outputs, EngineStats(running=len(self.running), used_blocks=25, total_blocks=100))
+            await asyncio.sleep(self.step_seconds)
+
+    def _step(self, request: Request) -> RequestOutput:
+        position = self.positions[request.id]
+        self.positions[request.id] += 1
+        if position == self.fail_at:
+            return RequestOutput(id=request.id, new_ids=[], finish_reason="error", error="the engine tripped")
+        params = request.params
+        token = self.pick(request, position)
+        reason: FinishReason | None = None
+        stop_reason = None
+        longest = self.max_model_len - len(request.prompt_ids)
+        longest = longest if params.max_tokens is None else min(params.max_tokens, longest)
+        if position + 1 > params.min_tokens and token in self.eos and not params.ignore_eos:
+            reason = "stop"
+        elif position + 1 > params.min_tokens and token in params.stop_token_ids:
+            reason, stop_reason = "stop", token
+        elif position + 1 == longest:
+            reason = "length"
+        return RequestOutput(
+            id=request.id,
+            new_ids=[token],
+            logprobs=None if params.logprobs is None else [logprob(token, params.logprobs)],
+            prompt_logprobs=self._prompt_logprobs(request) if position == 0 else None,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            cached_tokens=len(request.prompt_ids) // 2,
+        )
+
+    def _prompt_logprobs(self, request: Request) -> list[TokenLogprob | None] | None:
+        count = request.params.prompt_logprobs
+        if count is None:
+            return None
+        return [None, *(logprob(token, count) for token in request.prompt_ids[1:])]
+
+
+def logprob(token: int, count: int) -> TokenLogprob:
+    """The picked token first, its neighbours after it."""
+    return TokenLogprob(token, -0.5, 1, [(token + i, -0.5 - i) for i in range(count)])

@@ -1,0 +1,70 @@
+"""Tiny random models of every family, saved by transformers: what our numbers are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCAB = 320
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "llama-tied-biased": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "num_key_value_heads": 4,
+    },
+    "llama3-rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE, "head_dim": 32},
+    "llama-linear-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    },
+    "mistral-window": {"model_type": "mistral", "sliding_window": 24},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+}
+
+
+def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    """Write a random model of the family to `path`. Its weights are larger than usual, so that text is not flat."""
+    torch.manual_seed(1234)
+    options = SHAPE | FAMILIES[family] | overrides
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5)
+        else:
+            torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+    model.to(dtype).save_pretrained(path)
+    return path
