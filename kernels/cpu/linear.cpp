@@ -16,13 +16,9 @@ struct Linear {
   const bf16 *x, *bias;  // bias may be null
   const uint32_t* weight;
   bf16* out;
-  long row_stride;  // of x
   int in, outs;
 };
 
-#ifndef PF
-#define PF 0
-#endif
 template <int R>
 void multiply_block(const Linear& l, long row, long panel) {
   constexpr int C = kPanelColumns;
@@ -31,22 +27,12 @@ void multiply_block(const Linear& l, long row, long panel) {
   Vec acc[R][C];
   for (int c = 0; c < C; ++c) columns[c] = l.weight + panel * steps * kPanel + c * 16;
   for (int r = 0; r < R; ++r) {
-    rows[r] = reinterpret_cast<const uint32_t*>(l.x + (row + r) * l.row_stride);
+    rows[r] = reinterpret_cast<const uint32_t*>(l.x + (row + r) * l.in);
+    // The lines of `out` are fetched while the sums are made: stores that miss would hold up the next block.
+    __builtin_prefetch(l.out + (row + r) * l.outs + panel * kPanel, 1);
+    __builtin_prefetch(l.out + (row + r) * l.outs + panel * kPanel + 32, 1);
     for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
   }
-#if PF > 0
-  if (R <= 4) {
-  const uint32_t* ahead = columns[0] + PF*64;
-  for (int s = 0; s < steps; ++s) {
-    Words column[C];
-    for (int c = 0; c < C; ++c) {column[c] = wload(columns[c] + s * 64); __builtin_prefetch(ahead + s*64+c*16);}
-    for (int r = 0; r < R; ++r) {
-      const Words w = wset(rows[r][s]);
-      for (int c = 0; c < C; ++c) acc[r][c] = dot<bf16>(acc[r][c], column[c], w);
-    }
-  }
-  } else
-#endif
   multiply<bf16, R, C>(acc, rows, columns, kPanel, steps);
   for (int c = 0; c < C; ++c) {
     const long at = panel * kPanel + c * 16;
@@ -69,20 +55,28 @@ INLINE void multiply_rows(const Linear& l, long row, long count, long panel) {
 
 }  // namespace
 
-EXPORTED void pack_linear_bf16(const bf16* weight, bf16* packed, int in, int outs) {
-  const int padded = (outs + kPanel - 1) / kPanel * kPanel;
-  for (int o = 0; o < padded; ++o) {
-    bf16* to = packed + (o / kPanel * (in / 2L) * kPanel + o % kPanel) * 2;
-    for (int i = 0; i < in; ++i) to[i / 2 * kPanel * 2L + i % 2] = o < outs ? weight[o * static_cast<long>(in) + i] : bf16{};
-  }
+// weight [outs, in], `in` even, to packed [outs rounded up to 64, in].
+EXPORTED void pack_linear_bf16(const bf16* weight, bf16* packed, int in, int outs, int threads) {
+  constexpr int kTogether = 16;  // words of a row: a line read at once, a few lines written in turn
+  const auto* from = reinterpret_cast<const uint32_t*>(weight);
+  auto* to = reinterpret_cast<uint32_t*>(packed);
+  const int steps = in / 2;
+  parallel_for(threads, (outs + kPanel - 1) / kPanel, [&](long panel) {
+    for (int s = 0; s < steps; s += kTogether)
+      for (long o = 0; o < kPanel; ++o)
+        for (int i = s; i < s + kTogether && i < steps; ++i) {
+          const long out = panel * kPanel + o;
+          to[(panel * steps + i) * kPanel + o] = out < outs ? from[out * steps + i] : 0;
+        }
+  });
 }
 
-EXPORTED void linear_bf16(const bf16* x, const bf16* packed, const bf16* bias, bf16* out, long rows, long row_stride,
-                          int in, int outs, int threads) {
+EXPORTED void linear_bf16(const bf16* x, const bf16* packed, const bf16* bias, bf16* out, long rows, int in, int outs,
+                          int threads) {
   constexpr long kSmall = 1 << 17;  // multiply-adds below which waking threads costs more than it brings
-  const Linear l = {x, bias, reinterpret_cast<const uint32_t*>(packed), out, row_stride, in, outs};
+  const Linear l = {x, bias, reinterpret_cast<const uint32_t*>(packed), out, in, outs};
   const long panels = (outs + kPanel - 1) / kPanel, blocks = (rows + kRowBlock - 1) / kRowBlock;
-  if (static_cast<long>(in) * outs * rows < kSmall) threads = 1;
+  if (rows * in * outs < kSmall) threads = 1;
   parallel_for(threads, panels * blocks, [&](long i) {
     const long block = i / panels, begin = rows * block / blocks, count = rows * (block + 1) / blocks - begin;
     const long groups = (count + kRows - 1) / kRows;  // nearly equal ones: 8 rows are 4 + 4

@@ -27,6 +27,10 @@ _SIGNATURES = {
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
 }
 Table = dict[torch.dtype, Callable[..., int]]
+_LINEAR_SIGNATURES = {
+    "pack_linear": [_POINTER, _POINTER, _INT, _INT, _INT],
+    "linear": [*[_POINTER] * 4, _LONG, _INT, _INT, _INT],
+}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -39,6 +43,8 @@ class Native:
     rms_norm: Table
     add_rms_norm: Table
     silu_mul: Table
+    pack_linear: Callable[..., None]
+    linear: Callable[..., None]
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
@@ -49,6 +55,10 @@ class Native:
                 function = table[dtype] = getattr(library, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, table)
+        for name, arguments in _LINEAR_SIGNATURES.items():
+            function = getattr(library, f"{name}_bf16")
+            function.argtypes, function.restype = arguments, None
+            setattr(self, name, function)
 
 
 def runnable() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from engine.client import EngineClient
 from engine.types import EngineInfo, EngineStats, FinishReason, Request, RequestOutput, TokenLogprob
@@ -28,7 +29,11 @@ def scripted(ids: Sequence[int], eos: int) -> Script:
 
 
 class FakeEngine(EngineClient):
-    """Honours max_tokens, stop ids, eos, abort and logprobs. `fail_at` makes it fail requests at that position."""
+    """Honours max_tokens, stop ids, eos, abort and logprobs.
+
+    `fail_at` makes it fail requests at that position; `burst` steps come at once, as to a slow reader. `sent` is set
+    by the first step.
+    """
 
     def __init__(
         self,
@@ -38,6 +43,7 @@ class FakeEngine(EngineClient):
         max_model_len: int = 512,
         step_seconds: float = 0.0,
         fail_at: int | None = None,
+        burst: int = 1,
     ) -> None:
         super().__init__()
         self.pick = pick
@@ -45,6 +51,8 @@ class FakeEngine(EngineClient):
         self.max_model_len = max_model_len
         self.step_seconds = step_seconds
         self.fail_at = fail_at
+        self.burst = burst
+        self.sent = asyncio.Event()
         self.running: dict[str, Request] = {}
         self.positions: dict[str, int] = {}
         self.seen: list[Request] = []
@@ -88,7 +96,7 @@ class FakeEngine(EngineClient):
         self.running.pop(request_id, None)
 
     async def _run(self) -> None:
-        while True:
+        for step in count(1):
             await self._work.wait()
             if not self.running:
                 self._work.clear()
@@ -98,7 +106,9 @@ class FakeEngine(EngineClient):
                 if output.finish_reason is not None:
                     self.running.pop(output.id, None)
             self._deliver(outputs, EngineStats(running=len(self.running), used_blocks=25, total_blocks=100))
-            await asyncio.sleep(self.step_seconds)
+            self.sent.set()
+            if step % self.burst == 0:
+                await asyncio.sleep(self.step_seconds)
 
     def _step(self, request: Request) -> RequestOutput:
         position = self.positions[request.id]
@@ -128,12 +138,12 @@ class FakeEngine(EngineClient):
         )
 
     def _prompt_logprobs(self, request: Request) -> list[TokenLogprob | None] | None:
-        count = request.params.prompt_logprobs
-        if count is None:
+        top = request.params.prompt_logprobs
+        if top is None:
             return None
-        return [None, *(logprob(token, count) for token in request.prompt_ids[1:])]
+        return [None, *(logprob(token, top) for token in request.prompt_ids[1:])]
 
 
-def logprob(token: int, count: int) -> TokenLogprob:
+def logprob(token: int, top: int) -> TokenLogprob:
     """The picked token first, its neighbours after it."""
-    return TokenLogprob(token, -0.5, 1, [(token + i, -0.5 - i) for i in range(count)])
+    return TokenLogprob(token, -0.5, 1, [(token + i, -0.5 - i) for i in range(top)])

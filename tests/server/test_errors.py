@@ -1,0 +1,207 @@
+"""Every error has OpenAI's body, before a stream and inside it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.fake import FakeEngine, hashed
+from tests.server.house import NAME, House, open_house, parse_events
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+INVALID = "invalid_request_error"
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"prompt": "x", **fields}
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"messages": USER, **fields}
+
+
+BAD_INPUTS = [
+    (completion(temperature=-0.1), "temperature", "temperature must be at least 0.0 and at most 2.0, got -0.1"),
+    (completion(temperature="hot"), "temperature", "valid number"),
+    (completion(top_p=0), "top_p", "above 0.0"),
+    (completion(n=0), "n", "at least 1"),
+    (completion(n=129), "n", "at most 128"),
+    (completion(max_tokens=0), "max_tokens", "at least 1"),
+    (completion(max_tokens="many"), "max_tokens", "valid integer"),
+    (completion(max_tokens=513), "max_tokens", "513.*512"),
+    (completion(min_tokens=20), "min_tokens", "max_tokens"),
+    (completion(presence_penalty=2.5), "presence_penalty", "at most 2.0"),
+    (completion(repetition_penalty=0), "repetition_penalty", "above 0.0"),
+    (completion(seed=2**63), "seed", "at most"),
+    (completion(seed=2**80), "seed", "integer|at most"),
+    (completion(stop=["a", "b", "c", "d", "e"]), "stop", "at most 4"),
+    (completion(stop=""), "stop", "empty"),
+    (completion(stop=5), "stop", "valid string"),
+    (completion(logprobs=21), "logprobs", "at most 20, got 21"),
+    (completion(logprobs=-1), "logprobs", "greater than or equal to 0"),
+    (completion(logit_bias={"65": 101}), "logit_bias", "at most 100"),
+    (completion(logit_bias={"x": 1}), "logit_bias", "valid integer"),
+    (completion(logit_bias={"259": 1}), "logit_bias", "token id 259.*0 to 258"),
+    (completion(stop_token_ids=[-1]), "stop_token_ids", "token id -1"),
+    (completion(prompt=""), "prompt", "empty"),
+    (completion(prompt=[]), "prompt", "empty"),
+    (completion(prompt=[[1], []]), "prompt", "empty"),
+    (completion(prompt=[1, 259]), "prompt", "token id 259"),
+    (completion(prompt={"text": "x"}), "prompt", "valid string"),
+    (completion(prompt=None), "prompt", "required"),
+    (completion(prompt="\ud800"), "prompt", "surrogate"),
+    (completion(prompt=["x"] * 2049), "prompt", "2048"),
+    (completion(stream_options={"include_usage": True}), "stream_options", "only allowed when stream"),
+    (completion(best_of=2), "best_of", "not supported"),
+    (completion(suffix="s"), "suffix", "not supported"),
+    (completion(use_beam_search=True), "use_beam_search", "not supported"),
+    (completion(priority=2**40), "priority", "less than"),
+    (chat(messages=[]), "messages", "at least 1"),
+    (chat(messages="x"), "messages", "valid list"),
+    (chat(messages=[{"content": "x"}]), "messages", r"messages\[0\].role"),
+    (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages", r"messages\[0\].content"),
+    (chat(top_logprobs=2), "top_logprobs", "logprobs to be true"),
+    (chat(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
+    (chat(max_completion_tokens=0), "max_completion_tokens", "greater than or equal to 1"),
+    (chat(tools=[{"type": "function"}]), "tools", "not supported"),
+    (chat(response_format={"type": "json_object"}), "response_format", "not supported"),
+    (chat(modalities=["audio"]), "modalities", "not supported"),
+    (chat(echo=True), "echo", "not supported"),
+    (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "messages"),
+    (("/tokenize", {}), "prompt", "either"),
+    (("/detokenize", {"tokens": ["x"]}), "tokens", "valid integer"),
+    (("/detokenize", {"tokens": [259]}), "tokens", "259"),
+]
+
+
+@pytest.mark.parametrize(("call", "param", "message"), BAD_INPUTS, ids=lambda value: str(value)[:60])
+async def test_bad_input_is_a_400_naming_the_parameter(
+    house: House, call: tuple[str, dict[str, Any]], param: str, message: str
+) -> None:
+    path, body = call
+    content = json.dumps(body)
+    response = await house.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["param"], error["code"]) == (INVALID, param, None)
+    assert re.search(message, error["message"]), error["message"]
+    assert not house.engine.seen
+
+
+async def test_too_long_a_prompt_names_both_numbers(house: House) -> None:
+    for path, body, count in ((COMPLETIONS, {"prompt": "x" * 512}, 512), (CHAT, {"messages": USER * 60}, 551)):
+        error = (await house.post(path, body, 400))["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "512" in error["message"]
+        assert str(count) in error["message"]
+    await house.post(COMPLETIONS, {"prompt": "x" * 511})
+    await house.post(COMPLETIONS, {"prompt": "x" * 9_000}, 400)
+
+
+async def test_an_unknown_model_is_a_404(house: House) -> None:
+    for path, body in (completion(model="gpt"), chat(model="gpt"), ("/tokenize", {"model": "gpt", "prompt": "x"})):
+        error = (await house.post(path, body, 404))["error"]
+        assert error == {
+            "message": "The model `gpt` does not exist.",
+            "type": "not_found_error",
+            "param": "model",
+            "code": "model_not_found",
+        }
+    with pytest.raises(openai.NotFoundError):
+        await house.openai.completions.create(model="gpt", prompt="x")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": ', "not valid JSON"),
+        (b"", "required|JSON object"),
+        (b"[1]", "JSON object"),
+        (b'"x"', "JSON object"),
+        (b'{"prompt": "\xff"}', "JSON|decode|body"),
+    ],
+)
+async def test_a_body_that_is_no_json_object(house: House, content: bytes, message: str) -> None:
+    response = await house.http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == INVALID
+    assert re.search(message, error["message"]), error["message"]
+
+
+async def test_a_form_is_told_to_be_json(house: House) -> None:
+    response = await house.http.post(COMPLETIONS, data={"prompt": "x"})
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.json()["error"]["message"]
+
+
+async def test_unknown_routes_and_methods(house: House) -> None:
+    response = await house.http.get("/v1/nothing")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "unknown_url"
+    response = await house.http.get(COMPLETIONS)
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert response.json()["error"] == {
+        "message": "Not allowed to GET on /v1/completions",
+        "type": INVALID,
+        "param": None,
+        "code": "method_not_supported",
+    }
+
+
+async def test_at_most_ten_details(house: House) -> None:
+    error = (await house.post(CHAT, {"messages": [{}] * 50}, 400))["error"]
+    assert error["message"].count("Field required") == 10
+
+
+async def test_an_engine_that_fails_a_request() -> None:
+    async with open_house(FakeEngine(hashed(b"abc"), fail_at=3)) as house:
+        error = (await house.post(*completion(), 500))["error"]  # type: ignore[misc]
+        assert error == {
+            "message": "the engine tripped",
+            "type": "server_error",
+            "param": None,
+            "code": "engine_error",
+        }
+        response = await house.http.post(CHAT, json={"messages": USER, "stream": True})
+        assert response.status_code == 200
+        assert parse_events(response.text)[-1] == {"error": error}
+        with pytest.raises(openai.APIError, match="tripped"):
+            async for _ in await house.openai.completions.create(model=NAME, prompt="x", stream=True):
+                pass
+
+
+async def test_what_fails_before_the_first_token_of_a_stream_has_a_status_of_its_own() -> None:
+    async with open_house(FakeEngine(hashed(b"abc"), fail_at=0)) as house:
+        await house.post(COMPLETIONS, {"prompt": "x", "stream": True}, 500)
+
+
+async def test_an_engine_that_dies() -> None:
+    engine = FakeEngine(hashed(b"abc"), step_seconds=0.01)
+    async with open_house(engine) as house:
+        call = asyncio.create_task(house.http.post(CHAT, json={"messages": USER, "stream": True}))
+        await engine.sent.wait()
+        await asyncio.sleep(0.05)
+        engine.die()
+        assert parse_events((await call).text)[-1]["error"]["code"] == "engine_error"
+        await house.post(*completion(), 500)  # type: ignore[misc]
+        assert (await house.http.get("/health")).status_code == 503
+
+
+async def test_the_unexpected_shows_nothing_of_its_cause(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    def trip(requests: object) -> None:
+        raise RuntimeError("secret path /etc")
+
+    house.engine._send = trip  # type: ignore[method-assign, assignment]
+    error = (await house.post(*completion(), 500))["error"]  # type: ignore[misc]
+    assert (error["type"], error["code"]) == ("server_error", "internal_error")
+    assert "secret" not in error["message"]
+    assert "secret path" in caplog.text

@@ -1,0 +1,76 @@
+"""Models, tokenize, health, version, metrics; and what importing the server costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from engine.config import DEMO_MODEL
+from server.config import ServerConfig
+from tests.server.fake import FakeEngine, scripted
+from tests.server.house import NAME, House, open_house
+
+
+async def test_models(house: House) -> None:
+    listed = await house.openai.models.list()
+    assert [model.id for model in listed.data] == [NAME, "second"]
+    model = await house.openai.models.retrieve(NAME)
+    assert (model.id, model.object, model.owned_by) == (NAME, "model", "quire")
+    assert model.model_dump()["max_model_len"] == 512
+    error = (await house.http.get("/v1/models/no/such")).json()["error"]
+    assert error["message"] == "The model `no/such` does not exist."
+    answer = await house.post("/v1/completions", {"model": "second", "prompt": "x"})
+    assert answer["model"] == "second"
+
+
+async def test_tokenize_and_back(house: House) -> None:
+    answer = await house.post("/tokenize", {"model": NAME, "prompt": "Hé", "return_token_strs": True})
+    assert answer == {"count": 3, "max_model_len": 512, "tokens": [72, 195, 169], "token_strs": ["H", "Ã", "©"]}
+    answer = await house.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]})
+    assert (answer["count"], answer["token_strs"]) == (25, None)
+    back = await house.post("/detokenize", {"tokens": answer["tokens"]})
+    assert back == {"prompt": "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"}
+
+
+async def test_health_and_version(house: House) -> None:
+    for path in ("/health", "/ping"):
+        response = await house.http.get(path)
+        assert (response.status_code, response.content) == (200, b"")
+    assert set((await house.http.get("/version")).json()) == {"version"}
+    house.engine.die()
+    assert (await house.http.get("/health")).status_code == 503
+
+
+async def test_metrics() -> None:
+    async with open_house(FakeEngine(scripted(b"abc", 258), eos=[258])) as house:
+        await house.post("/v1/completions", {"prompt": "Hello", "max_tokens": 10, "n": 2})
+        text = (await house.http.get("/metrics")).text
+    label = f'{{model_name="{NAME}"}}'
+    for line in (
+        f"vllm:kv_cache_usage_perc{label} 0.25",
+        f"vllm:num_requests_waiting{label} 0.0",
+        f"vllm:num_preemptions_total{label} 0.0",
+        f'vllm:request_success_total{{finished_reason="stop",model_name="{NAME}"}} 2.0',
+        f"vllm:time_to_first_token_seconds_count{label} 2.0",
+        f"vllm:inter_token_latency_seconds_count{label} 6.0",
+        f"vllm:e2e_request_latency_seconds_count{label} 2.0",
+        f"vllm:request_prompt_tokens_sum{label} 10.0",
+        f"vllm:request_generation_tokens_sum{label} 8.0",
+        f"vllm:request_params_max_tokens_sum{label} 20.0",
+        f"vllm:prompt_tokens_total{label} 10.0",
+    ):
+        assert line in text.splitlines(), line
+    for name in ("num_requests_running", "generation_tokens_total", "prefix_cache_queries_total", "request_params_n"):
+        assert f"vllm:{name}" in text
+
+
+def test_a_models_name_is_its_hub_id_or_its_directorys(tmp_path: object) -> None:
+    assert ServerConfig().model_names == ("quire-demo",)
+    assert ServerConfig(model="owner/name").model_names == ("owner/name",)
+    assert ServerConfig(model=str(tmp_path)).model_names == (str(tmp_path).rsplit("/", 1)[-1],)
+    assert ServerConfig(model=DEMO_MODEL, served_model_name=["a", "b"]).model_names == ("a", "b")
+
+
+def test_importing_the_server_loads_neither_torch_nor_transformers() -> None:
+    code = "import server.app, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
