@@ -44,14 +44,14 @@ def compile_library(cxx: str, isa: str, target: Path) -> str:
             objects.append(str(Path(folder, source.stem + ".o")))
             command = [*cxx.split(), *COMPILE, *ISAS[isa], "-c", str(source), "-o", objects[-1]]
             if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
-                return done.stderr
+                return done.stderr or f"{cxx} failed"
         built = Path(folder, target.name)
         done = subprocess.run([*cxx.split(), *LINK, *objects, "-o", str(built)], capture_output=True, text=True)
         if done.returncode == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(built, target.with_suffix(".new"))
             target.with_suffix(".new").replace(target)  # a running server keeps the library it has mapped
-        return done.stderr if done.returncode else ""
+        return (done.stderr or f"{cxx} failed") if done.returncode else ""
 
 
 class BuildKernels(build_ext):

@@ -17,6 +17,7 @@ from engine.detokenizer import TextStream
 from engine.errors import EngineError, InvalidRequest
 from engine.local import LocalClient
 from engine.model_files import resolve_model
+from engine.seeds import choice_seed
 from engine.tokenizer import Tokenizer
 from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
 
@@ -152,10 +153,11 @@ class LLM:
 
     async def _generate(self, prompt: tuple[str | None, list[int]], params: SamplingParams) -> Generation:
         text, ids = prompt
-        name, seed = secrets.token_hex(8), secrets.randbits(63) if params.seed is None else params.seed
+        name = secrets.token_hex(8)
         names = [f"{name}-{index}" for index in range(params.n)]
         requests = [
-            Request(id=each, prompt_ids=ids, params=params, seed=seed + index) for index, each in enumerate(names)
+            Request(id=each, prompt_ids=ids, params=params, seed=choice_seed(params.seed, index))
+            for index, each in enumerate(names)
         ]
         answers = {each: _Answer(self.tokenizer, ids, params, index) for index, each in enumerate(names)}
         generation = Generation(text, ids, [answer.completion for answer in answers.values()])
@@ -200,7 +202,7 @@ class _Answer:
     def add(self, output: RequestOutput) -> bool:
         """Take an output in. True: a stop string ended the answer before the engine did."""
         completion = self.completion
-        delta = self._text.push(output.new_ids, final=output.finish_reason is not None)
+        delta = self._text.push_output(output)
         completion.text += delta.text
         completion.token_ids += output.new_ids[: delta.used]
         if output.logprobs is not None:

@@ -66,6 +66,7 @@ class Sequence:
 
     def digests(self, count: int, block_size: int) -> SequenceOf[bytes]:
         """Hashes of the first `count` full pages; all their tokens are known."""
+        assert count * block_size <= len(self.tokens), "hashing tokens that are not known yet"
         while len(self._digests) < count:
             begin = len(self._digests) * block_size
             parent = self._digests[-1] if self._digests else self._root

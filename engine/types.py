@@ -11,6 +11,7 @@ from engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_STOP_STRINGS = 4
+_MOST_TOKENS = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,16 +46,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("n", self.n, 1, 128)
         _within("temperature", self.temperature, 0.0, 2.0)
         _within("top_p", self.top_p, 0.0, 1.0, above=True)
-        _within("top_k", self.top_k, -1, None)
+        _within("top_k", self.top_k, -1, _MOST_TOKENS)
         _within("min_p", self.min_p, 0.0, 1.0)
         _within("repetition_penalty", self.repetition_penalty, 0.0, None, above=True)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _within("max_tokens", self.max_tokens, 1, None)
-        _within("min_tokens", self.min_tokens, 0, None)
+        _within("max_tokens", self.max_tokens, 1, _MOST_TOKENS)
+        _within("min_tokens", self.min_tokens, 0, _MOST_TOKENS)
         _within("seed", self.seed, -(2**63), 2**63 - 1)
-        _within("logprobs", self.logprobs, 0, None)
-        _within("prompt_logprobs", self.prompt_logprobs, 0, None)
+        _within("logprobs", self.logprobs, 0, _MOST_TOKENS)
+        _within("prompt_logprobs", self.prompt_logprobs, 0, _MOST_TOKENS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"

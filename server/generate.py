@@ -17,7 +17,7 @@ from engine.detokenizer import TextStream
 from engine.errors import EngineError
 from engine.seeds import choice_seed
 from engine.tokenizer import Tokenizer
-from engine.types import Request, RequestOutput, SamplingParams, TokenLogprob
+from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
 from server.metrics import Metrics
 from server.prompts import Prompt
 
@@ -50,10 +50,14 @@ class Answer:
     """A whole choice: the fold of its deltas."""
 
     index: int
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
     tokens: list[TokenText] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,9 @@ class Job:
     prompts: Sequence[Prompt]
     params: SamplingParams
     echo: bool = False
+    """Answers begin with their prompt."""
+    echo_only: bool = False
+    """Nothing follows it: the one token that the engine cannot do without is dropped."""
     cache_salt: str = ""
     priority: int = 0
 
@@ -99,6 +106,7 @@ class Choice:
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._echo = job.echo
+        self._echo_only = job.echo_only
         self._skip_special_tokens = params.skip_special_tokens
         self._text = TextStream(
             tokenizer,
@@ -113,6 +121,9 @@ class Choice:
 
     def push(self, output: RequestOutput) -> ChoiceDelta | None:
         """The delta of one output; None when it shows nothing yet."""
+        if self._echo_only:
+            ended: FinishReason | None = None if output.finish_reason is None else "length"
+            output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
         reason: str | None = output.finish_reason
         stop_reason: int | str | None = output.stop_reason
         delta = self._text.push_output(output)
@@ -212,6 +223,8 @@ class Generation:
 
     def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
         choice = self._choices[output.id]
+        if choice.finished:  # closed while this output waited to be read
+            return None
         if output.finish_reason == "error":
             self._end(choice, "error")
             raise EngineError(output.error or "the engine failed this request")
@@ -254,7 +267,7 @@ async def fold(generation: Generation) -> list[Answer]:
     async for step in generation.deltas():
         for delta in step:
             answer = answers.setdefault(delta.index, Answer(delta.index))
-            answer.text += delta.text
+            answer.pieces.append(delta.text)
             answer.tokens += delta.tokens
             answer.finish_reason = delta.finish_reason
             answer.stop_reason = delta.stop_reason

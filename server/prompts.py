@@ -10,7 +10,7 @@ from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.tokenizer import Tokenizer
 from server.protocol.chat import ChatRequest
 from server.protocol.completions import CompletionRequest
-from server.sampling import check_token_id
+from server.sampling import check_text, check_token_id
 from server.serving import Serving
 
 LONG_TEXT = 8_000
@@ -39,11 +39,12 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
         raise InvalidRequest("prompt must not be empty", param="prompt")
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
+    texts = [one for one in given if isinstance(one, str)]
+    encoded = iter(await encode(serving.tokenizer, texts, body.add_special_tokens, "prompt"))
     prompts = []
     for one in given:
         if isinstance(one, str):
-            ids = await encode(serving.tokenizer, one, body.add_special_tokens, "prompt")
-            prompts.append(Prompt(ids, one))
+            prompts.append(Prompt(next(encoded), one))
         else:
             for token_id in one:
                 check_token_id(token_id, serving.vocab_size, "prompt")
@@ -62,21 +63,18 @@ async def chat_prompt(body: ChatRequest, serving: Serving) -> Prompt:
         add_generation_prompt=body.add_generation_prompt,
         variables=body.chat_template_kwargs,
     )
-    ids = await encode(serving.tokenizer, text, body.add_special_tokens, "messages")
+    (ids,) = await encode(serving.tokenizer, [text], body.add_special_tokens, "messages")
     check_length(ids, serving.info.max_model_len, "messages")
     return Prompt(ids, "")
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool, param: str) -> list[int]:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{param} contains half of a surrogate pair, which is not a character", param=param) from (
-            error
-        )
-    if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+async def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
+    """Token ids of each text; long ones in a thread."""
+    for text in texts:
+        check_text(text, param)
+    if sum(map(len, texts)) < LONG_TEXT:
+        return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)
 
 
 def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:

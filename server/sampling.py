@@ -29,6 +29,10 @@ def sampling_params(
     for name, ids in (("logit_bias", body.logit_bias or ()), ("stop_token_ids", body.stop_token_ids)):
         for token_id in ids:
             check_token_id(token_id, vocab_size, name)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    for text in stop:
+        check_text(text, "stop")
+    check_text(body.cache_salt, "cache_salt")
     return SamplingParams(
         n=body.n,
         temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
@@ -41,7 +45,7 @@ def sampling_params(
         logit_bias=body.logit_bias or None,
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        stop=stop,
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         seed=body.seed,
@@ -63,6 +67,16 @@ def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
             f"{param} contains token id {token_id}, which is outside the vocabulary (0 to {vocab_size - 1})",
             param=param,
         )
+
+
+def check_text(text: str, param: str) -> None:
+    """JSON can spell half a surrogate pair, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"{param} contains half of a surrogate pair, which is not a character", param=param
+        ) from None
 
 
 def _first(*values: float | None) -> float:

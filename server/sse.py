@@ -11,7 +11,11 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import stream_error
 
-HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold events back to fill its buffers
+)
 
 
 class EventStream(Response):

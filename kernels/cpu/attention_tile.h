@@ -90,14 +90,11 @@ INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, i
     for (int c = 0; c < C; ++c) vstore(out + r * tile.width + (column + c) * 16, acc[r][c]);
 }
 
-// Columns of blocks or of dimensions from `begin` to `end`, as many at a time as there are accumulators.
-template <class Work>
+// Columns of blocks or of dimensions from `begin` to `end`, at first as many at a time as there are accumulators.
+template <int C, class Work>
 INLINE void for_columns(int begin, int end, const Work& work) {
-  int i = begin;
-  for (; i + kColumns <= end; i += kColumns) work(i, std::integral_constant<int, kColumns>());
-  if constexpr (kColumns > 2)
-    for (; i + 2 <= end; i += 2) work(i, std::integral_constant<int, 2>());
-  for (; i < end; ++i) work(i, std::integral_constant<int, 1>());
+  for (; begin + C <= end; begin += C) work(begin, std::integral_constant<int, C>());
+  if constexpr (C > 1) for_columns<C / 2>(begin, end, work);
 }
 
 // R rows over one tile: partial[R] and out [R, width]. The tile's blocks up to the last row's position are valid.
@@ -109,10 +106,12 @@ void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& how, P
   const auto first_seen = [&](int r) { return how.window > 0 ? inside(rows.at[r] - how.window + 1) : 0; };
   const int end = (inside(rows.at[R - 1] + 1) + kBlock - 1) / kBlock;
   const int begin = first_seen(0) / kBlock < end ? first_seen(0) / kBlock : end;
-  for_columns(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
+  for_columns<kColumns<R>>(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
   for (int r = 0; r < R; ++r)
     partial[r] = soften(scores[r], weights[r], begin, end, first_seen(r), inside(rows.at[r] + 1), how);
-  for_columns(0, tile.width / 16, [&](int d, auto c) { weigh_values<T, R, c()>(weights, tile, begin, end, d, out); });
+  for_columns<kColumns<R>>(0, tile.width / 16, [&](int d, auto c) {
+    weigh_values<T, R, c()>(weights, tile, begin, end, d, out);
+  });
 }
 
 template <class T, int R = kRows>

@@ -25,6 +25,8 @@ _SIGNATURES = {
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
+    "pack_linear": [*[_POINTER] * 2, _INT, _INT, _INT],
+    "linear": [*[_POINTER] * 4, _LONG, _INT, _INT, _INT],
 }
 Table = dict[torch.dtype, Callable[..., int]]
 _LINEAR_SIGNATURES = {
@@ -43,8 +45,8 @@ class Native:
     rms_norm: Table
     add_rms_norm: Table
     silu_mul: Table
-    pack_linear: Callable[..., None]
-    linear: Callable[..., None]
+    pack_linear: Table
+    linear: Table
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
@@ -55,10 +57,6 @@ class Native:
                 function = table[dtype] = getattr(library, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, table)
-        for name, arguments in _LINEAR_SIGNATURES.items():
-            function = getattr(library, f"{name}_bf16")
-            function.argtypes, function.restype = arguments, None
-            setattr(self, name, function)
 
 
 def runnable() -> list[str]:

@@ -37,7 +37,7 @@ void add_rms_norm(T* x, T* residual, const T* weight, long rows, int size, float
 
 template <class T>
 void silu_mul(const T* gate_up, T* out, long rows, int size, int threads) {
-  parallel_rows(threads, rows, rows * size * 2, [&](long begin, long end) {
+  parallel_rows(threads, rows, rows * size * 6, [&](long begin, long end) {
     for (long r = begin; r < end; ++r) {
       const T *gate = gate_up + r * 2 * size, *up = gate + size;
       for (int i = 0; i < size; i += 16) {

@@ -18,10 +18,11 @@ void parallel_for(int threads, long items, const Work& work) {
   for (long i = next.fetch_add(1); i < items; i = next.fetch_add(1)) work(i);
 }
 
-// Rows [0, rows) in one go, or in a few even pieces if they hold `cost` (elements) enough to pay for waking threads.
+// Rows [0, rows) in one go, or in a few even pieces if their `cost` pays for waking threads: 3 microseconds, and one
+// thread norms some 15,000 elements in one.
 template <class Work>
 void parallel_rows(int threads, long rows, long cost, const Work& work) {
-  constexpr long kWorthwhile = 32768;
+  constexpr long kWorthwhile = 100000;
   if (threads <= 1 || rows <= 1 || cost < kWorthwhile) return work(0L, rows);
   const long pieces = rows < 2L * threads ? rows : 2L * threads;
   parallel_for(threads, pieces, [&](long i) { work(rows * i / pieces, rows * (i + 1) / pieces); });

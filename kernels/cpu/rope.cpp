@@ -68,7 +68,7 @@ bool inside(const int64_t* slots, long tokens, long pages) {
 template <class T>
 int rope_store(const Projection<T>& p, long tokens, long pages, int threads) {
   if (!inside(p.slots, tokens, pages) || p.dim > kMaxDim) return 1;
-  parallel_rows(threads, tokens, tokens * (p.heads + 2L * p.kv_heads) * p.dim, [&](long begin, long end) {
+  parallel_rows(threads, tokens, tokens * (p.heads + 2L * p.kv_heads) * p.dim * 4, [&](long begin, long end) {
     for (long t = begin; t < end; ++t) rope_token(p, t);
   });
   return 0;

@@ -88,6 +88,10 @@ inline __attribute__((always_inline)) Vec dot<bf16>(Vec acc, Words a, Words b) {
   return dot_pairs(acc, a, b);
 }
 
+// How many columns of 16 are worked on together with R rows.
+template <int R>
+constexpr int kColumns = R * 4 <= kAccumulators ? 4 : R * 2 <= kAccumulators ? 2 : 1;
+
 // acc[r][c] += sum over s of a[r][s] * b[c][s * stride .. + 16]: the inner loop of all that multiplies. Each
 // accumulator sums in the order of s, alone, so a row's result is the same for every R and C.
 template <class T, int R, int C>

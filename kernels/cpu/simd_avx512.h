@@ -66,5 +66,5 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
 }
 #endif
 
-constexpr int kRows = 6;  // rows x columns of accumulators: 24 of 32 registers
-constexpr int kColumns = 4;
+constexpr int kRows = 6;
+constexpr int kAccumulators = 24;  // of 32 registers

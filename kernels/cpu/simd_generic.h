@@ -160,5 +160,5 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
 
 #undef EACH
 
-constexpr int kRows = 2;  // rows x columns x parts of accumulators: 8 of 16 registers
-constexpr int kColumns = kParts == 2 ? 2 : 1;
+constexpr int kRows = kParts == 2 ? 6 : 3;  // of Vec accumulators at a time; with AVX2, 12 of 16 registers
+constexpr int kAccumulators = kRows;

@@ -210,7 +210,7 @@ def main(argv: Sequence[str], started: float) -> int:
         rest = f", {total - tally.done} left: continue with --resume" if tally.done < total else ""
         seconds = time.perf_counter() - started
         print(
-            f"{tally.done} requests, {tally.failed} failed, {tally.tokens} tokens generated, {seconds:.1f} s{rest}",
+            f"{tally.done} done, {tally.failed} failed, {tally.tokens} tokens generated, {seconds:.1f} s{rest}",
             file=sys.stderr,
         )
     return 0

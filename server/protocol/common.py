@@ -83,7 +83,7 @@ class GenerationBody(RequestBody):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: int | None = Field(None, lt=2**31)
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
@@ -93,7 +93,7 @@ class GenerationBody(RequestBody):
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = Field(default_factory=list)
-    min_tokens: int = 0
+    min_tokens: int = Field(0, lt=2**31)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False

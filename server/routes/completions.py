@@ -26,9 +26,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     model = serving.model_name(body.model)
     headers = ignored_header(body.ignored_params())
     check_logprobs("logprobs", body.logprobs, serving.config.max_logprobs)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    echo_only = body.echo and max_tokens == 0
     params = sampling_params(
         body,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=1 if echo_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         defaults=serving.defaults,
@@ -37,7 +39,15 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     )
     prompts = await completion_prompts(body, serving)
     head = Head(new_id("cmpl"), model, serving.fingerprint)
-    job = Job(head.id, prompts, params, echo=body.echo, cache_salt=body.cache_salt, priority=body.priority)
+    job = Job(
+        head.id,
+        prompts,
+        params,
+        echo=body.echo,
+        echo_only=echo_only,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
     writer = CompletionWriter(
         head, serving.tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
     )

@@ -31,7 +31,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
         param, special = "messages", False
     if body.add_special_tokens is not None:
         special = body.add_special_tokens
-    ids = await encode(serving.tokenizer, text, special, param)
+    (ids,) = await encode(serving.tokenizer, [text], special, param)
     strings = [serving.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": serving.info.max_model_len, "tokens": ids, "token_strs": strings}
 

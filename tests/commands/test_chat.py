@@ -169,3 +169,20 @@ def test_no_server_is_said_in_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("quire chat: no server at http://127.0.0.1:9/v1")
     assert done.stderr.count("\n") == 1
+
+
+def test_without_a_server_it_starts_an_engine_of_its_own() -> None:
+    flags = ["--max-model-len", "512", "--num-kv-blocks", "64", "--threads", "1", "--max-tokens", "4"]
+    command = [sys.executable, "-m", "server.cli", "chat", "--temperature", "0", *flags]
+    done = subprocess.run(command, input="one\n/reset\none\n", capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert first == second != ""
+
+
+def test_a_model_that_is_not_there_is_one_line() -> None:
+    command = [sys.executable, "-m", "server.cli", "chat", "./nowhere"]
+    done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("quire chat: model: there is no directory './nowhere'")
+    assert done.stderr.count("\n") == 1

@@ -55,7 +55,7 @@ def test_threads(isa: str, dtype: torch.dtype, generator: torch.Generator) -> No
             assert all(map(torch.equal, attend(cpu, parts), alone)), (mix, threads)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=4),
     chunks=st.lists(st.lists(st.sampled_from([0, 1, 7, 64, 600]), min_size=4, max_size=4), max_size=6),

@@ -12,7 +12,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 async def test_a_whole_answer(house: House) -> None:
-    answer = await house.openai.chat.completions.create(model=NAME, messages=HELLO, max_tokens=7, seed=3)  # type: ignore[arg-type]
+    answer = await house.openai.chat.completions.create(model=NAME, messages=HELLO, max_tokens=7, seed=3)
     assert answer.id.startswith("chatcmpl-")
     assert (answer.object, answer.model) == ("chat.completion", NAME)
     (choice,) = answer.choices

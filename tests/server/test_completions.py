@@ -175,6 +175,18 @@ async def test_echo_with_logprobs() -> None:
         assert house.engine.seen[-1].params.prompt_logprobs is None
 
 
+async def test_a_prompt_is_scored_without_an_answer() -> None:
+    async with open_house(FakeEngine(scripted(b"", EOS), eos=[EOS])) as house:
+        body = {"prompt": "ab", "echo": True, "logprobs": 1, "max_tokens": 0}
+        answer = await house.post("/v1/completions", body)
+        choice = answer["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+        assert choice["logprobs"]["tokens"] == ["a", "b"]
+        assert answer["usage"]["completion_tokens"] == 0
+        (event,) = await house.events("/v1/completions", body)
+        assert event["choices"] == [choice]
+
+
 async def test_parameters_without_effect_are_named_in_a_header(house: House) -> None:
     body = {"prompt": "x", "max_tokens": 1, "user": "me", "no\nsuch": 1, "best_of": 1, "suffix": "", "metadata": None}
     response = await house.http.post("/v1/completions", json=body)

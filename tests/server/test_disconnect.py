@@ -73,14 +73,14 @@ async def test_many_streams_of_the_openai_sdk_at_once() -> None:
 
         async def one(number: int) -> None:
             asked = {"model": NAME, "messages": [{"role": "user", "content": str(number)}], "max_tokens": 50}
-            stream = await client.chat.completions.create(**asked, seed=1, stream=True)  # type: ignore[call-overload]
+            stream = await client.chat.completions.create(**asked, seed=1, stream=True)
             texts = []
             async for chunk in stream:
                 texts.append(chunk.choices[0].delta.content or "")
                 if number % 2 and len(texts) == 10:
                     await stream.close()
                     return
-            whole = await client.chat.completions.create(**asked, seed=1)  # type: ignore[call-overload]
+            whole = await client.chat.completions.create(**asked, seed=1)
             assert "".join(texts) == whole.choices[0].message.content
 
         await asyncio.gather(*map(one, range(40)))

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from engine.errors import Overloaded
 from tests.server.fake import FakeEngine, hashed
 from tests.server.house import NAME, House, open_house, parse_events
 
@@ -53,7 +54,9 @@ BAD_INPUTS = [
     (completion(prompt=[]), "prompt", "empty"),
     (completion(prompt=[[1], []]), "prompt", "empty"),
     (completion(prompt=[1, 259]), "prompt", "token id 259"),
-    (completion(prompt={"text": "x"}), "prompt", "valid string"),
+    (completion(prompt={"text": "x"}), "prompt", "must be a string, a list of strings"),
+    (completion(prompt=[1, "x"]), "prompt", "must be a string, a list of strings"),
+    (completion(prompt=[2**70]), "prompt", "must be a string|token id"),
     (completion(prompt=None), "prompt", "required"),
     (completion(prompt="\ud800"), "prompt", "surrogate"),
     (completion(prompt=["x"] * 2049), "prompt", "2048"),
@@ -61,6 +64,12 @@ BAD_INPUTS = [
     (completion(best_of=2), "best_of", "not supported"),
     (completion(suffix="s"), "suffix", "not supported"),
     (completion(use_beam_search=True), "use_beam_search", "not supported"),
+    (completion(stop="\ud800"), "stop", "surrogate"),
+    (completion(cache_salt="\ud800"), "cache_salt", "surrogate"),
+    (completion(temperature=float("nan")), "temperature", "at least"),
+    (completion(top_k=2**70), "top_k", "less than|integer"),
+    (chat(min_tokens=2**70), "min_tokens", "less than|integer"),
+    (chat(messages=[{"role": "user", "content": "\ud800"}]), "messages", "surrogate"),
     (completion(priority=2**40), "priority", "less than"),
     (chat(messages=[]), "messages", "at least 1"),
     (chat(messages="x"), "messages", "valid list"),
@@ -114,6 +123,7 @@ async def test_an_unknown_model_is_a_404(house: House) -> None:
             "param": "model",
             "code": "model_not_found",
         }
+    assert (await house.http.post(COMPLETIONS, content=r'{"prompt": "x", "model": "\ud800"}')).status_code == 404
     with pytest.raises(openai.NotFoundError):
         await house.openai.completions.create(model="gpt", prompt="x")
 
@@ -126,6 +136,7 @@ async def test_an_unknown_model_is_a_404(house: House) -> None:
         (b"[1]", "JSON object"),
         (b'"x"', "JSON object"),
         (b'{"prompt": "\xff"}', "JSON|decode|body"),
+        (b'{"prompt": ' + b"[" * 100_000, "JSON|body"),
     ],
 )
 async def test_a_body_that_is_no_json_object(house: House, content: bytes, message: str) -> None:
@@ -164,7 +175,7 @@ async def test_at_most_ten_details(house: House) -> None:
 
 async def test_an_engine_that_fails_a_request() -> None:
     async with open_house(FakeEngine(hashed(b"abc"), fail_at=3)) as house:
-        error = (await house.post(*completion(), 500))["error"]  # type: ignore[misc]
+        error = (await house.post(*completion(), 500))["error"]
         assert error == {
             "message": "the engine tripped",
             "type": "server_error",
@@ -184,6 +195,17 @@ async def test_what_fails_before_the_first_token_of_a_stream_has_a_status_of_its
         await house.post(COMPLETIONS, {"prompt": "x", "stream": True}, 500)
 
 
+async def test_an_overloaded_server_says_when_to_come_back(house: House) -> None:
+    def refuse(requests: object) -> None:
+        raise Overloaded("too many requests are waiting")
+
+    house.engine._send = refuse
+    for stream in (False, True):
+        response = await house.http.post(CHAT, json={"messages": USER, "stream": stream})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["code"] == "overloaded"
+
+
 async def test_an_engine_that_dies() -> None:
     engine = FakeEngine(hashed(b"abc"), step_seconds=0.01)
     async with open_house(engine) as house:
@@ -192,7 +214,7 @@ async def test_an_engine_that_dies() -> None:
         await asyncio.sleep(0.05)
         engine.die()
         assert parse_events((await call).text)[-1]["error"]["code"] == "engine_error"
-        await house.post(*completion(), 500)  # type: ignore[misc]
+        await house.post(*completion(), 500)
         assert (await house.http.get("/health")).status_code == 503
 
 
@@ -200,8 +222,8 @@ async def test_the_unexpected_shows_nothing_of_its_cause(house: House, caplog: p
     def trip(requests: object) -> None:
         raise RuntimeError("secret path /etc")
 
-    house.engine._send = trip  # type: ignore[method-assign, assignment]
-    error = (await house.post(*completion(), 500))["error"]  # type: ignore[misc]
+    house.engine._send = trip
+    error = (await house.post(*completion(), 500))["error"]
     assert (error["type"], error["code"]) == ("server_error", "internal_error")
     assert "secret" not in error["message"]
     assert "secret path" in caplog.text

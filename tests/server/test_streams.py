@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from hypothesis import given, settings
@@ -103,12 +104,17 @@ async def test_stop_strings_never_leak(text: str, stop: list[str], burst: int) -
 
 
 async def test_the_choices_of_one_step_come_in_one_chunk_of_the_body() -> None:
-    async with (
-        open_house(FakeEngine(scripted(b"abcdef", EOS), eos=[EOS])) as house,
-        house.http.stream("POST", "/v1/chat/completions", json=CHAT_OF_FOUR) as response,
-    ):
-        counts = [chunk.count(b"data: ") async for chunk in response.aiter_raw()]
-    assert counts == [8, 4, 4, 4, 4, 4, 4, 1]
+    body = b'{"messages": [{"role": "user", "content": "x"}], "n": 4, "stream": true}'
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b""}
+    requests = iter([{"type": "http.request", "body": body}])
+    counts = []
 
+    async def receive() -> Any:
+        return next(requests, None) or await asyncio.Event().wait()
 
-CHAT_OF_FOUR = {"messages": [{"role": "user", "content": "x"}], "n": 4, "stream": True}
+    async def send(message: Any) -> None:
+        counts.append(message.get("body", b"").count(b"data: "))
+
+    async with open_house(FakeEngine(scripted(b"abcdef", EOS), eos=[EOS])) as house:
+        await house.app({**scope, "headers": [(b"content-type", b"application/json")]}, receive, send)
+    assert counts == [0, 8, 4, 4, 4, 4, 4, 4, 1, 0]

@@ -1,0 +1,71 @@
+"""The offline API, on the embedded model."""
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine.config import DEMO_MODEL
+from engine.errors import InvalidRequest
+from quire import LLM, SamplingParams
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", num_kv_blocks=600, threads=1)
+
+
+def test_greedy_text_is_that_of_transformers(llm: LLM) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype="float32")
+    prompts = ["Once upon a time", "The old king looked at the fox and"]
+    found = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+    for prompt, generation in zip(prompts, found, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        assert generation.prompt == prompt
+        assert generation.prompt_token_ids == ids[0].tolist()
+        wanted = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=-1)[0, ids.shape[1] :]
+        (output,) = generation.outputs
+        assert output.token_ids == wanted.tolist()
+        assert output.text == tokenizer.decode(wanted, skip_special_tokens=True)
+        assert output.finish_reason == "length"
+
+
+def test_chat_equals_generate_on_the_rendered_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Tell me a story about a fox."}]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=30)
+    (chat,) = llm.chat(messages, params, use_tqdm=False)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    (direct,) = llm.generate(ids, params, use_tqdm=False)
+    assert chat.prompt_token_ids == ids
+    assert chat.outputs[0].text == direct.outputs[0].text != ""
+    both = llm.chat([messages, messages], params, use_tqdm=False)
+    assert [each.outputs[0].text for each in both] == [chat.outputs[0].text] * 2
+
+
+def test_n_stop_and_logprobs(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=11, max_tokens=40, logprobs=2, stop=("the",), prompt_logprobs=0)
+    (generation,) = llm.generate("The princess", params, use_tqdm=False)
+    assert [output.index for output in generation.outputs] == [0, 1, 2]
+    assert len({output.text for output in generation.outputs}) == 3
+    assert generation.prompt_logprobs is not None
+    assert len(generation.prompt_logprobs) == len(generation.prompt_token_ids)
+    for output in generation.outputs:
+        assert "the" not in output.text
+        assert output.logprobs is not None
+        assert [logprob.token_id for logprob in output.logprobs] == output.token_ids
+        if output.finish_reason == "stop":
+            assert output.stop_reason == "the"
+    assert any(output.finish_reason == "stop" for output in generation.outputs)
+
+
+@pytest.mark.parametrize("prompt", [[], [10**6], [1] * 5000])
+def test_prompts_that_cannot_be_served_are_refused(llm: LLM, prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequest):
+        llm.generate([prompt], use_tqdm=False)
+
+
+def test_params_out_of_range_name_themselves() -> None:
+    for name, value in {"temperature": -1.0, "top_p": 0.0, "min_p": 2.0, "max_tokens": 0, "n": 0}.items():
+        with pytest.raises(InvalidRequest, match=name) as error:
+            SamplingParams(**{name: value})
+        assert error.value.param == name

@@ -1,0 +1,263 @@
+"""The scheduler under whatever order of adds, aborts and steps: a state machine with a fake device.
+
+The fake device is as a real one may be: it runs batches in order, up to two steps behind the scheduler, and checks
+that every token it is told to compute finds its predecessors' KV in its own pages.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine.scheduler import Scheduler
+from engine.types import Batch, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprob
+
+BLOCK = 4
+NUM_BLOCKS = 12
+SLOTS = 3
+CONTEXT = 40
+EOS = 7
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 2), min_size=1, max_size=30),
+    st.integers(1, 8).map(lambda blocks: [0, 1, 2, 2] * blocks),  # full pages, often equal ones
+)
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model picks: a function of the tokens so far and of nothing else."""
+    return zlib.crc32(repr(tokens).encode()) % 16
+
+
+class FakeDevice:
+    """Slots with token ids and page tables, pages with the tokens whose KV they hold."""
+
+    def __init__(self) -> None:
+        self.pages: dict[int, list[tuple[int, ...] | None]] = {b: [None] * BLOCK for b in range(NUM_BLOCKS)}
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+
+    def execute(self, batch: Batch) -> StepOutput:
+        for admission in batch.admissions:
+            self.tokens[admission.slot] = list(admission.token_ids)
+            self.tables[admission.slot] = []
+        assert len({row.slot for row in batch.rows}) == len(batch.rows), "two rows in one slot"
+        for row in batch.rows:
+            assert row.count > 0
+            table, tokens = self.tables[row.slot], self.tokens[row.slot]
+            table += row.new_blocks
+            for position in range(row.start, row.start + row.count):
+                self.pages[table[position // BLOCK]][position % BLOCK] = tuple(tokens[: position + 1])
+        picked, prompt_logprobs = {}, {}
+        for row in batch.rows:
+            table, tokens = self.tables[row.slot], self.tokens[row.slot]
+            end = row.start + row.count
+            for position in range(end):  # after the step every earlier token's KV is in place, and no other's
+                held = self.pages[table[position // BLOCK]][position % BLOCK]
+                assert held == tuple(tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
+            prompt_logprobs[row.request_id] = [
+                TokenLogprob(token, 0.0, 1, []) for token in tokens[row.start + 1 : end + 1]
+            ]
+            if row.sample:
+                assert end == len(tokens), "sampling before the last token"
+                picked[row.request_id] = next_token(tokens)
+                tokens.append(picked[row.request_id])
+        return StepOutput(picked, {}, prompt_logprobs)
+
+
+def expected_tokens(request: Request) -> list[int]:
+    """What a request gets when nothing else runs and nothing is cached."""
+    params = request.params
+    tokens = request.prompt_ids + request.emitted_ids
+    limit = min(params.max_tokens or CONTEXT, CONTEXT - len(request.prompt_ids))
+    while len(tokens) - len(request.prompt_ids) < limit:
+        tokens = [*tokens, next_token(tokens)]
+        done = len(tokens) - len(request.prompt_ids)
+        if done > params.min_tokens and (tokens[-1] in params.stop_token_ids or tokens[-1] == EOS):
+            break
+    return tokens[len(request.prompt_ids) + len(request.emitted_ids) :]
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = Scheduler(
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK,
+            max_model_len=CONTEXT,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=10,
+            eos_token_ids=(EOS,),
+        )
+        self.device = FakeDevice()
+        self.under_way: deque[tuple[Batch, StepOutput]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.aborted: set[str] = set()
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.one_of(st.none(), st.integers(1, 30)),
+        min_tokens=st.integers(0, 5),
+        priority=st.integers(0, 2),
+        salt=st.sampled_from(["", "other"]),
+        stop=st.lists(st.integers(0, 15), max_size=1),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+    def add(self, prompt, max_tokens, min_tokens, priority, salt, stop, prompt_logprobs) -> None:
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
+            stop_token_ids=tuple(stop),
+            prompt_logprobs=prompt_logprobs,
+        )
+        name = str(len(self.requests))
+        self.requests[name] = Request(
+            id=name, prompt_ids=prompt, params=params, seed=0, priority=priority, cache_salt=salt
+        )
+        self.outputs[name] = []
+        self.scheduler.add(self.requests[name])
+        self.collect()
+
+    @rule(index=st.integers(0, 1000))
+    def abort(self, index: int) -> None:
+        if self.requests:
+            name = str(index % len(self.requests))
+            self.aborted.add(name)
+            self.scheduler.abort(name)
+            self.collect()
+
+    @rule()
+    def schedule(self) -> None:
+        if len(self.under_way) < 2 and (batch := self.scheduler.schedule()) is not None:
+            assert 0 < batch.num_tokens <= 10
+            self.under_way.append((batch, self.device.execute(batch)))
+
+    @rule()
+    def apply(self) -> None:
+        if self.under_way:
+            self.scheduler.apply(*self.under_way.popleft())
+            self.collect()
+
+    @rule()
+    def step(self) -> None:
+        self.schedule()
+        self.apply()
+
+    def collect(self) -> None:
+        for output in self.scheduler.take_outputs():
+            assert not any(before.finish_reason for before in self.outputs[output.id]), "output after the end"
+            self.outputs[output.id].append(output)
+
+    @invariant()
+    def pages_are_accounted_for(self) -> None:
+        self.scheduler.pool.audit()
+        stats = self.scheduler.stats()
+        assert stats.running <= SLOTS
+        if not self.scheduler.busy:
+            assert stats.used_blocks == 0
+
+    def teardown(self) -> None:
+        for _ in range(3000):
+            if not self.scheduler.busy:
+                break
+            self.step()
+        assert not self.scheduler.busy, "it never came to an end"
+        self.pages_are_accounted_for()
+        for name, request in self.requests.items():
+            self.check(request, self.outputs[name])
+
+    def check(self, request: Request, outputs: list[RequestOutput]) -> None:
+        assert [bool(output.finish_reason) for output in outputs] == [False] * (len(outputs) - 1) + [True]
+        reason = outputs[-1].finish_reason
+        got = [token for output in outputs for token in output.new_ids]
+        wanted = expected_tokens(request)
+        if reason == "abort":
+            assert request.id in self.aborted
+            assert got == wanted[: len(got)]
+            return
+        assert got == wanted
+        limit = min(request.params.max_tokens or CONTEXT, CONTEXT - len(request.prompt_ids))
+        assert reason == ("length" if len(got) == limit and not self.stops(request, got) else "stop")
+        if request.params.prompt_logprobs is not None:
+            sent = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+            assert [[p and p.token_id for p in each] for each in sent] == [[None, *request.prompt_ids[1:]]]
+
+    def stops(self, request: Request, got: list[int]) -> bool:
+        return len(got) > request.params.min_tokens and (got[-1] == EOS or got[-1] in request.params.stop_token_ids)
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def scheduler(**options: int) -> Scheduler:
+    defaults = {
+        "num_blocks": NUM_BLOCKS,
+        "block_size": BLOCK,
+        "max_model_len": CONTEXT,
+        "max_num_seqs": SLOTS,
+        "max_num_batched_tokens": 10,
+    }
+    return Scheduler(**defaults | options)
+
+
+def request(name: str, prompt_length: int, **params: int) -> Request:
+    return Request(id=name, prompt_ids=list(range(prompt_length)), params=SamplingParams(**params), seed=0)
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    tight = scheduler(num_blocks=4, max_model_len=40)
+    tight.add(request("long", 12, max_tokens=5))
+    tight.add(request("fits", 12, max_tokens=4))
+    (refused,) = tight.take_outputs()
+    assert (refused.id, refused.finish_reason) == ("long", "error")
+    assert "17 tokens" in (refused.error or "")
+    assert "16" in (refused.error or "")
+
+
+def test_a_prompt_as_long_as_the_context_is_refused() -> None:
+    tight = scheduler()
+    tight.add(request("full", CONTEXT))
+    assert tight.take_outputs()[0].finish_reason == "error"
+
+
+def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
+    busy, device = scheduler(num_blocks=40), FakeDevice()
+    device.pages |= {b: [None] * BLOCK for b in range(40)}
+    busy.add(request("first", 3, max_tokens=20))
+    batch = busy.schedule()
+    assert batch is not None
+    busy.apply(batch, device.execute(batch))
+    busy.add(request("second", 25, max_tokens=5))
+    batch = busy.schedule()
+    assert batch is not None
+    assert [(row.request_id, row.count) for row in batch.rows] == [("first", 1), ("second", 9)]
+
+
+def test_a_more_urgent_request_is_admitted_first() -> None:
+    one_slot = scheduler(max_num_seqs=1)
+    one_slot.add(request("calm", 3))
+    urgent = Request(id="urgent", prompt_ids=[1, 2], params=SamplingParams(), seed=0, priority=-1)
+    one_slot.add(urgent)
+    batch = one_slot.schedule()
+    assert batch is not None
+    assert [row.request_id for row in batch.rows] == ["urgent"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_abort_frees_pages_at_once(count: int) -> None:
+    some = scheduler()
+    for index in range(count):
+        some.add(request(str(index), 9))
+    some.schedule()
+    assert some.stats().used_blocks > 0
+    for index in range(count):
+        some.abort(str(index))
+        some.abort("never heard of")
+    assert some.stats().used_blocks == 0
+    assert [output.finish_reason for output in some.take_outputs()] == ["abort"] * count

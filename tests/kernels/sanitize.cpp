@@ -1,0 +1,152 @@
+// Runs every exported kernel over random shapes, each array in an allocation of exactly its size: compiled with
+// AddressSanitizer and UndefinedBehaviorSanitizer by test_cpu_build.py, which expects it to end with "done".
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <type_traits>
+
+struct bf16 {
+  uint16_t bits;
+};
+
+#define DECLARE(suffix, T)                                                                                             \
+  extern "C" int paged_attention_##suffix(void*, const void*, const void*, const void*, const int32_t*,                \
+                                          const int32_t*, const int32_t*, long, long, long, long, int, int, int, int,  \
+                                          float, int, float, int);                                                     \
+  extern "C" void rms_norm_##suffix(const T*, const T*, T*, long, int, float, int);                                    \
+  extern "C" void add_rms_norm_##suffix(T*, T*, const T*, long, int, float, int);                                      \
+  extern "C" void silu_mul_##suffix(const T*, T*, long, int, int);                                                     \
+  extern "C" int store_kv_##suffix(const T*, const T*, T*, T*, const int64_t*, long, long, long, long, int, int);      \
+  extern "C" int rope_store_##suffix(const T*, const T*, const T*, const float*, const int64_t*, const int64_t*, T*,   \
+                                     T*, T*, long, long, long, long, int, int, int, float, int);                       \
+  extern "C" void pack_linear_##suffix(const T*, T*, int, int, int);                                                   \
+  extern "C" void linear_##suffix(const T*, const T*, const T*, T*, long, int, int, int);
+DECLARE(f32, float)
+DECLARE(bf16, bf16)
+
+static std::mt19937 generator(7);
+static int draw(int low, int high) { return low + static_cast<int>(generator() % static_cast<unsigned>(high - low + 1)); }
+
+template <class T>
+using Array = std::unique_ptr<T[]>;
+
+static void put(float& x, float value) { x = value; }
+static void put(bf16& x, float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, 4);
+  x.bits = static_cast<uint16_t>(bits >> 16);
+}
+static bool finite(float x) { return std::isfinite(x); }
+static bool finite(bf16 x) { return (x.bits & 0x7f80) != 0x7f80; }
+
+template <class T>
+Array<T> numbers(long n, bool nan = false) {
+  Array<T> array(new T[n]);
+  for (long i = 0; i < n; ++i) put(array[i], nan ? NAN : static_cast<float>(draw(-1000, 1000)) / 500.0f);
+  return array;
+}
+template <class T>
+void expect_finite(const Array<T>& array, long n, const char* where) {
+  for (long i = 0; i < n; ++i)
+    if (!finite(array[i])) {
+      std::printf("%s: element %ld of %ld is not finite\n", where, i, n);
+      std::exit(1);
+    }
+}
+
+template <class T>
+struct Kernels;
+#define KERNELS(suffix, T)                                                                                             \
+  template <>                                                                                                          \
+  struct Kernels<T> {                                                                                                  \
+    static constexpr auto attention = paged_attention_##suffix;                                                        \
+    static constexpr auto rms_norm = rms_norm_##suffix;                                                                \
+    static constexpr auto add_rms_norm = add_rms_norm_##suffix;                                                        \
+    static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
+    static constexpr auto store_kv = store_kv_##suffix;                                                                \
+    static constexpr auto rope_store = rope_store_##suffix;                                                            \
+    static constexpr auto pack_linear = pack_linear_##suffix;                                                          \
+    static constexpr auto linear = linear_##suffix;                                                                    \
+  };
+KERNELS(f32, float)
+KERNELS(bf16, bf16)
+
+// Random sequences, their older tokens put in place by store_kv, the step's own by rope_store; then attention.
+template <class T>
+void attend() {
+  const int sequences = draw(1, 4), kv_heads = draw(1, 3), heads = kv_heads * draw(1, 5), dim = 2 * draw(1, 50);
+  const long most = 40, pages = sequences * most;
+  Array<int32_t> starts(new int32_t[sequences + 1]()), contexts(new int32_t[sequences]);
+  Array<int32_t> table(new int32_t[sequences * most]);
+  for (long i = 0; i < pages; ++i) table[i] = static_cast<int32_t>(pages - 1 - i);
+  for (int s = 0; s < sequences; ++s) {
+    contexts[s] = draw(1, draw(0, 1) ? 40 : static_cast<int>(most) * 16);
+    starts[s + 1] = starts[s] + draw(1, contexts[s] < 90 ? contexts[s] : 90);
+  }
+  const long tokens = starts[sequences], stride = 16L * kv_heads * dim, width = heads + 2 * kv_heads;
+  auto keys = numbers<T>(pages * stride, true), values = numbers<T>(pages * stride, true);
+  Array<int64_t> slots(new int64_t[tokens]), positions(new int64_t[tokens]);
+  for (int s = 0; s < sequences; ++s) {
+    const long old = contexts[s] - (starts[s + 1] - starts[s]);
+    const auto slot = [&](long at) { return table[s * most + at / 16] * 16L + at % 16; };
+    Array<int64_t> before(new int64_t[old]);
+    for (long i = 0; i < old; ++i) before[i] = slot(i);
+    auto k = numbers<T>(old * kv_heads * dim), v = numbers<T>(old * kv_heads * dim);
+    Kernels<T>::store_kv(k.get(), v.get(), keys.get(), values.get(), before.get(), stride, stride, old, pages,
+                         kv_heads, dim);
+    for (long i = starts[s]; i < starts[s + 1]; ++i) slots[i] = slot(positions[i] = old + i - starts[s]);
+  }
+  auto qkv = numbers<T>(tokens * width * dim), norm = numbers<T>(dim), query = numbers<T>(tokens * heads * dim);
+  auto out = numbers<T>(tokens * heads * dim, true);
+  auto cos_sin = numbers<float>(most * 16 * dim);
+  const bool normed = draw(0, 1);
+  int failed = Kernels<T>::rope_store(qkv.get(), normed ? norm.get() : nullptr, normed ? norm.get() : nullptr,
+                                      draw(0, 1) ? cos_sin.get() : nullptr, positions.get(), slots.get(), query.get(),
+                                      keys.get(), values.get(), stride, stride, tokens, pages, heads, kv_heads, dim,
+                                      1e-5f, draw(1, 3));
+  failed |= Kernels<T>::attention(out.get(), query.get(), keys.get(), values.get(), starts.get(), contexts.get(),
+                                  table.get(), most, stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f,
+                                  draw(0, 1) ? draw(1, 300) : 0, draw(0, 1) ? 8.0f : 0.0f, draw(1, 3));
+  if (failed) std::exit(1);
+  expect_finite(out, tokens * heads * dim, "attention");
+}
+
+template <class T>
+void rowwise() {
+  const int size = draw(1, 200), threads = draw(1, 3);
+  const long rows = draw(1, 400);
+  auto x = numbers<T>(rows * size), y = numbers<T>(rows * size), weight = numbers<T>(size);
+  auto out = numbers<T>(rows * size, true), gate_up = numbers<T>(2 * rows * size);
+  Kernels<T>::rms_norm(x.get(), weight.get(), out.get(), rows, size, 1e-5f, threads);
+  expect_finite(out, rows * size, "rms_norm");
+  Kernels<T>::add_rms_norm(x.get(), y.get(), weight.get(), rows, size, 1e-5f, threads);
+  expect_finite(x, rows * size, "add_rms_norm");
+  Kernels<T>::silu_mul(gate_up.get(), out.get(), rows, size, threads);
+  expect_finite(out, rows * size, "silu_mul");
+}
+
+template <class T>
+void multiply() {
+  const int in = 2 * draw(1, 100), outs = draw(1, 200), threads = draw(1, 3);
+  const long rows = draw(1, draw(0, 3) ? 20 : 400), packed_size = (outs + 63) / 64 * 64L * in;
+  auto weight = numbers<T>(static_cast<long>(outs) * in), packed = numbers<T>(packed_size, true);
+  auto x = numbers<T>(rows * in), bias = numbers<T>(outs), out = numbers<T>(rows * outs, true);
+  Kernels<T>::pack_linear(weight.get(), packed.get(), in, outs, threads);
+  Kernels<T>::linear(x.get(), packed.get(), draw(0, 1) ? bias.get() : nullptr, out.get(), rows, in, outs, threads);
+  expect_finite(out, rows * outs, "linear");
+}
+
+int main() {
+  for (int i = 0; i < 20; ++i) {
+    attend<float>();
+    attend<bf16>();
+    rowwise<float>();
+    rowwise<bf16>();
+    multiply<float>();
+    multiply<bf16>();
+  }
+  std::puts("done");
+}

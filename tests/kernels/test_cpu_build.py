@@ -1,0 +1,129 @@
+"""How the kernels are built and loaded: with and without a compiler, on one OpenMP runtime, clean under sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import cpu
+from kernels.cpu import native
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+
+needs_kernels = pytest.mark.skipif(not cpu.available(), reason=cpu.why_not() or "kernels are there")
+
+
+def python(code: str, where: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {"PATH": os.environ["PATH"], "PYTHONPATH": str(where), **environment}
+    return subprocess.run([sys.executable, "-c", code], cwd=where, env=settings, capture_output=True, text=True)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what the build needs, with the libraries that are there."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml"):
+        shutil.copy2(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def build(tree: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=tree, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def drop_libraries(tree: Path) -> None:
+    for library in (tree / "kernels/cpu").glob("*.so"):
+        library.unlink()
+
+
+def test_without_a_compiler_the_install_succeeds_and_says_so(tree: Path) -> None:
+    drop_libraries(tree)
+    done = build(tree, PATH="/nowhere", CXX="")
+    assert done.returncode == 0, done.stderr
+    assert "no C++ compiler" in done.stderr
+    code = "from kernels import cpu; print(cpu.available(), cpu.why_not())"
+    said = python(code, tree).stdout.strip()
+    assert said.startswith("False ")
+    assert "C++ compiler" in said
+    assert "\n" not in said
+    chosen = python(
+        "import torch; from kernels.attention import select_backend;"
+        "backend, why = select_backend(torch.device('cpu')); print(backend.NAME, why)",
+        tree,
+    )
+    assert chosen.stdout.startswith("reference plain PyTorch")
+
+
+def test_a_compiler_that_fails_leaves_a_working_install(tree: Path) -> None:
+    drop_libraries(tree)
+    done = build(tree, CXX="false")
+    assert done.returncode == 0, done.stderr
+    assert "were not built" in done.stderr
+
+
+@needs_kernels
+def test_only_stale_libraries_are_built(tree: Path) -> None:
+    for library in (tree / "kernels/cpu").glob("*.so"):
+        library.touch()
+    done = build(tree, CXX="false")
+    assert done.returncode == 0, done.stderr
+    assert "were not built" not in done.stderr
+    (tree / "kernels/cpu/simd.h").touch()
+    assert "were not built" in build(tree, CXX="false").stderr
+
+
+@needs_kernels
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+def test_one_openmp_runtime_in_the_process() -> None:
+    code = (
+        "import torch; from kernels import cpu; from kernels.cpu import native;"
+        "x = torch.ones(500, 2000); torch.set_num_threads(2); cpu.rms_norm(x, x[0], 1e-5); x @ x.T;"
+        "print(len(native.openmp_runtimes()))"
+    )
+    done = python(code)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+@needs_kernels
+def test_the_environment_chooses_the_instruction_set() -> None:
+    code = "from kernels import cpu; print(cpu.isa())"
+    assert python(code, QUIRE_CPU_ISA="plain").stdout.strip() == native.ISAS["plain"]
+    refused = python(code, QUIRE_CPU_ISA="mmx")
+    assert refused.returncode != 0
+    assert "QUIRE_CPU_ISA='mmx' is not one of plain, avx2" in refused.stderr
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+def test_sanitizers_find_nothing(tmp_path: Path) -> None:
+    """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel (sanitize.cpp), random shapes."""
+    flags = {
+        "plain": [],
+        "avx2": ["-mavx2", "-mfma"],
+        "avx512": ["-march=skylake-avx512"],
+        "avx512_bf16": ["-march=cooperlake"],
+    }[(native.runnable() or ["plain"])[-1]]
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "kernels/cpu").glob("*.cpp"))]
+    objects = [tmp_path / f"{source.stem}.o" for source in sources]
+    common = [str(COMPILER), "-std=c++17", "-O1", "-Wno-psabi", "-ffp-contract=off", *flags, *sanitize]
+    jobs = [
+        subprocess.Popen([*common, "-c", source, "-o", target], stderr=subprocess.PIPE, text=True)
+        for source, target in zip(sources, objects, strict=True)
+    ]
+    for job in jobs:
+        _, said = job.communicate()
+        if "cannot find" in said:
+            pytest.skip("the compiler has no sanitizers")
+        assert job.returncode == 0, said
+    linked = subprocess.run([*common, *objects, "-o", tmp_path / "driver"], capture_output=True, text=True)
+    if linked.returncode and "cannot find" in linked.stderr:
+        pytest.skip("the compiler has no sanitizer runtime")
+    done = subprocess.run([tmp_path / "driver"], capture_output=True, text=True)
+    assert done.stdout.endswith("done\n"), done.stdout + done.stderr

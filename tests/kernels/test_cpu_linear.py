@@ -1,0 +1,66 @@
+"""The packed linear of the CPU backend: right, and the same bits for a row in every batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import cpu
+from tests.kernels.ragged import error
+
+SHAPES = [(2, 1), (30, 17), (64, 64), (256, 130), (704, 256), (1536, 65)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inner", "outs"), SHAPES)
+def test_linear(isa: str, inner: int, outs: int, biased: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+    weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
+    linear = cpu.pack_linear(weight, bias if biased else None)
+    for rows in (0, 1, 2, 5, 6, 7, 33, 200):
+        x = torch.randn((rows, inner), generator=generator).to(dtype)
+        got = linear(x)
+        assert got.shape == (rows, outs)
+        expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
+        assert rows == 0 or error(got, expected) < (5e-3 if dtype == torch.bfloat16 else 2e-6)
+
+
+def test_rounded_once(isa: str, generator: torch.Generator) -> None:
+    """Whole numbers whose sums float32 holds: the result is the rounded exact one, to the bit."""
+    x, weight = (torch.randint(-8, 9, s, generator=generator).bfloat16() for s in ((9, 300), (70, 300)))
+    assert torch.equal(cpu.pack_linear(weight, None)(x), F.linear(x.double(), weight.double()).bfloat16())
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "outs"), [(256, 512), (576, 200)])
+def test_a_row_has_the_same_bits_in_every_batch(
+    isa: str, inner: int, outs: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
+    linear = cpu.pack_linear(weight, bias)
+    x = torch.randn((400, inner), generator=generator).to(dtype)
+    whole = linear(x)
+    for begin, rows in [(0, 1), (3, 1), (399, 1), (7, 2), (50, 3), (20, 6), (1, 7), (11, 64), (200, 193)]:
+        assert torch.equal(linear(x[begin : begin + rows]), whole[begin : begin + rows]), (begin, rows)
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(linear(x), whole), threads
+
+
+def test_the_weight_may_be_dropped(isa: str, generator: torch.Generator) -> None:
+    weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((100, 64), (100,)))
+    x = torch.ones((3, 64), dtype=torch.bfloat16)
+    linear = cpu.pack_linear(weight, bias)
+    before = linear(x)
+    weight.zero_()
+    assert torch.equal(linear(x), before)
+
+
+def test_what_does_not_fit_is_refused(isa: str) -> None:
+    linear = cpu.pack_linear(torch.ones((8, 6), dtype=torch.bfloat16), None)
+    with pytest.raises(TypeError, match="8 outputs"):
+        linear(torch.ones((2, 4), dtype=torch.bfloat16))
+    with pytest.raises(TypeError, match="float32"):
+        linear(torch.ones((2, 6)))
