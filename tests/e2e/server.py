@@ -1,0 +1,69 @@
+"""A real `quire serve` process for tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+
+_PATIENCE = 120.0
+"""Seconds; a start takes a few, but the machine may be busy with other tests."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """Starts `quire serve ARGS` on a free port of the loopback interface and waits until it answers."""
+
+    def __init__(self, log: Path, *args: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        quire = str(Path(sys.executable).with_name("quire"))
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [quire, "serve", *args, "--port", str(self.port)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            )
+        deadline = time.monotonic() + _PATIENCE
+        while not self._healthy():
+            assert self.process.poll() is None, f"the server ended: {log.read_text()}"
+            assert time.monotonic() < deadline, f"the server did not start: {log.read_text()}"
+            time.sleep(0.05)
+
+    def _healthy(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels other than the model's."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
+
+    def engine_pid(self) -> int:
+        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        (pid,) = children.stdout.split()
+        return int(pid)
+
+    def stop(self, number: int = signal.SIGINT) -> int:
+        """Ask it to end; the exit code."""
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise

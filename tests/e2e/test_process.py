@@ -1,0 +1,89 @@
+"""The server as a process: how it ends, and what happens to the engine's process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_gone(pid: int) -> None:
+    for _ in range(300):
+        if not alive(pid):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {pid} outlived its parent")
+
+
+def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log")
+    engine = server.engine_pid()
+    answer: list[httpx.Response] = []
+    body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True}
+    asking = threading.Thread(
+        target=lambda: answer.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120))
+    )
+    asking.start()
+    while server.metric("vllm:num_requests_running") == 0:
+        time.sleep(0.01)
+    assert server.stop(signal.SIGTERM) == 0
+    asking.join()
+    assert answer[0].json()["usage"]["completion_tokens"] == 150
+    wait_until_gone(engine)
+
+
+def test_the_engine_does_not_outlive_a_killed_server(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log")
+    engine = server.engine_pid()
+    server.process.kill()
+    server.process.wait()
+    wait_until_gone(engine)
+
+
+def test_when_the_engine_dies_streams_end_with_an_error_and_so_does_the_server(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log")
+    body = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+        events = response.iter_lines()
+        next(events)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        last = [line for line in events if line][-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+    assert server.process.wait(60) == 1
+    assert "the engine ended" in server.log.read_text()
+
+
+def test_bad_settings_end_the_start_with_one_line_each(tmp_path: Path) -> None:
+    def fail(*args: str) -> str:
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name("quire")), "serve", *args],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"COLUMNS": "200"},
+        )
+        assert done.returncode != 0
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "max_model_len" in fail("--max-model-len", "99999").replace("-", "_")
+    assert "no-such-model" in fail("/no-such-model")
+    assert "port" in fail("--port", "many")
