@@ -11,23 +11,15 @@ import sys
 import threading
 import time
 
-import torch
 import zmq
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, QuireError
-from engine.model_files import ModelConfig, read_model_config, resolve_model
-from engine.models import decoder_spec
-from engine.models.decoder import Decoder
-from engine.plan import plan_kv
+from engine.errors import QuireError
+from engine.model_files import read_model_config, resolve_model
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo, EngineOutputs, EngineStats, Request, RequestOutput
 from engine.wire import Abort, Failed, FromEngine, Ready, Stepped, Stop, Submit, decode_to_engine, encode
-from engine.worker.inputs import Slots
-from engine.worker.loader import dummy_stream, load_weights, safetensors_stream
-from engine.worker.memory import allocate_kv_cache, kv_budget
-from engine.worker.runner import Runner
-from kernels.attention import select_backend
+from engine.worker.startup import start_worker
 
 
 class Engine:
@@ -35,56 +27,30 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         began = time.perf_counter()
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
         path = resolve_model(config.model, config.revision)
-        model_config = read_model_config(path)
-        device = _device(config)
-        dtype = _dtype(config, model_config, device)
-        dtype_name = str(dtype).removeprefix("torch.")
-        try:
-            backend, why = select_backend(device, config.attention_backend)
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
-        spec = decoder_spec(model_config)
-        # Longer rope tables than the context will need: its length is known only once the weights are loaded.
-        length = config.max_model_len or model_config.max_position
-        model = Decoder(spec, backend, device=device, max_model_len=length)
-        table = model.parameters()
-        stream = dummy_stream(table, config.seed, dtype) if config.load_format == "dummy" else safetensors_stream(path)
-        with torch.inference_mode():
-            weight_bytes = load_weights(table, stream, dtype=dtype, device=device)
-        plan = plan_kv(
-            model_config,
-            dtype=dtype_name,
-            block_size=backend.BLOCK_SIZE,
-            available_bytes=kv_budget(config, device),
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            num_blocks=config.num_kv_blocks,
-        )
-        kv_cache = allocate_kv_cache(spec, backend, plan.num_blocks, dtype=dtype, device=device)
-        slots = Slots(config.max_num_seqs, plan.max_model_len, backend.BLOCK_SIZE, device)
-        self._runner = Runner(model, kv_cache, slots, model_config.eos_token_ids)
+        model = read_model_config(path)
+        worker = start_worker(config, path, model)
+        plan = worker.plan
+        self._runner = worker.runner
         self.scheduler = Scheduler(
             num_blocks=plan.num_blocks,
-            block_size=backend.BLOCK_SIZE,
+            block_size=plan.block_size,
             max_model_len=plan.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            eos_token_ids=model_config.eos_token_ids,
+            eos_token_ids=model.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.info = EngineInfo(
             model=config.model,
-            dtype=dtype_name,
-            device=str(device),
-            backend=f"{backend.NAME} ({why})",
+            dtype=worker.dtype,
+            device=worker.device,
+            backend=worker.backend,
             max_model_len=plan.max_model_len,
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
             kv_bytes=plan.kv_bytes,
-            weight_bytes=weight_bytes,
+            weight_bytes=worker.weight_bytes,
             load_seconds=time.perf_counter() - began,
             arithmetic=plan.arithmetic,
         )
@@ -154,27 +120,6 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> bool:
 
 def _send(socket: zmq.Socket[bytes], message: FromEngine) -> None:
     socket.send(encode(message))
-
-
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch finds no NVIDIA GPU", param="device")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
-
-
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The type asked for, or the checkpoint's; CPUs compute float16 poorly, so there auto makes it bfloat16."""
-    name = config.dtype if config.dtype != "auto" else model.dtype
-    if config.dtype == "auto" and (name == "float16" and device.type == "cpu"):
-        name = "bfloat16"
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in dtypes:
-        raise ConfigError(
-            f"dtype: the checkpoint's {name!r} is not supported; choose one of {', '.join(dtypes)}", param="dtype"
-        )
-    return dtypes[name]
 
 
 def _first_line() -> bytes:

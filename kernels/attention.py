@@ -109,12 +109,17 @@ class Backend(Protocol):
 BACKENDS = ("cpu", "reference")
 
 
-def select_backend(device: device, name: str = "auto") -> tuple[Backend, str]:
-    """The backend module for a device and a one-line reason. Raises ValueError for a name that is not in BACKENDS."""
+def select_backend(device: device, dtype: dtype, name: str = "auto") -> tuple[Backend, str]:
+    """The backend module for a device and a dtype, with a one-line reason.
+
+    Raises ValueError for a name that is not in BACKENDS.
+    """
     if name == "auto":
         if device.type != "cpu":
             return _load("reference"), f"no fused backend for {device.type} yet"
         cpu = import_module("kernels.cpu")
+        if dtype not in cpu.DTYPES:
+            return _load("reference"), f"plain PyTorch, slower: the compiled kernels do not take {dtype}"
         if cpu.available():
             return cast(Backend, cpu), f"compiled kernels, {cpu.isa()}"
         return _load("reference"), f"plain PyTorch, slower: {cpu.why_not()}"

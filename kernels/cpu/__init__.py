@@ -17,10 +17,11 @@ from kernels import reference
 from kernels.attention import AttentionMetadata, Linear
 from kernels.cpu import native
 
-__all__ = ["BLOCK_SIZE", "NAME", "add_rms_norm", "available", "isa", "kv_cache_shape", "pack_linear", "paged_attention"]
+__all__ = ["BLOCK_SIZE", "DTYPES", "NAME", "add_rms_norm", "available", "isa", "kv_cache_shape", "pack_linear", "paged_attention"]
 __all__ += ["rms_norm", "rope_store", "silu_mul", "store_kv", "why_not"]
 
 NAME = "cpu"
+DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_SIZE = 16
 
 

@@ -59,10 +59,14 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
                 assert [value for _, value in logprob.top] == pytest.approx(best.tolist(), abs=1e-4)
 
 
-def test_a_bfloat16_checkpoint_is_served_in_bfloat16_and_close(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, "qwen3", dtype=torch.bfloat16)
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64))
-    assert engine.info.dtype == "bfloat16"
+@pytest.mark.parametrize(
+    ("checkpoint", "asked", "served"),
+    [(torch.bfloat16, "auto", "bfloat16"), (torch.float16, "auto", "bfloat16"), (torch.float16, "float16", "float16")],
+)
+def test_half_precision_is_close(checkpoint: torch.dtype, asked: str, served: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", dtype=checkpoint)
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, dtype=asked))
+    assert engine.info.dtype == served
     prompt = prompts()[-1]
     answer = run(engine, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"]
     assert answer.prompt_logprobs is not None

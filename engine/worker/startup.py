@@ -1,0 +1,101 @@
+"""Bringing the device half up: device, dtype, kernels, weights, KV cache, runner; each choice in one function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.model_files import ModelConfig
+from engine.models import decoder_spec
+from engine.models.decoder import Decoder
+from engine.plan import KVPlan, plan_kv
+from engine.worker.inputs import Slots
+from engine.worker.loader import dummy_stream, load_weights, safetensors_stream
+from engine.worker.memory import allocate_kv_cache, kv_budget
+from engine.worker.runner import Runner
+from kernels.attention import Backend, select_backend
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A device that is ready, and what was chosen for it."""
+
+    runner: Runner
+    plan: KVPlan
+    device: str
+    dtype: str
+    backend: str
+    """Its name and why it was chosen."""
+    weight_bytes: int
+
+
+def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) -> Worker:
+    """Load the model at `path` and cut its KV cache. Raises ConfigError, naming the key at fault."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config)
+    dtype = choose_dtype(config, model_config, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    try:
+        backend, why = select_backend(device, dtype, config.attention_backend)
+        # Raises for a dtype or a head size that it cannot serve, before the weights are loaded.
+        backend.kv_cache_shape(1, model_config.num_kv_heads, model_config.head_dim, dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
+    model, weight_bytes = load_model(config, path, model_config, backend, dtype, device)
+    plan = plan_kv(
+        model_config,
+        dtype=dtype_name,
+        block_size=backend.BLOCK_SIZE,
+        available_bytes=kv_budget(config, device),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        num_blocks=config.num_kv_blocks,
+    )
+    kv_cache = allocate_kv_cache(model.spec, backend, plan.num_blocks, dtype=dtype, device=device)
+    slots = Slots(config.max_num_seqs, plan.max_model_len, backend.BLOCK_SIZE, device)
+    runner = Runner(model, kv_cache, slots, model_config.eos_token_ids)
+    return Worker(runner, plan, str(device), dtype_name, f"{backend.NAME} ({why})", weight_bytes)
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch finds no NVIDIA GPU", param="device")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The type asked for, or the checkpoint's; CPUs compute float16 poorly, so there auto makes it bfloat16."""
+    name = config.dtype if config.dtype != "auto" else model.dtype
+    if config.dtype == "auto" and name == "float16" and device.type == "cpu":
+        name = "bfloat16"
+    if name not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise ConfigError(f"dtype: the checkpoint's {name!r} is not supported; choose one of {known}", param="dtype")
+    return _DTYPES[name]
+
+
+def load_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Decoder, int]:
+    """The model with its weights, and their bytes."""
+    # The context's length is fitted later, with the weights loaded; until then it can be as long as the model allows.
+    length = config.max_model_len or model_config.max_position
+    model = Decoder(decoder_spec(model_config), backend, device=device, max_model_len=length)
+    table = model.parameters()
+    stream = dummy_stream(table, config.seed, dtype) if config.load_format == "dummy" else safetensors_stream(path)
+    with torch.inference_mode():
+        return model, load_weights(table, stream, dtype=dtype, device=device)
