@@ -9,7 +9,7 @@
 namespace {
 
 constexpr long kPieceRows = 48;
-constexpr long kSmall = 400000;  // multiply-adds (a key read counts as 4), about 7 microseconds: waking threads takes 3
+constexpr long kSmall = 400000;  // of work, about 7 microseconds: waking threads takes 3
 
 struct Batch {
   void* out;
@@ -107,7 +107,8 @@ void write_row(const Batch& batch, const Piece& piece, long row, const Partial& 
   const long token = piece.first + row / group, head = piece.kv_head * group + row % group;
   T* out = static_cast<T*>(batch.out) + (token * batch.heads + head) * batch.dim;
   for (int d = 0; d < batch.dim; d += 16)
-    vstore_first(out + d, vdiv(vload(values + d), vset(sum.total)), batch.dim - d);
+    // Adding 0 turns -0, which an unmerged row may hold, into the 0 that merging makes of it.
+    vstore_first(out + d, vdiv(vadd(vload(values + d), vset(0.0f)), vset(sum.total)), batch.dim - d);
 }
 
 template <class T>
@@ -118,9 +119,14 @@ void run_whole(const Batch& batch, const Piece& piece) {
   float* values = reinterpret_cast<float*>(copies + kTile * width);
   float* sums = values + kRows * width;
   auto* partials = reinterpret_cast<Partial*>(sums + rows * width);
+  const long first = first_tile(batch, piece), end = end_tile(piece);
+  if (end - first == 1)  // nothing to merge with
+    return attend_piece<T>(batch, piece, first, copies, values, [&](long row, const Partial& all, const float* from) {
+      write_row<T>(batch, piece, row, all, from);
+    });
   for (long r = 0; r < rows; ++r) partials[r] = {-kInfinity, 0.0f};
   for (long i = 0; i < rows * width; ++i) sums[i] = 0.0f;
-  for (long tile = first_tile(batch, piece); tile < end_tile(piece); ++tile)
+  for (long tile = first; tile < end; ++tile)
     attend_piece<T>(batch, piece, tile, copies, values, [&](long row, const Partial& next, const float* next_values) {
       merge(partials[row], sums + row * width, next, next_values, static_cast<int>(width));
     });
@@ -184,20 +190,22 @@ void run_split(const Batch& batch, const std::vector<Piece>& pieces, int threads
   });
 }
 
-// The longest pieces first: the threads then end at nearly the same time.
+// One kv_head after the other, so that its keys stay in L2; of each, the longest pieces first, so that the threads end
+// at nearly the same time. `work` is in multiply-adds, where a key read counts as 4.
 std::vector<Piece> cut(const Batch& batch, int sequences, long& work) {
   std::vector<Piece> pieces;
   const long queries = kPieceRows / batch.group() > 1 ? kPieceRows / batch.group() : 1;
   for (int s = 0; s < sequences; ++s) {
     const long begin = batch.starts[s], end = batch.starts[s + 1];
     const long before = batch.contexts[s] - (end - begin);
-    for (long last = end; last > begin; last -= queries) {
-      const long first = last - queries > begin ? last - queries : begin;
-      Piece piece = {s, 0, first, last - first, before + first - begin, -1, 0};
-      const long keys = piece.position + piece.count - first_tile(batch, piece) * kTile;
-      work += keys * (piece.count * batch.heads + 4 * batch.kv_heads) * batch.dim;
-      for (; piece.kv_head < batch.kv_heads; ++piece.kv_head) pieces.push_back(piece);
-    }
+    for (int kv_head = 0; kv_head < batch.kv_heads; ++kv_head)
+      for (long last = end; last > begin; last -= queries) {
+        const long first = last - queries > begin ? last - queries : begin;
+        const Piece piece = {s, kv_head, first, last - first, before + first - begin, -1, 0};
+        const long keys = piece.position + piece.count - first_tile(batch, piece) * kTile;
+        work += keys * (piece.count * batch.group() + 4) * batch.dim;
+        pieces.push_back(piece);
+      }
   }
   return pieces;
 }

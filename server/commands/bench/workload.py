@@ -35,7 +35,7 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
         ("--input-len", 128, 1, "tokens of a made-up prompt, random ids"),
         ("--output-len", 64, 1, "tokens of an answer"),
         ("--shared-prefix", 0, 0, "tokens that all made-up prompts have in common"),
-        ("--vocab", 8000, FIRST_ID + 1, "made-up prompts have token ids below this"),
+        ("--vocab", 4000, FIRST_ID + 1, "made-up prompts have token ids below this"),
         ("--warmup", 2, 0, "short requests sent first, not measured"),
         ("--seed", 0, 0, "of prompts and arrivals"),
     ):
