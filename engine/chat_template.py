@@ -22,6 +22,7 @@ from engine.errors import InvalidRequest, ModelError
 Message = dict[str, Any]
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -41,11 +42,12 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] | None = None,
         documents: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text, special tokens included. `variables` is the request's chat_template_kwargs.
 
-        Raises InvalidRequest when there is no template or the template refuses the messages.
+        With continue_final_message it ends where the last message's content does. Raises InvalidRequest when there is no template or the template refuses the messages.
         """
         template = self._template(tools)
         variables = variables or {}
@@ -55,12 +57,16 @@ class ChatRenderer:
                     f"chat_template_kwargs must not set {name}: it has a parameter of its own",
                     param="chat_template_kwargs",
                 )
+        turns = [normalize(message) for message in messages]
+        final = turns[-1]["content"] if turns else ""
+        if continue_final_message:
+            turns[-1]["content"] = final + CONTINUE_MARK
         try:
-            return template.render(
+            text = template.render(
                 {
                     **self._special_tokens,
                     **variables,
-                    "messages": [normalize(message) for message in messages],
+                    "messages": turns,
                     "tools": tools or None,
                     "documents": documents or None,
                     "add_generation_prompt": add_generation_prompt,
@@ -72,6 +78,14 @@ class ChatRenderer:
             raise InvalidRequest(
                 f"The chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
             ) from error
+        return cut_at_mark(text, final) if continue_final_message else text
+
+    def with_template(self, source: str) -> ChatRenderer:
+        """One with a caller's template instead of the model's. Raises InvalidRequest when it is not valid Jinja."""
+        try:
+            return ChatRenderer({"default": source}, self._special_tokens)
+        except ModelError as error:
+            raise InvalidRequest(error.message, param="chat_template") from error
 
     def _template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
         template = self._templates.get("tool_use") if tools else None
@@ -82,6 +96,21 @@ class ChatRenderer:
                 param="messages",
             )
         return template
+
+
+def cut_at_mark(text: str, final: str) -> str:
+    """The rendered text up to the end of its final message, as transformers' apply_chat_template cuts it.
+
+    Raises InvalidRequest when the template changed the message.
+    """
+    place = text.rfind(CONTINUE_MARK.strip())
+    if place < 0 or final.strip() not in text:
+        raise InvalidRequest(
+            "continue_final_message: the chat template does not show the final message as it is",
+            param="continue_final_message",
+        )
+    # A template that trims messages has taken the mark's space: the message's own would have gone too.
+    return text[:place] if text.startswith(CONTINUE_MARK, place) else text[:place].rstrip()
 
 
 def normalize(message: Message) -> Message:

@@ -91,6 +91,12 @@ class EngineClient(ABC):
 
     def __init__(self) -> None:
         self.stats = EngineStats()
+        self.deaths = 0
+        """Engines that died under way."""
+        self.replays = 0
+        """Requests submitted again after a death, each time counted."""
+        self.quarantined = 0
+        """Requests given up because they end every engine."""
         self._streams: dict[str, OutputStream] = {}
         self._dead: QuireError | None = None
 
@@ -111,6 +117,11 @@ class EngineClient(ABC):
     @property
     def alive(self) -> bool:
         return self._dead is None
+
+    @property
+    def responsive(self) -> bool:
+        """Whether the engine would answer now; false while a dead one is being replaced."""
+        return self.alive
 
     @property
     def num_open(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+import weakref
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -65,6 +66,8 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
         self._thread.start()
         self._client = LocalClient(config)
+        self.close = weakref.finalize(self, _end, self._client, self._loop, self._thread)
+        """Ends the engine; then the object is of no use. Calls itself when the object is garbage or the script ends."""
         self.info = self._run(self._client.start())
 
     def generate(
@@ -93,12 +96,6 @@ class LLM:
         many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         rendered = [self._renderer.render(talk) for talk in many]
         return self._answer([self._encode(text, special=False) for text in rendered], params, use_tqdm)
-
-    def close(self) -> None:
-        """End the engine; the object is of no use afterwards."""
-        self._run(self._client.stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
 
     def _encode(self, prompt: Prompt, *, special: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -183,6 +180,12 @@ class LLM:
         except BaseException:
             future.cancel()
             raise
+
+
+def _end(client: LocalClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    asyncio.run_coroutine_threadsafe(client.stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
 
 
 class _Answer:

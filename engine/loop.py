@@ -6,19 +6,17 @@ engine starts.
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 import time
 
 import zmq
 
+from engine.boot import Pulse
 from engine.config import EngineConfig
 from engine.errors import QuireError
 from engine.model_files import read_model_config, resolve_model
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo, EngineOutputs, EngineStats, Request, RequestOutput
-from engine.wire import Abort, Failed, FromEngine, Ready, Stepped, Stop, Submit, decode_to_engine, encode
+from engine.wire import Abort, Failed, FromEngine, Ready, Stepped, Submit, decode_to_engine, encode
 from engine.worker.startup import start_worker
 
 
@@ -79,8 +77,8 @@ class Engine:
         return self.scheduler.take_outputs()
 
 
-def serve(config: EngineConfig, address: str) -> int:
-    """The engine process: talk over the socket at `address` until told to stop. Returns the exit code."""
+def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
+    """The engine process: talk over the socket at `address` until the parent goes. Returns only if it cannot start."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
@@ -92,17 +90,17 @@ def serve(config: EngineConfig, address: str) -> int:
         _send(socket, Failed(error.message, error.param))
         return 1
     _send(socket, Ready(engine.info))
-    running = True
-    while running:
-        running = _receive(engine, socket)
+    while True:
+        _receive(engine, socket)
+        pulse.begin_step()
         outputs = engine.step()
+        pulse.end_step()
         if outputs:
             _send(socket, Stepped(EngineOutputs(outputs, engine.stats)))
-    return 0
 
 
-def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> bool:
-    """Take in all messages that are there, waiting for one only if there is nothing to compute. False: stop."""
+def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
+    """Take in all messages that are there, waiting for one only if there is nothing to compute."""
     wait = not engine.busy
     while wait or socket.poll(0):
         wait = False
@@ -113,40 +111,7 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> bool:
             case Abort(ids):
                 for request_id in ids:
                     engine.abort(request_id)
-            case Stop():
-                return False
-    return True
 
 
 def _send(socket: zmq.Socket[bytes], message: FromEngine) -> None:
     socket.send(encode(message))
-
-
-def _first_line() -> bytes:
-    """Of standard input, and not a byte more: what follows is the watcher's."""
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    return line
-
-
-def _end_with_parent() -> None:
-    """The parent holds the other end of our standard input: when that closes, it is gone, and so are we."""
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-
-
-def main() -> None:
-    """`python -m engine.loop ADDRESS`, the configuration as one line of JSON on standard input."""
-    config = EngineConfig.model_validate_json(_first_line())
-    _end_with_parent()
-    sys.exit(serve(config, sys.argv[1]))
-
-
-if __name__ == "__main__":
-    main()

@@ -36,6 +36,14 @@ def page_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
     return 2 * block_size * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype] * model.num_layers
 
 
+def check_positions(model: ModelConfig, max_model_len: int | None) -> None:
+    """Raise ConfigError for a context that the model has no positions for."""
+    if max_model_len is not None and max_model_len > model.max_position:
+        raise ConfigError(
+            f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
+        )
+
+
 def plan_kv(
     model: ModelConfig,
     *,
@@ -51,10 +59,7 @@ def plan_kv(
     Raises ConfigError, with the numbers, if an explicit max_model_len exceeds the model's positions or the memory.
     """
     each = page_bytes(model, block_size, dtype)
-    if max_model_len is not None and max_model_len > model.max_position:
-        raise ConfigError(
-            f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
-        )
+    check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
     length = max_model_len or min(model.max_position, fitting * block_size)
     needed = -(-length // block_size)

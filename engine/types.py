@@ -14,6 +14,14 @@ MAX_STOP_STRINGS = 4
 _MOST_TOKENS = 2**31 - 1
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer's text must match, all of it; engine/grammar.py writes them."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
+    """A JSON schema, a regular expression of Rust's kind, or llguidance's Lark."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a value out of range."""
 
@@ -29,9 +37,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these are ever picked."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the output must not contain."""
     max_tokens: int | None = 16
     """None: up to the context length."""
     min_tokens: int = 0
+    grammar: Grammar | None = None
+    """The answer ends when it is complete, whatever min_tokens and ignore_eos say."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -66,6 +80,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest("stop must not contain an empty string", param="stop")
         for bias in (self.logit_bias or {}).values():
             _within("logit_bias", bias, -100.0, 100.0)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
+        if not all(self.bad_words_ids):
+            raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
 
     @property
     def greedy(self) -> bool:
@@ -217,3 +235,5 @@ class StepOutput:
     logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     """For the prompt tokens of this step's chunk: the log probability of the token after each."""
+    errors: dict[str, str] = field(default_factory=dict)
+    """Why a row that samples has no token: its request ends."""

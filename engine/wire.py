@@ -15,10 +15,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     ids: list[str]
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 class Ready(msgspec.Struct, frozen=True, tag=True):
     info: EngineInfo
 
@@ -35,7 +31,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     outputs: EngineOutputs
 
 
-ToEngine = Submit | Abort | Stop
+ToEngine = Submit | Abort
 FromEngine = Ready | Failed | Stepped
 
 _encoder = msgspec.msgpack.Encoder()

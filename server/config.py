@@ -21,6 +21,8 @@ class ServerConfig(EngineConfig):
         default_factory=list, description="Names that requests may use, the first one in answers; default: the model's"
     )
     max_logprobs: int = Field(20, ge=0, description="Most log probabilities per token a request may ask for")
+    strict: bool = Field(False, description="Refuse request fields without effect, instead of naming them in a header")
+    trust_request_chat_template: bool = Field(False, description="Requests may bring a chat template of their own")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of Quire's log")
     uvicorn_log_level: Literal["debug", "info", "warning", "error"] = Field(
         "warning", description="Level of the HTTP server's log"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -43,6 +43,12 @@ class ChoiceDelta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     """The stop string or the id of stop_token_ids that ended it."""
+    token_ids: Sequence[int] = ()
+    """What was generated since the last delta, the token that ended the answer included; if asked for."""
+    prompt_ids: Sequence[int] | None = None
+    """With a choice's first delta, if token ids were asked for."""
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    """With a choice's first delta, if asked for: None for the first token."""
 
 
 @dataclass(slots=True)
@@ -54,6 +60,9 @@ class Answer:
     tokens: list[TokenText] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    token_ids: list[int] = field(default_factory=list)
+    prompt_ids: Sequence[int] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
 
     @property
     def text(self) -> str:
@@ -88,6 +97,9 @@ class Job:
     """Answers begin with their prompt."""
     echo_only: bool = False
     """Nothing follows it: the one token that the engine cannot do without is dropped."""
+    return_token_ids: bool = False
+    prompt_logprobs: int | None = None
+    """So many beside each prompt token's own go with the first delta; None: none do."""
     cache_salt: str = ""
     priority: int = 0
 
@@ -107,6 +119,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._echo = job.echo
         self._echo_only = job.echo_only
+        self._echo_logprobs = params.logprobs
         self._skip_special_tokens = params.skip_special_tokens
         self._text = TextStream(
             tokenizer,
@@ -118,6 +131,10 @@ class Choice:
         )
         self._logprobs: deque[TokenLogprob] = deque()
         self._base = len(prompt.text) if job.echo else 0
+        self._ids: list[int] | None = [] if job.return_token_ids else None
+        self._prompt_ids = prompt.ids if job.return_token_ids else None
+        self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+        self._prompt_top = job.prompt_logprobs
 
     def push(self, output: RequestOutput) -> ChoiceDelta | None:
         """The delta of one output; None when it shows nothing yet."""
@@ -139,11 +156,24 @@ class Choice:
         if self._echo:
             self._echo = False
             text = self._prompt.text + text
-            if output.prompt_logprobs is not None:
+            if output.prompt_logprobs is not None and self._echo_logprobs is not None:
                 tokens = self._prompt_tokens(output.prompt_logprobs) + tokens
+        if self._ids is not None:
+            self._ids += output.new_ids[: delta.used]
+        if self._prompt_top is not None and output.prompt_logprobs is not None:
+            self._prompt_logprobs = [at_most(logprob, self._prompt_top) for logprob in output.prompt_logprobs]
         if not text and not tokens and reason is None:
             return None
-        return ChoiceDelta(self.index, text, tokens, reason, stop_reason)
+        return self._with_extras(ChoiceDelta(self.index, text, tokens, reason, stop_reason))
+
+    def _with_extras(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """The delta with what has gathered since the last one."""
+        if self._ids is None and self._prompt_logprobs is None:
+            return delta
+        ids, self._ids = self._ids, None if self._ids is None else []
+        prompt_ids, self._prompt_ids = self._prompt_ids, None
+        logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        return replace(delta, token_ids=ids or (), prompt_ids=prompt_ids, prompt_logprobs=logprobs)
 
     def _token(self, offset: int) -> TokenText:
         logprob = self._logprobs.popleft()
@@ -152,10 +182,16 @@ class Choice:
     def _prompt_tokens(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenText]:
         stream = TextStream(self._tokenizer, skip_special_tokens=self._skip_special_tokens)
         offsets = stream.push(self._prompt.ids, final=True).offsets
+        cut = [at_most(logprob, self._echo_logprobs or 0) for logprob in logprobs]
         return [
             TokenText(token_id, logprob, offset)
-            for token_id, logprob, offset in zip(self._prompt.ids, logprobs, offsets, strict=True)
+            for token_id, logprob, offset in zip(self._prompt.ids, cut, offsets, strict=True)
         ]
+
+
+def at_most(logprob: TokenLogprob | None, top: int) -> TokenLogprob | None:
+    """With no more than `top` of the most likely tokens beside it: the engine reports the most that anything needs."""
+    return None if logprob is None else msgspec.structs.replace(logprob, top=logprob.top[:top])
 
 
 class Generation:
@@ -271,4 +307,7 @@ async def fold(generation: Generation) -> list[Answer]:
             answer.tokens += delta.tokens
             answer.finish_reason = delta.finish_reason
             answer.stop_reason = delta.stop_reason
+            answer.token_ids += delta.token_ids
+            answer.prompt_ids = answer.prompt_ids if delta.prompt_ids is None else delta.prompt_ids
+            answer.prompt_logprobs = delta.prompt_logprobs or answer.prompt_logprobs
     return [answers[index] for index in sorted(answers)]

@@ -34,6 +34,11 @@ COUNTERS = (
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
     ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
 )
+SUPERVISION = (
+    ("quire:engine_deaths", "Engines that died under way.", "deaths"),
+    ("quire:request_replays", "Requests submitted again after a death.", "replays"),
+    ("quire:quarantined_requests", "Requests given up because they end every engine.", "quarantined"),
+)
 
 
 class Metrics:
@@ -115,10 +120,11 @@ class EngineCollector(Collector):
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", labels=["model_name"])
         usage.add_metric(self._labels, stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0)
         yield usage
-        for name, text, field in COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric(self._labels, getattr(stats, field))
-            yield counter
+        for source, counters in ((stats, COUNTERS), (self._client, SUPERVISION)):
+            for name, text, field in counters:
+                counter = CounterMetricFamily(name, text, labels=["model_name"])
+                counter.add_metric(self._labels, getattr(source, field))
+                yield counter
 
 
 def length_buckets(longest: int) -> list[int]:

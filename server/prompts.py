@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.tokenizer import Tokenizer
 from server.protocol.chat import ChatRequest
-from server.protocol.completions import CompletionRequest
+from server.protocol.common import GenerationBody
+from server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from server.sampling import check_text, check_token_id
 from server.serving import Serving
 
@@ -50,6 +51,7 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
                 check_token_id(token_id, serving.vocab_size, "prompt")
             text = serving.tokenizer.decode(one, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
             prompts.append(Prompt(one, text))
+    prompts = [truncated(each, body, room(body.max_tokens, DEFAULT_MAX_TOKENS, serving), serving) for each in prompts]
     for each in prompts:
         check_length(each.ids, serving.info.max_model_len, "prompt")
     return prompts
@@ -57,15 +59,50 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
 
 async def chat_prompt(body: ChatRequest, serving: Serving) -> Prompt:
     """The conversation as the model's template writes it. Raises InvalidRequest naming the parameter."""
-    text = serving.renderer.render(
+    renderer = serving.renderer
+    if body.chat_template is not None:
+        if not serving.config.trust_request_chat_template:
+            raise InvalidRequest(
+                "chat_template is not allowed in requests; the server's operator may pass "
+                "--trust-request-chat-template",
+                param="chat_template",
+            )
+        renderer = renderer.with_template(body.chat_template)
+    text = renderer.render(
         [message.as_dict() for message in body.messages],
         documents=body.documents,
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
         variables=body.chat_template_kwargs,
     )
     (ids,) = await encode(serving.tokenizer, [text], body.add_special_tokens, "messages")
-    check_length(ids, serving.info.max_model_len, "messages")
-    return Prompt(ids, "")
+    prompt = truncated(Prompt(ids, ""), body, room(body.max_completion_tokens or body.max_tokens, 1, serving), serving)
+    check_length(prompt.ids, serving.info.max_model_len, "messages")
+    return prompt
+
+
+def room(max_tokens: int | None, default: int, serving: Serving) -> int:
+    """Tokens that the context has for a prompt beside its answer, at least one."""
+    return max(1, serving.info.max_model_len - max(1, default if max_tokens is None else max_tokens))
+
+
+def truncated(prompt: Prompt, body: GenerationBody, room: int, serving: Serving) -> Prompt:
+    """The prompt's last truncate_prompt_tokens tokens, all that fits for -1. Raises InvalidRequest."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    longest = serving.info.max_model_len
+    if limit == 0 or limit > longest:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or from 1 to the context length, {longest}; got {limit}",
+            param="truncate_prompt_tokens",
+        )
+    limit = room if limit == -1 else limit
+    if len(prompt.ids) <= limit:
+        return prompt
+    ids = prompt.ids[-limit:]
+    text = serving.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) if prompt.text else ""
+    return Prompt(ids, text)
 
 
 async def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine.errors import InvalidRequest
+from engine.tokenizer import Tokenizer
 from engine.types import SamplingParams
 from server.protocol.common import GenerationBody
 
@@ -15,6 +16,7 @@ def sampling_params(
     max_tokens: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None,
+    tokenizer: Tokenizer,
     defaults: Mapping[str, float],
     max_model_len: int,
     vocab_size: int,
@@ -26,8 +28,12 @@ def sampling_params(
             "prompt and answer together",
             param="max_tokens",
         )
-    for name, ids in (("logit_bias", body.logit_bias or ()), ("stop_token_ids", body.stop_token_ids)):
-        for token_id in ids:
+    for name, ids in (
+        ("logit_bias", body.logit_bias),
+        ("stop_token_ids", body.stop_token_ids),
+        ("allowed_token_ids", body.allowed_token_ids),
+    ):
+        for token_id in ids or ():
             check_token_id(token_id, vocab_size, name)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     for text in stop:
@@ -43,6 +49,8 @@ def sampling_params(
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias or None,
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words_ids=bad_words_ids(body.bad_words, tokenizer),
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         stop=stop,
@@ -54,6 +62,20 @@ def sampling_params(
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=body.include_stop_str_in_output,
     )
+
+
+def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of each word as a text begins with it, and as it follows a space. Raises InvalidRequest.
+
+    vLLM's rule, except that the second form is left out by vLLM when it has another number of tokens than the first;
+    the word would slip through.
+    """
+    for word in words:
+        check_text(word, "bad_words")
+        if not word.strip():
+            raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
+    forms = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+    return tuple(dict.fromkeys(map(tuple, tokenizer.encode_batch(forms, add_special_tokens=False))))
 
 
 def check_logprobs(name: str, value: int | None, max_logprobs: int) -> None:

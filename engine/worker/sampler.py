@@ -50,8 +50,14 @@ def sample(logits: Tensor, rows: list[SamplingRow], eos_token_ids: tuple[int, ..
 
 
 def adjust(logits: Tensor, row: SamplingRow, eos_token_ids: tuple[int, ...]) -> None:
-    """Bias, minimum length and penalties on one row's logits [vocab], in place."""
+    """What may be picked at all, bias, minimum length and penalties on one row's logits [vocab], in place."""
     params = row.params
+    if params.allowed_token_ids is not None:
+        forbidden = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+        forbidden[torch.tensor(params.allowed_token_ids, device=logits.device)] = False
+        logits.masked_fill_(forbidden, -torch.inf)
+    if params.bad_words_ids:
+        logits[_last_of_bad_words(row)] = -torch.inf
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
@@ -65,6 +71,15 @@ def adjust(logits: Tensor, row: SamplingRow, eos_token_ids: tuple[int, ...]) -> 
     if params.presence_penalty or params.frequency_penalty:
         ids, counts = row.token_ids[row.num_prompt :].long().unique(return_counts=True)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+
+
+def _last_of_bad_words(row: SamplingRow) -> list[int]:
+    """Tokens that would complete a bad word; only what was generated counts as its beginning, as in vLLM."""
+    words = row.params.bad_words_ids
+    longest = max(map(len, words))
+    begin = max(row.num_prompt, row.position - longest + 1)
+    tail = tuple(row.token_ids[begin : row.position].tolist()) if longest > 1 else ()
+    return [word[-1] for word in words if len(word) - 1 <= len(tail) and tail[len(tail) - len(word) + 1 :] == word[:-1]]
 
 
 def filtered_probs(logits: Tensor, params: list[SamplingParams]) -> Tensor:

@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 from engine.model_files import ModelConfig
 from engine.models import decoder_spec
 from engine.models.decoder import Decoder
-from engine.plan import KVPlan, plan_kv
+from engine.plan import KVPlan, check_positions, plan_kv
 from engine.worker.inputs import Slots
 from engine.worker.loader import dummy_stream, load_weights, safetensors_stream
 from engine.worker.memory import allocate_kv_cache, kv_budget
@@ -39,6 +39,7 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) ->
     """Load the model at `path` and cut its KV cache. Raises ConfigError, naming the key at fault."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    check_positions(model_config, config.max_model_len)
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")

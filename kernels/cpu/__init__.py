@@ -17,8 +17,8 @@ from kernels import reference
 from kernels.attention import AttentionMetadata, Linear
 from kernels.cpu import native
 
-__all__ = ["BLOCK_SIZE", "DTYPES", "NAME", "add_rms_norm", "available", "isa", "kv_cache_shape", "pack_linear", "paged_attention"]
-__all__ += ["rms_norm", "rope_store", "silu_mul", "store_kv", "why_not"]
+__all__ = ["BLOCK_SIZE", "DTYPES", "NAME", "add_rms_norm", "available", "isa", "kv_cache_shape", "pack_linear"]
+__all__ += ["paged_attention", "rms_norm", "rope_store", "silu_mul", "store_kv", "why_not"]
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.bfloat16)

@@ -75,7 +75,7 @@ void find_blocks(const Batch& batch, const Piece& piece, long tile, T* copies, T
   }
 }
 
-// All rows of the piece over one tile; done(row, partial, values) takes each row's result.
+// All rows of the piece over one tile; done(row, count, partials, values) takes the results of `count` rows from `row`.
 template <class T, class Done>
 void attend_piece(const Batch& batch, const Piece& piece, long tile, T* copies, float* values, const Done& done) {
   TileBlocks blocks;
@@ -97,18 +97,20 @@ void attend_piece(const Batch& batch, const Piece& piece, long tile, T* copies, 
     }
     Partial partial[kRows];
     attend_rows<T>(count, some, blocks, batch.how, partial, values);
-    for (int r = 0; r < count; ++r) done(row + r, partial[r], values + r * blocks.width);
+    done(row, count, partial, values);
   }
 }
 
 template <class T>
-void write_row(const Batch& batch, const Piece& piece, long row, const Partial& sum, const float* values) {
+void write_rows(const Batch& batch, const Piece& piece, long row, int count, const Partial* sums, const float* values) {
   const int group = batch.group();
-  const long token = piece.first + row / group, head = piece.kv_head * group + row % group;
-  T* out = static_cast<T*>(batch.out) + (token * batch.heads + head) * batch.dim;
-  for (int d = 0; d < batch.dim; d += 16)
+  for (int r = 0; r < count; ++r, values += batch.width()) {
+    const long token = piece.first + (row + r) / group, head = piece.kv_head * group + (row + r) % group;
+    T* out = static_cast<T*>(batch.out) + (token * batch.heads + head) * batch.dim;
     // Adding 0 turns -0, which an unmerged row may hold, into the 0 that merging makes of it.
-    vstore_first(out + d, vdiv(vadd(vload(values + d), vset(0.0f)), vset(sum.total)), batch.dim - d);
+    for (int d = 0; d < batch.dim; d += 16)
+      vstore_first(out + d, vdiv(vadd(vload(values + d), vset(0.0f)), vset(sums[r].total)), batch.dim - d);
+  }
 }
 
 template <class T>
@@ -120,17 +122,17 @@ void run_whole(const Batch& batch, const Piece& piece) {
   float* sums = values + kRows * width;
   auto* partials = reinterpret_cast<Partial*>(sums + rows * width);
   const long first = first_tile(batch, piece), end = end_tile(piece);
-  if (end - first == 1)  // nothing to merge with
-    return attend_piece<T>(batch, piece, first, copies, values, [&](long row, const Partial& all, const float* from) {
-      write_row<T>(batch, piece, row, all, from);
-    });
+  const auto write = [&](long row, int count, const Partial* all, const float* from) {
+    write_rows<T>(batch, piece, row, count, all, from);
+  };
+  const auto add = [&](long row, int count, const Partial* next, const float* from) {
+    merge(count, partials + row, sums + row * width, next, from, static_cast<int>(width));
+  };
+  if (end - first == 1) return attend_piece<T>(batch, piece, first, copies, values, write);
   for (long r = 0; r < rows; ++r) partials[r] = {-kInfinity, 0.0f};
   for (long i = 0; i < rows * width; ++i) sums[i] = 0.0f;
-  for (long tile = first; tile < end; ++tile)
-    attend_piece<T>(batch, piece, tile, copies, values, [&](long row, const Partial& next, const float* next_values) {
-      merge(partials[row], sums + row * width, next, next_values, static_cast<int>(width));
-    });
-  for (long r = 0; r < rows; ++r) write_row<T>(batch, piece, r, partials[r], sums + r * width);
+  for (long tile = first; tile < end; ++tile) attend_piece<T>(batch, piece, tile, copies, values, add);
+  for (long r = 0; r < rows; ++r) write(r, 1, partials + r, sums + r * width);
 }
 
 // Where pieces are single tiles: each row's partial and its values, to be merged later.
@@ -145,10 +147,11 @@ void run_tile(const Batch& batch, const Piece& piece, Workspace& space) {
   char* memory = scratch(kTile * width * sizeof(T) + kRows * width * sizeof(float));
   T* copies = reinterpret_cast<T*>(memory);
   float* values = reinterpret_cast<float*>(copies + kTile * width);
-  attend_piece<T>(batch, piece, piece.tile, copies, values, [&](long row, const Partial& next, const float* from) {
-    space.partials[piece.partial_row + row] = next;
-    __builtin_memcpy(&space.values[(piece.partial_row + row) * width], from, width * sizeof(float));
-  });
+  const auto keep = [&](long row, int count, const Partial* next, const float* from) {
+    for (int r = 0; r < count; ++r) space.partials[piece.partial_row + row + r] = next[r];
+    __builtin_memcpy(&space.values[(piece.partial_row + row) * width], from, count * width * sizeof(float));
+  };
+  attend_piece<T>(batch, piece, piece.tile, copies, values, keep);
 }
 
 template <class T>
@@ -160,9 +163,9 @@ void merge_tiles(const Batch& batch, const Piece& piece, long tiles, Workspace& 
     for (long d = 0; d < width; ++d) sums[d] = 0.0f;
     for (long t = 0; t < tiles; ++t) {
       const long from = piece.partial_row + t * rows + r;
-      merge(sum, sums, space.partials[from], &space.values[from * width], static_cast<int>(width));
+      merge(1, &sum, sums, &space.partials[from], &space.values[from * width], static_cast<int>(width));
     }
-    write_row<T>(batch, piece, r, sum, sums);
+    write_rows<T>(batch, piece, r, 1, &sum, sums);
   }
 }
 

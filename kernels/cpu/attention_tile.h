@@ -131,16 +131,24 @@ INLINE void attend_rows(int count, const Rows& rows, const TileBlocks& tile, con
   }
 }
 
-// Adds what `next` knows to what `sum` knows (log-sum-exp merge); both value rows are [width]. Merging into an empty
-// sum, {-infinity, 0} and zeros, is an exact copy.
-INLINE void merge(Partial& sum, float* values, const Partial& next, const float* next_values, int width) {
-  const float peak = sum.peak > next.peak ? sum.peak : next.peak;
-  const float anchor = peak == -kInfinity ? 0.0f : peak;
-  alignas(64) float powers[16] = {sum.peak - anchor, next.peak - anchor};
-  vstore(powers, vexp2_below(vload(powers)));
-  const float keep = powers[0], gain = powers[1];
-  sum.total = sum.total * keep + next.total * gain;
-  sum.peak = peak;
-  for (int d = 0; d < width; d += 16)
-    vstore(values + d, vfma(vload(values + d), vset(keep), vmul(vload(next_values + d), vset(gain))));
+// Adds what `next` knows of `count` rows to what `sum` knows (log-sum-exp merge); the rows' values are [width] each.
+// Merging into an empty sum, {-infinity, 0} and zeros, is an exact copy. The powers of all rows are taken at once.
+INLINE void merge(int count, Partial* sum, float* values, const Partial* next, const float* next_values, int width) {
+  static_assert(kRows <= 8);
+  alignas(64) float keep[16] = {};
+  float* gain = keep + 8;
+  for (int r = 0; r < count; ++r) {
+    const float peak = sum[r].peak > next[r].peak ? sum[r].peak : next[r].peak;
+    const float anchor = peak == -kInfinity ? 0.0f : peak;
+    keep[r] = sum[r].peak - anchor;
+    gain[r] = next[r].peak - anchor;
+    sum[r].peak = peak;
+  }
+  vstore(keep, vexp2_below(vload(keep)));
+  for (int r = 0; r < count; ++r) {
+    sum[r].total = sum[r].total * keep[r] + next[r].total * gain[r];
+    float* to = values + r * width;
+    for (int d = 0; d < width; d += 16)
+      vstore(to + d, vfma(vload(to + d), vset(keep[r]), vmul(vload(next_values + r * width + d), vset(gain[r]))));
+  }
 }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.tokenizer import Tokenizer
 from server.answers.head import DONE, END, Head, encode_json
-from server.answers.logprobs import chat_logprobs
+from server.answers.logprobs import chat_logprobs, prompt_logprobs
 from server.generate import Answer, ChoiceDelta, TokenText, Usage
 
 CHUNK = "chat.completion.chunk"
@@ -15,14 +15,30 @@ CHUNK = "chat.completion.chunk"
 class ChatWriter:
     """Writes deltas as server-sent events, and whole answers as one body. Constant parts are encoded once."""
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, *, logprobs: bool, include_usage: bool) -> None:
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        *,
+        logprobs: bool,
+        include_usage: bool,
+        tokens_as_token_ids: bool = False,
+    ) -> None:
         self._head = head
         self._tokenizer = tokenizer
         self._with_logprobs = logprobs
+        self._tokens_as_token_ids = tokens_as_token_ids
         self._include_usage = include_usage
         self._opening = head.opening(CHUNK)
-        self._close = b'}],"usage":null}' + END if include_usage else b"}]}" + END
-        self._running = b'},"logprobs":null,"finish_reason":null' + self._close
+        self._end_chunks(b'}],"usage":null}' + END if include_usage else b"}]}" + END)
+
+    def tell_usage(self, usage: Usage) -> None:
+        """What the chunks from now on say of usage."""
+        self._end_chunks(b'}],"usage":%b}%b' % (encode_json(usage.as_dict()), END))
+
+    def _end_chunks(self, close: bytes) -> None:
+        self._close = close
+        self._running = b'},"logprobs":null,"finish_reason":null' + close
 
     def first(self, num_choices: int) -> bytes:
         """The role of each choice, before the first step."""
@@ -35,7 +51,11 @@ class ChatWriter:
 
     def _event(self, delta: ChoiceDelta) -> bytes:
         content = b'"content":' + encode_json(delta.text) if delta.text else b""
-        text = b'%b[{"index":%d,"delta":{%b' % (self._opening, delta.index, content)
+        token_ids = b'"token_ids":%b,' % encode_json(delta.token_ids) if delta.token_ids else b""
+        opening = self._opening
+        if delta.prompt_ids is not None:
+            opening = self._head.opening(CHUNK, {"prompt_token_ids": delta.prompt_ids})
+        text = b'%b[{"index":%d,%b"delta":{%b' % (opening, delta.index, token_ids, content)
         if delta.finish_reason is None and not delta.tokens:
             return text + self._running
         return b'%b},"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b' % (
@@ -60,11 +80,21 @@ class ChatWriter:
                 "logprobs": self._logprobs(answer.tokens) if self._with_logprobs else None,
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
+                **({} if answer.prompt_ids is None else {"token_ids": answer.token_ids}),
             }
             for answer in answers
         ]
         fields = self._head.fields("chat.completion")
-        return encode_json({**fields, "choices": choices, "usage": usage.as_dict()})
+        return encode_json({**fields, "choices": choices, "usage": usage.as_dict(), **self._prompt(answers[0])})
+
+    def _prompt(self, answer: Answer) -> dict[str, object]:
+        """What was asked of the prompt, the same for all choices."""
+        prompt: dict[str, object] = {}
+        if answer.prompt_ids is not None:
+            prompt["prompt_token_ids"] = answer.prompt_ids
+        if answer.prompt_logprobs is not None:
+            prompt["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
+        return prompt
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
-        return chat_logprobs(tokens, self._tokenizer)
+        return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._tokens_as_token_ids)

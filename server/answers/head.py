@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -31,9 +32,9 @@ class Head:
             "system_fingerprint": self.fingerprint,
         }
 
-    def opening(self, kind: str) -> bytes:
+    def opening(self, kind: str, extra: Mapping[str, object] | None = None) -> bytes:
         """An event up to the value of `choices`, which is left to add."""
-        return DATA + encode_json(self.fields(kind))[:-1] + b',"choices":'
+        return DATA + encode_json({**self.fields(kind), **(extra or {})})[:-1] + b',"choices":'
 
 
 def new_id(prefix: str) -> str:

@@ -36,6 +36,10 @@ class ChatRequest(GenerationBody):
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """The answer goes on where the last message, an assistant's, ends."""
+    chat_template: str | None = None
+    """Instead of the model's; only where the operator allows it."""
     add_special_tokens: bool = False
     """Templates write BOS themselves."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -45,4 +49,18 @@ class ChatRequest(GenerationBody):
     def logprobs_asked_for(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def something_to_continue(self) -> ChatRequest:
+        if self.continue_final_message:
+            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+                raise InvalidRequest(
+                    "continue_final_message and add_generation_prompt exclude each other",
+                    param="continue_final_message",
+                )
+            if self.messages[-1].role != "assistant":
+                raise InvalidRequest(
+                    "continue_final_message needs the last message to be an assistant's", param="continue_final_message"
+                )
         return self

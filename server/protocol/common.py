@@ -11,12 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from engine.errors import InvalidRequest
 
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
-    "chat_template": (),
-    "continue_final_message": (False,),
+
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -29,18 +26,14 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
     "repetition_detection": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -48,6 +41,7 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
 """Parameters that would change the answer and cannot be honoured, with the values at which they change nothing."""
 
 MAX_NAMES = 20
+MAX_BAD_WORDS = 1024
 
 
 class RequestBody(BaseModel):
@@ -74,6 +68,8 @@ class RequestBody(BaseModel):
 
 class StreamOptions(RequestBody):
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """With include_usage: every chunk says what the call has used so far."""
 
 
 class GenerationBody(RequestBody):
@@ -89,6 +85,8 @@ class GenerationBody(RequestBody):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     n: int = 1
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -97,6 +95,12 @@ class GenerationBody(RequestBody):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = Field(None, ge=0)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep the last so many tokens of a prompt; -1: as many as the context holds beside the answer."""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """Log probabilities name tokens `token_id:123`, which tells apart tokens of the same text."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: str = ""
@@ -106,8 +110,14 @@ class GenerationBody(RequestBody):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
     def ignored_params(self) -> list[str]:
         ignored = super().ignored_params()
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
         if self.stream_options is not None:
             if not self.stream:
                 raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
@@ -115,7 +125,12 @@ class GenerationBody(RequestBody):
         return ignored
 
 
-def ignored_header(names: list[str]) -> dict[str, str]:
-    """The X-Ignored-Params header. Names come from the caller: only what is safe in a header is repeated."""
+def ignored_header(names: list[str], strict: bool) -> dict[str, str]:
+    """The X-Ignored-Params header. Raises InvalidRequest instead when the server is strict.
+
+    Names come from the caller: only what is safe in a header is repeated.
+    """
+    if names and strict:
+        raise InvalidRequest(f"{names[0]} is not a parameter that has an effect here", param=names[0])
     safe = [re.sub(r"[^\w.\-]", "?", name, flags=re.ASCII)[:64] for name in names[:MAX_NAMES]]
     return {"X-Ignored-Params": ", ".join(safe)} if safe else {}

@@ -10,6 +10,7 @@ from engine.errors import InvalidRequest
 from server.protocol.common import GenerationBody
 
 DEFAULT_MAX_TOKENS = 16
+MAX_BEST_OF = 128
 
 
 def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -30,4 +31,19 @@ class CompletionRequest(GenerationBody):
     prompt: Prompts
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
+    best_of: int | None = Field(None, ge=1)
+    """Generate so many, answer the n most likely ones by their mean log probability per token."""
     add_special_tokens: bool = True
+
+    @property
+    def num_generated(self) -> int:
+        """Choices to generate for each prompt. Raises InvalidRequest."""
+        if self.best_of is None:
+            return self.n
+        if self.best_of < self.n:
+            raise InvalidRequest(f"best_of must be at least n ({self.n}), got {self.best_of}", param="best_of")
+        if self.best_of > MAX_BEST_OF:
+            raise InvalidRequest(f"best_of must be at most {MAX_BEST_OF}, got {self.best_of}", param="best_of")
+        if self.best_of > self.n and self.stream:
+            raise InvalidRequest("best_of above n is not available when stream is true", param="best_of")
+        return self.best_of

@@ -26,13 +26,15 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     model = serving.model_name(body.model)
     headers = ignored_header(body.ignored_params())
     check_logprobs("logprobs", body.logprobs, serving.config.max_logprobs)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, serving.config.max_logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_only = body.echo and max_tokens == 0
     params = sampling_params(
         body,
         max_tokens=1 if echo_only else max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
+        tokenizer=serving.tokenizer,
         defaults=serving.defaults,
         max_model_len=serving.info.max_model_len,
         vocab_size=serving.vocab_size,
@@ -45,10 +47,23 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         params,
         echo=body.echo,
         echo_only=echo_only,
+        return_token_ids=body.return_token_ids,
+        prompt_logprobs=body.prompt_logprobs,
         cache_salt=body.cache_salt,
         priority=body.priority,
     )
     writer = CompletionWriter(
-        head, serving.tokenizer, logprobs=body.logprobs is not None, include_usage=body.include_usage
+        head,
+        serving.tokenizer,
+        logprobs=body.logprobs is not None,
+        include_usage=body.include_usage,
+        tokens_as_token_ids=body.return_tokens_as_token_ids,
     )
-    return await reply(request, serving, job, writer, stream=body.stream, headers=headers)
+    return await reply(
+        request, serving, job, writer, stream=body.stream, headers=headers, continuous_usage=body.continuous_usage
+    )
+
+
+def _most(*counts: int | None) -> int | None:
+    """The largest of those asked for."""
+    return max((count for count in counts if count is not None), default=None)

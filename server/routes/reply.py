@@ -18,6 +18,8 @@ CLIENT_CLOSED_REQUEST = 499
 class Writer(Protocol):
     """Turns deltas into the bytes of an endpoint's answer."""
 
+    def tell_usage(self, usage: Usage) -> None: ...
+
     def first(self, num_choices: int) -> bytes: ...
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
@@ -28,12 +30,19 @@ class Writer(Protocol):
 
 
 async def reply(
-    request: Request, serving: Serving, job: Job, writer: Writer, *, stream: bool, headers: Mapping[str, str]
+    request: Request,
+    serving: Serving,
+    job: Job,
+    writer: Writer,
+    *,
+    stream: bool,
+    headers: Mapping[str, str],
+    continuous_usage: bool = False,
 ) -> Response:
     """Submit the job and answer it. Raises EngineError when the engine is gone or failed a whole answer."""
     generation = Generation(job, serving.client, serving.tokenizer, serving.metrics)
     if stream:
-        return EventStream(_events(generation, writer), generation.close, headers)
+        return EventStream(_events(generation, writer, continuous_usage), generation.close, headers)
     async with closing_on_disconnect(request.receive, generation.close):
         answers = await fold(generation)
     if not generation.complete:
@@ -41,9 +50,13 @@ async def reply(
     return Response(writer.whole(answers, generation.usage), 200, dict(headers), "application/json")
 
 
-async def _events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]:
+async def _events(generation: Generation, writer: Writer, continuous_usage: bool) -> AsyncIterator[bytes]:
+    if continuous_usage:
+        writer.tell_usage(generation.usage)
     opening = writer.first(generation.num_choices)
     async for step in generation.deltas():
+        if continuous_usage:
+            writer.tell_usage(generation.usage)
         yield opening + writer.step(step)
         opening = b""
     if generation.complete:

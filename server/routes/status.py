@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version and /metrics."""
+"""GET /health, /ready, /live, /ping, /version and /metrics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,15 @@ router = APIRouter()
 
 @router.get("/health", response_model=None)
 @router.get("/ping", response_model=None)
+@router.get("/ready", response_model=None)
 async def health(request: Request) -> Response:
-    """200 while the engine lives, 503 when it is gone."""
+    """200 when the engine gave a sign of life within the bound; 503 when it is silent, being replaced, or gone."""
+    return Response(status_code=200 if serving_of(request).client.responsive else 503)
+
+
+@router.get("/live", response_model=None)
+async def live(request: Request) -> Response:
+    """200 as long as this process answers and can still bring an engine back."""
     return Response(status_code=200 if serving_of(request).client.alive else 503)
 
 

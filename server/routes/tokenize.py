@@ -6,8 +6,10 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
 from server.prompts import encode
+from server.protocol.common import ignored_header
 from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from server.sampling import check_token_id
 from server.serving import serving_of
@@ -16,10 +18,11 @@ router = APIRouter()
 
 
 @router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+async def tokenize(body: TokenizeRequest, request: Request, response: Response) -> dict[str, Any]:
     """Token ids of a prompt, or of a conversation as the chat template writes it."""
     serving = serving_of(request)
     serving.model_name(body.model)
+    response.headers.update(ignored_header(body.ignored_params(), serving.config.strict))
     if body.messages is None:
         text, param, special = body.prompt or "", "prompt", True
     else:
@@ -37,10 +40,11 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+async def detokenize(body: DetokenizeRequest, request: Request, response: Response) -> dict[str, Any]:
     """The text of token ids, special tokens shown."""
     serving = serving_of(request)
     serving.model_name(body.model)
+    response.headers.update(ignored_header(body.ignored_params(), serving.config.strict))
     for token_id in body.tokens:
         check_token_id(token_id, serving.vocab_size, "tokens")
     return {"prompt": serving.tokenizer.decode(body.tokens, skip_special_tokens=False)}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.client import EngineClient, merge
+from engine.client import EngineClient, OutputStream, merge
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.local import LocalClient
@@ -68,14 +68,47 @@ async def test_a_configuration_that_cannot_start_says_which_key(tmp_path: Path) 
     assert error.value.param == "model"
 
 
-async def test_the_engines_death_ends_open_streams_with_an_error(model: Path) -> None:
-    client = ProcessClient(config(model))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
+    settings = EngineConfig(model=str(model), num_kv_blocks=64, threads=1, engine_heartbeat_timeout=3)
+    client = ProcessClient(settings)
+    await client.start()
+
+    def ask(name: str) -> OutputStream:
+        kinds = [request(f"{name}-{i}", range(3, 60 + i), max_tokens=200, temperature=i / 2, seed=i) for i in range(3)]
+        return client.submit(kinds)
+
+    async def collect(stream: OutputStream) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        async for outputs in stream:
+            for output in outputs:
+                found.setdefault(output.id[-1], []).extend(output.new_ids)
+        return found
+
+    wanted = await collect(ask("undisturbed"))
+    stream = ask("disturbed")
+    first = {output.id[-1]: list(output.new_ids) for output in await anext(stream)}
+    generated = client.stats.generation_tokens
+    assert client.pid is not None
+    os.kill(client.pid, number)
+    rest = await collect(stream)
+    assert {i: first.get(i, []) + rest[i] for i in rest} == wanted
+    assert (client.deaths, client.replays, client.quarantined) == (1, 3, 0)
+    assert client.stats.generation_tokens >= generated, "counters never go back"
+    assert client.alive
+    await client.stop()
+
+
+async def test_an_engine_that_cannot_come_back_ends_open_streams_with_its_last_words(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    client = ProcessClient(EngineConfig(model=str(path), num_kv_blocks=64, threads=1, max_engine_starts=1))
     await client.start()
     stream = client.submit([request("long", range(3, 100), max_tokens=300)])
     await anext(stream)
+    (path / "config.json").unlink()
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match="ended unexpectedly"):
+    with pytest.raises(EngineError, match=r"could not be brought back.*no config\.json"):
         async for _ in stream:
             pass
     assert not client.alive

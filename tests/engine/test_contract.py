@@ -19,6 +19,7 @@ SETTINGS = (
     {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7, "min_tokens": 10},
+    {"temperature": 1.5, "allowed_token_ids": tuple(range(3, 13)), "bad_words_ids": ((4,), (5, 6), (7, 8, 9))},
 )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import (
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -85,6 +86,36 @@ def test_bias_and_minimum_length() -> None:
     assert torch.equal(found, wanted)
     adjust(found := torch.zeros(20), row(position=5, prompt=3, min_tokens=2), EOS)
     assert torch.equal(found, torch.zeros(20))
+
+
+def test_only_allowed_tokens() -> None:
+    found = noise(30)
+    wanted = torch.full((30,), -torch.inf)
+    wanted[[3, 9]] = found[[3, 9]]
+    adjust(found, row(allowed_token_ids=(3, 9)), EOS)
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("tokens", [[1], [4, 5], [5, 4], [9, 4, 5], [4, 5, 6], [6, 7, 6]])
+def test_bad_words_are_those_of_transformers(tokens: list[int]) -> None:
+    words = ((3,), (4, 5), (5, 6), (4, 5, 6), (6, 7, 6, 8), (4, 5, 9))
+    logits = noise(1, 20)
+    processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=2)
+    wanted = processor(torch.tensor([tokens]), logits.clone())
+    found = logits[0].clone()
+    adjust(found, row(tokens=tokens, prompt=0, bad_words_ids=words), EOS)
+    assert torch.equal(found, wanted[0])
+
+
+def test_a_prompt_does_not_begin_a_bad_word() -> None:
+    for prompt, kept in ((2, True), (1, False)):
+        adjust(found := torch.zeros(10), row(tokens=[1, 4], prompt=prompt, bad_words_ids=((4, 5),)), EOS)
+        assert bool(found[5] == 0) is kept
+
+
+def test_a_request_that_forbids_everything_still_gets_a_token_of_the_vocabulary() -> None:
+    rows = [row(temperature=t, allowed_token_ids=(4,), bad_words_ids=((4,),)) for t in (0.0, 1.0)]
+    assert all(0 <= token < 10 for token in sample(noise(2, 10), rows, EOS).tolist())
 
 
 def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -> None:

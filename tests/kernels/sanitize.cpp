@@ -28,7 +28,9 @@ DECLARE(f32, float)
 DECLARE(bf16, bf16)
 
 static std::mt19937 generator(7);
-static int draw(int low, int high) { return low + static_cast<int>(generator() % static_cast<unsigned>(high - low + 1)); }
+static int draw(int low, int high) {
+  return low + static_cast<int>(generator() % static_cast<unsigned>(high - low + 1));
+}
 
 template <class T>
 using Array = std::unique_ptr<T[]>;

@@ -24,6 +24,7 @@ common = {
     "include_stop_str_in_output": st.booleans(),
     "skip_special_tokens": st.booleans(),
     "ignore_eos": st.booleans(),
+    "return_token_ids": st.booleans(),
 }
 prompts = st.text("ab é", min_size=1, max_size=5)
 completions = st.fixed_dictionaries(
@@ -55,6 +56,7 @@ def fold(events: list[Any]) -> tuple[list[dict[str, Any]], Any]:
         known["text"] += delta.get("content", delta.get("text", ""))
         for name, values in (choice["logprobs"] or {}).items():
             known["logprobs"][name] = known["logprobs"].get(name, []) + (values or [])
+        known["token_ids"] = known.get("token_ids", []) + choice.get("token_ids", [])
         known["finish_reason"] = choice["finish_reason"]
         known["stop_reason"] = choice.get("stop_reason")
     return [folded[index] for index in sorted(folded)], usage
@@ -65,6 +67,7 @@ def flat(choice: dict[str, Any]) -> dict[str, Any]:
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     rest = {name: choice[name] for name in ("index", "finish_reason", "stop_reason")}
     # A choice without a single token has empty lists when whole, and no chunk to carry them when streamed.
+    rest["token_ids"] = choice.get("token_ids", [])
     return {**rest, "text": text, "logprobs": logprobs if any(logprobs.values()) else {}}
 
 

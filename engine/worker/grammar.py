@@ -1,0 +1,99 @@
+"""Which tokens a grammar allows next: one matcher per slot, and its mask on the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from engine.errors import QuireError
+from engine.grammar import GrammarCompiler, first_line
+from engine.types import Admission
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMask:
+    """The tokens allowed in some rows of a step's logits; all other rows are free."""
+
+    rows: list[int]
+    words: Tensor  # [len(rows), >= vocab / 32] int32: bit i % 32 of word i // 32 allows token i
+
+
+class SlotGrammars:
+    """The matcher of every slot whose request has a grammar. `load` is called for the first of them."""
+
+    def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
+        self._load = load
+        self._compiler: GrammarCompiler | None = None
+        self._executor: LLExecutor | None = None
+        self._matchers: dict[int, LLMatcher] = {}
+        self._unusable: dict[int, str] = {}
+
+    def admit(self, admission: Admission) -> None:
+        """A slot's new owner: its matcher starts after what was generated so far."""
+        slot, grammar = admission.slot, admission.params.grammar
+        self._matchers.pop(slot, None)
+        self._unusable.pop(slot, None)
+        if grammar is None:
+            return
+        try:
+            if self._compiler is None:
+                self._compiler = self._load()
+            self._matchers[slot] = self._compiler.matcher(grammar)
+        except QuireError as error:
+            self._unusable[slot] = error.message
+        else:
+            self._consume(slot, admission.token_ids[admission.num_prompt :])
+
+    def mask(self, slots: Sequence[int]) -> GrammarMask | None:
+        """For the rows of these slots; None where all are free."""
+        rows = [row for row, slot in enumerate(slots) if slot in self._matchers]
+        if not rows:
+            return None
+        from llguidance import LLExecutor
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+        assert self._compiler is not None
+        self._executor = self._executor or LLExecutor()
+        words = allocate_token_bitmask(len(rows), self._compiler.vocab_size)
+        matchers = [self._matchers[slots[row]] for row in rows]
+        fill_next_token_bitmask_par(self._executor, [(matcher, i) for i, matcher in enumerate(matchers)], words)
+        for i, (row, matcher) in enumerate(zip(rows, matchers, strict=True)):
+            if matcher.is_error() or not words[i].any():
+                self._fail(slots[row], matcher)
+                words[i] = -1
+        return GrammarMask(rows, torch.from_numpy(words))
+
+    def consume(self, slot: int, token_id: int) -> str | None:
+        """Take a picked token in. Returns why the slot's grammar cannot be followed, if it cannot."""
+        self._consume(slot, [token_id])
+        return self._unusable.get(slot)
+
+    def _consume(self, slot: int, token_ids: list[int]) -> None:
+        matcher = self._matchers.get(slot)
+        if matcher is not None and token_ids and not matcher.consume_tokens(token_ids):
+            self._fail(slot, matcher)
+
+    def _fail(self, slot: int, matcher: LLMatcher) -> None:
+        self._unusable[slot] = f"the grammar could not be followed: {first_line(matcher)}"
+        del self._matchers[slot]
+
+
+def constrain(adjusted: Tensor, unmodified: Tensor, words: Tensor) -> Tensor:
+    """Logits [R, vocab] with -inf outside the masks.
+
+    Where the request's own bans (min_tokens, allowed_token_ids, bad words) leave nothing of a mask, the grammar wins:
+    that row takes its unmodified logits.
+    """
+    bits = torch.arange(32, dtype=torch.int32, device=adjusted.device)
+    unpacked = (words.to(adjusted.device)[:, :, None] >> bits) & 1
+    forbidden = unpacked.flatten(1)[:, : adjusted.shape[1]] == 0
+    allowed = adjusted.masked_fill(forbidden, -torch.inf)
+    stuck = allowed.amax(-1, keepdim=True) == -torch.inf
+    return torch.where(stuck, unmodified.masked_fill(forbidden, -torch.inf), allowed)

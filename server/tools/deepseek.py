@@ -1,0 +1,79 @@
+"""DeepSeek's markers: V3 and R1 write the arguments as a JSON code block, V3.1 right behind the name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from server.tools.format import Token, Tool, ToolFormat, Tools
+from server.tools.json_calls import read_arguments
+from server.tools.lark import arguments_of, grammar_of, text
+from server.tools.sink import Sink
+from server.tools.source import Source, Steps
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+BLOCK_NAME = re.compile(r"\s*([\w.:/-]+)\s*```(?:json)?\s*")
+
+
+class DeepSeek(ToolFormat):
+    """V3 and R1: …begin｜>function<｜tool▁sep｜>name, a code block of JSON, <｜tool▁call▁end｜>."""
+
+    markers = (CALLS_BEGIN,)
+    other_markers = (CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+
+    def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
+        read = 0
+        while (yield from source.follows(CALL_BEGIN)):
+            if not (yield from self._read_call(source, sink)):
+                break
+            read += 1
+            source.mark("")
+        if read:
+            sink.content(source.taken)
+            yield from source.follows(CALLS_END)
+        return read > 0
+
+    def _read_call(self, source: Source, sink: Sink) -> Steps[bool]:
+        """Both ways, told apart by what follows the separator."""
+        first = yield from source.until((SEPARATOR,))
+        if first is None:
+            return False
+        name = first[0].strip()
+        fenced = (yield from source.word()) != "{"
+        head = yield from source.until(("{",))
+        if head is None:
+            return False
+        if fenced:
+            block = BLOCK_NAME.fullmatch(head[0])
+            if block is None:
+                return False
+            name = block[1]
+        source.give_back("{")
+        sink.open(name)
+        yield from read_arguments(source, sink)
+        if fenced:
+            yield from source.follows("```")
+        yield from source.follows(CALL_END)
+        return True
+
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
+        calls = [
+            [
+                *(token(CALL_BEGIN), text("function"), token(SEPARATOR), text(f"{tool.name}\n```json\n")),
+                *(arguments_of(tool), text("\n```"), token(CALL_END)),
+            ]
+            for tool in tools
+        ]
+        return grammar_of(calls, many, before=[token(CALLS_BEGIN)], between=[text("\n")], after=[token(CALLS_END)])
+
+
+class DeepSeek31(DeepSeek):
+    """V3.1: …begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>. Both ways are read; a grammar writes this."""
+
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
+        calls = [
+            [token(CALL_BEGIN), text(tool.name), token(SEPARATOR), arguments_of(tool), token(CALL_END)]
+            for tool in tools
+        ]
+        return grammar_of(calls, many, before=[token(CALLS_BEGIN)], after=[token(CALLS_END)])
