@@ -6,12 +6,19 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.grammar import choice_grammar, json_grammar
     from engine.llm import LLM
-    from engine.types import SamplingParams
+    from engine.types import Grammar, SamplingParams
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "choice_grammar", "json_grammar"]
 
-_HOMES = {"LLM": "engine.llm", "SamplingParams": "engine.types"}
+_HOMES = {
+    "LLM": "engine.llm",
+    "Grammar": "engine.types",
+    "SamplingParams": "engine.types",
+    "choice_grammar": "engine.grammar",
+    "json_grammar": "engine.grammar",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -86,7 +86,7 @@ PAIR_OPENINGS = (
     "{A} and {b} were once good friends, and they lived {place}.",
     "Long ago there were {a} and {b} {place}.",
 )
-BRIDGES = (" ", " ", " ", "\n\n", "\n\n", " Now hear what came to pass. ")
+BRIDGES = (" ", " ", "\n\n")
 
 CLOSINGS = (
     " And that is the end of the story.",

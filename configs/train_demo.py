@@ -57,7 +57,7 @@ class Stage:
     heads: float
 
 
-STAGES = (Stage(0.62, 256, 12, 0.20, 0.35), Stage(0.82, 512, 8, 0.35, 0.15), Stage(1.0, 2048, 2, 0.45, 0.05))
+STAGES = (Stage(0.42, 256, 12, 0.25, 0.15), Stage(0.66, 512, 8, 0.35, 0.10), Stage(1.0, 2048, 2, 0.40, 0.05))
 HEAD = 48  # tokens of a request and the first words of its answer
 MICRO_TOKENS = 768  # a forward and backward pass of this size stays near the caches of a small CPU
 
@@ -190,8 +190,8 @@ def optimizers(model: Llama, parts: int) -> list[torch.optim.Optimizer]:
 
 
 def rate(progress: float) -> float:
-    """Factor of the learning rate: warm up for 1 % of the run, hold until 35 %, then fall in a line to nearly 0."""
-    return min(1.0, progress / 0.01 + 0.02, max(0.01, (1.0 - progress) / 0.65))
+    """Factor of the learning rate: warm up for 1 % of the run, hold until 20 %, then fall in a line to nearly 0."""
+    return min(1.0, progress / 0.01 + 0.02, max(0.01, (1.0 - progress) / 0.8))
 
 
 def run(model: Llama, data: Data, args: argparse.Namespace) -> tuple[float, int]:

@@ -47,7 +47,8 @@ class ChatRenderer:
     ) -> str:
         """The prompt's text, special tokens included. `variables` is the request's chat_template_kwargs.
 
-        With continue_final_message it ends where the last message's content does. Raises InvalidRequest when there is no template or the template refuses the messages.
+        With continue_final_message it ends where the last message's content does. Raises InvalidRequest when there is
+        no template or the template refuses the messages.
         """
         template = self._template(tools)
         variables = variables or {}
@@ -137,7 +138,7 @@ def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -65,6 +65,14 @@ class OutputStream:
             self._client.forget(request_id)
             self._ready.set()
 
+    def give_up(self, error: QuireError) -> bool:
+        """Abort what still runs and raise `error` after what has come; False, and nothing, when all has ended."""
+        if not self._open:
+            return False
+        self.close()
+        self.fail(error)
+        return True
+
     def close(self) -> None:
         for request_id in list(self._open):
             self.abort(request_id)

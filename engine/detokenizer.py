@@ -52,9 +52,11 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
     ) -> None:
-        self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens)
+        """`shown_ids` are special tokens that are shown all the same."""
+        self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._unsearched = min_tokens
@@ -140,15 +142,17 @@ class Decoder(Protocol):
         """What is left at the end."""
 
 
-def make_decoder(tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> Decoder:
+def make_decoder(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
+) -> Decoder:
     """A decoder of ids that follow prompt_ids."""
-    skip = tokenizer.special_ids if skip_special_tokens else frozenset()
+    skip = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
     if tokenizer.scheme is Scheme.BYTE_LEVEL:
         return ByteLevelDecoder(tokenizer, skip)
     if tokenizer.scheme is Scheme.SENTENCE_PIECE:
         at_start = all(token_id in skip for token_id in prompt_ids)
         return SentencePieceDecoder(tokenizer, skip, strip_space=at_start and tokenizer.strips_first_space)
-    return WindowDecoder(tokenizer, prompt_ids, skip_special_tokens)
+    return WindowDecoder(tokenizer, prompt_ids, skip)
 
 
 class ByteLevelDecoder:
@@ -225,14 +229,14 @@ class WindowDecoder:
     LONGEST = 8
     """Ids that may wait for the rest of a character; what is longer is not one."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._ids = list(prompt_ids[-self.CONTEXT :])
+        self._skip = skip
+        self._ids = [token_id for token_id in prompt_ids[-self.CONTEXT :] if token_id not in skip]
         self._shown = len(self._ids)
 
     def feed(self, token_id: int) -> str:
-        if self._skip and token_id in self._tokenizer.special_ids:
+        if token_id in self._skip:
             return ""
         self._ids.append(token_id)
         text = self._new_text()
@@ -249,5 +253,5 @@ class WindowDecoder:
         return rest
 
     def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._shown], skip_special_tokens=self._skip)
-        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)[len(before) :]
+        before = self._tokenizer.decode(self._ids[: self._shown], skip_special_tokens=False)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=False)[len(before) :]

@@ -5,6 +5,8 @@ QuireError
 │   └── ContextLengthExceeded prompt longer than the model's context
 ├── ModelNotFound             a request names a model that is not served
 ├── Overloaded                no room now, later perhaps
+│   └── QueueTimeout          did not start within the request's queue_timeout
+├── Timeout                   not complete within the request's timeout
 ├── EngineError               the engine failed a request, or is gone
 └── ConfigError               a bad flag, file or environment variable: names the key; ends the start
     └── ModelError            the model's files cannot be found, read or understood
@@ -38,6 +40,14 @@ class ModelNotFound(QuireError):
 
 class Overloaded(QuireError):
     code = "overloaded"
+
+
+class QueueTimeout(Overloaded):
+    code = "queue_timeout"
+
+
+class Timeout(QuireError):
+    code = "timeout"
 
 
 class EngineError(QuireError):

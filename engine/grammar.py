@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
-import numpy as np
 
 from engine.errors import InvalidRequest, ModelError, QuireError
 from engine.types import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+    from engine.tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CPU_SECONDS = 2.0
@@ -69,21 +70,37 @@ def _dump(schema: Any) -> str:
         raise InvalidRequest("the JSON schema is nested too deeply", param="grammar") from None
 
 
+class Vocabulary(msgspec.Struct, frozen=True):
+    """The tokens that a grammar's text is made of."""
+
+    tokenizer: str
+    """The text of a tokenizer.json."""
+    size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
+    """vocab_size is the model's, which may have more tokens than the tokenizer, or fewer."""
+    highest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
+    return Vocabulary(tokenizer.backend.to_str(), max(vocab_size, highest + 1), tuple(eos_token_ids))
+
+
 class GrammarCompiler:
     """Makes matchers: parsers that say which tokens may come next.
 
-    `tokenizer` is the text of a tokenizer.json; vocab_size may exceed its tokens, as a model's logits do. Raises
-    ModelError for a tokenizer that llguidance does not know, or a model without an end-of-sequence token.
+    Raises ModelError for a tokenizer that llguidance does not know, or a model without an end-of-sequence token.
     """
 
-    def __init__(self, tokenizer: str, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         from llguidance import LLParserLimits, LLTokenizer
 
-        if not eos_token_ids:
+        if not vocabulary.eos_token_ids:
             raise ModelError("the model has no end-of-sequence token, without which no grammar can end an answer")
-        self.vocab_size = vocab_size
+        self.vocab_size = vocabulary.size
         try:
-            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            self._tokenizer = LLTokenizer(
+                vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=list(vocabulary.eos_token_ids)
+            )
         except ValueError as error:
             raise ModelError(f"grammars are not available with this model's tokenizer: {error}") from error
         self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
@@ -102,6 +119,8 @@ class GrammarCompiler:
 
         It kills the process when the grammar is too much for llguidance, and may take for ever: see `main`.
         """
+        import numpy as np
+
         matcher = self.matcher(grammar)
         for _ in range(_STEPS):
             allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
@@ -116,15 +135,13 @@ class GrammarCompiler:
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"longer than {MAX_GRAMMAR_BYTES} bytes", param="grammar")
-        sources = {
-            "json": LLMatcher.grammar_from_json_schema,
-            "regex": LLMatcher.grammar_from_regex,
-            "lark": LLMatcher.grammar_from_lark,
-        }
-        try:
-            matcher = LLMatcher(self._tokenizer, sources[grammar.kind](grammar.text), log_level=0, limits=self._limits)
-        except ValueError as error:
-            raise InvalidRequest(str(error), param="grammar") from error
+        if grammar.kind == "json":
+            source = LLMatcher.grammar_from_json_schema(grammar.text)
+        elif grammar.kind == "regex":
+            source = LLMatcher.grammar_from_regex(grammar.text)
+        else:
+            source = LLMatcher.grammar_from_lark(grammar.text)
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequest(matcher.get_error()[:1000].strip(), param="grammar")
         return matcher
@@ -135,26 +152,16 @@ def first_line(matcher: LLMatcher) -> str:
     return matcher.get_error().partition("\n")[0][:300]
 
 
-class Trial(msgspec.Struct, frozen=True):
-    """What the process that tries grammars is told first."""
-
-    tokenizer: str
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-
-
 def main(stdin: BinaryIO, stdout: BinaryIO) -> None:
-    """Read a Trial, then grammars, each a line of JSON; answer each with one: null, or what is wrong with it."""
+    """Read a Vocabulary, then grammars, each a line of JSON; answer each with a line: null, or what is wrong."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_CHECK_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    trial = msgspec.json.decode(stdin.readline(), type=Trial)
+    vocabulary = msgspec.json.decode(stdin.readline(), type=Vocabulary)
     compiler: GrammarCompiler | None = None
     for line in stdin:
         wrong: str | None = None
         try:
             if compiler is None:
-                compiler = GrammarCompiler(
-                    trial.tokenizer, vocab_size=trial.vocab_size, eos_token_ids=trial.eos_token_ids
-                )
+                compiler = GrammarCompiler(vocabulary)
             # The signal's default action ends the process, also inside native code.
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
             compiler.check(msgspec.json.decode(line, type=Grammar))

@@ -97,6 +97,7 @@ class EngineProcess:
                 try:
                     await asyncio.wait_for(gone.wait(), _WATCH_SECONDS)
                 except TimeoutError:
+                    self._on_pulse(gone)  # if it was us who slept, its pulses have waited
                     self._check_life()
         finally:
             loop.remove_reader(self._pulses)

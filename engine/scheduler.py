@@ -113,7 +113,10 @@ class Scheduler:
                 # A preempted prompt is computed again, perhaps in other chunks: take what is new.
                 have = len(seq.prompt_logprobs) - row.start
                 seq.prompt_logprobs += output.prompt_logprobs.get(row.request_id, [])[max(have, 0) :]
-            if row.sample:
+            if row.request_id in output.errors:
+                self._end(seq)
+                self._refuse(seq.request, output.errors[row.request_id])
+            elif row.sample:
                 self._learn(seq, output)
 
     def _plan_running(self) -> tuple[dict[Sequence, int], int]:
@@ -225,6 +228,8 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
         params = seq.request.params
+        if params.grammar is not None and token in self._eos:
+            return "stop", None
         if seq.num_output > params.min_tokens:
             if token in self._eos and not params.ignore_eos:
                 return "stop", None

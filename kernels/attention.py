@@ -102,8 +102,14 @@ class Backend(Protocol):
         K is told by the caches' element count. May overwrite qkv.
         """
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards.
+
+        wide: the result is float32, of the same sums, whatever the dtype of x.
+        """
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The first of the largest values of each row, [R, vocab] to [R] int64."""
 
 
 BACKENDS = ("cpu", "reference")

@@ -132,10 +132,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None) -> Linear:
-    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
-        return _pack_onednn(weight, bias)
-    return lambda x: F.linear(x, weight, bias)
+def argmax(logits: Tensor) -> Tensor:
+    return logits.argmax(-1)
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+    packs = weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    linear = _pack_onednn(weight, bias) if weight.device.type == "cpu" and packs else None
+    if linear is None:
+        linear = lambda x: F.linear(x, weight, bias)  # noqa: E731
+    return (lambda x: linear(x).float()) if wide else linear
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -14,9 +14,12 @@ from engine.tokenizer import Tokenizer
 from engine.types import EngineInfo
 from server import errors
 from server.config import ServerConfig
+from server.doors import KeyGuard
+from server.message import ChatFormats
 from server.metrics import Metrics
 from server.routes import chat, completions, models, status, tokenize
 from server.serving import Serving
+from server.structured import GrammarChecker
 from server.version import VERSION
 
 
@@ -35,6 +38,7 @@ def create_app(
     client.start() raises.
     """
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
+    grammars = GrammarChecker(tokenizer, vocab_size)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -46,6 +50,8 @@ def create_app(
                 info=info,
                 tokenizer=tokenizer,
                 renderer=renderer,
+                formats=ChatFormats.chosen(config, tokenizer.chat_templates),
+                grammars=grammars,
                 defaults=generation_defaults,
                 vocab_size=vocab_size,
                 metrics=Metrics(client, config.model_names[0], info.max_model_len),
@@ -53,10 +59,13 @@ def create_app(
             )
             yield
         finally:
+            await grammars.close()
             await client.stop()
 
     app = FastAPI(title="Quire", version=VERSION, lifespan=lifespan, redirect_slashes=False, strict_content_type=False)
     errors.install(app)
+    if config.api_key:
+        app.add_middleware(KeyGuard, keys=config.api_key)
     for module in (completions, chat, models, tokenize, status):
         app.include_router(module.router)
     return app

@@ -9,6 +9,20 @@ from pydantic import Field
 
 from engine.config import DEMO_MODEL, EngineConfig
 
+ToolCallParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "pythonic",
+    "mistral",
+    "mistral_args",
+    "deepseek_v3",
+    "deepseek_v31",
+    "qwen3_coder",
+    "seed_oss",
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
 
 
@@ -21,8 +35,18 @@ class ServerConfig(EngineConfig):
         default_factory=list, description="Names that requests may use, the first one in answers; default: the model's"
     )
     max_logprobs: int = Field(20, ge=0, description="Most log probabilities per token a request may ask for")
+    api_key: list[str] = Field(
+        default_factory=list,
+        description="Keys, one of which requests must show as a bearer token; default: none needed",
+    )
+    share_prefix_cache: bool = Field(False, description="Let requests of different API keys share cached prefixes")
+    max_queued_requests: int = Field(2048, ge=0, description="Requests that may wait for a slot; more are answered 503")
     strict: bool = Field(False, description="Refuse request fields without effect, instead of naming them in a header")
     trust_request_chat_template: bool = Field(False, description="Requests may bring a chat template of their own")
+    tool_call_parser: ToolCallParser = Field("auto", description="Format of tool calls; auto: the chat template's")
+    reasoning_parser: ReasoningParser = Field(
+        "auto", description="Marks around the model's thinking; auto: the chat template's"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of Quire's log")
     uvicorn_log_level: Literal["debug", "info", "warning", "error"] = Field(
         "warning", description="Level of the HTTP server's log"

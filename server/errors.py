@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import EngineError, InvalidRequest, ModelNotFound, Overloaded, QuireError
+from engine.errors import EngineError, InvalidRequest, ModelNotFound, Overloaded, QuireError, Timeout
 
 logger = logging.getLogger("quire.server")
 
@@ -23,6 +23,7 @@ TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (InvalidRequest, 400, INVALID),
     (ModelNotFound, 404, "not_found_error"),
     (Overloaded, 503, SERVER),
+    (Timeout, 408, SERVER),
     (EngineError, 500, SERVER),
     (QuireError, 500, SERVER),
 )

@@ -18,8 +18,12 @@ from engine.errors import EngineError
 from engine.seeds import choice_seed
 from engine.tokenizer import Tokenizer
 from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
+from server.deadlines import Deadlines
+from server.message import MessageDelta, MessageFormat, MessageParser
 from server.metrics import Metrics
 from server.prompts import Prompt
+from server.repetition import STOP_REASON, RepetitionDetector, RepetitionRule
+from server.tools.sink import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,8 @@ class ChoiceDelta:
     """With a choice's first delta, if token ids were asked for."""
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     """With a choice's first delta, if asked for: None for the first token."""
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
 
 
 @dataclass(slots=True)
@@ -63,10 +69,16 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: Sequence[int] | None = None
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    reasoning_pieces: list[str] = field(default_factory=list)
+    calls: list[CallDelta] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         return "".join(self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self.reasoning_pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +88,19 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
+    """None where no reasoning is looked for."""
 
     def as_dict(self) -> dict[str, object]:
-        return {
+        counts: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +117,19 @@ class Job:
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
     """So many beside each prompt token's own go with the first delta; None: none do."""
+    keep: int | None = None
+    """Whole answers have so many choices for each prompt, the most likely ones; None: all."""
+    repetition: RepetitionRule | None = None
+    length_penalty: float | None = None
+    """Of beam search; None: the answers are sampled."""
+    timeout: float | None = None
+    """Seconds in which the answer must be complete."""
+    queue_timeout: float | None = None
+    """Seconds in which any choice must have a token."""
     cache_salt: str = ""
     priority: int = 0
+    message: MessageFormat | None = None
+    """How to read reasoning and tool calls out of the answers; None: all of it is content."""
 
 
 class Choice:
@@ -112,6 +140,7 @@ class Choice:
         self.index = index
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.logprob_sum = 0.0
         self.finished = False
         self.first_at: float | None = None
         self.last_at = 0.0
@@ -127,8 +156,11 @@ class Choice:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            shown_ids=frozenset() if job.message is None else job.message.shown_ids(tokenizer),
             min_tokens=params.min_tokens,
         )
+        self._message = None if job.message is None else MessageParser(job.message)
+        self._repetition = None if job.repetition is None else RepetitionDetector(job.repetition, params.min_tokens)
         self._logprobs: deque[TokenLogprob] = deque()
         self._base = len(prompt.text) if job.echo else 0
         self._ids: list[int] | None = [] if job.return_token_ids else None
@@ -141,16 +173,20 @@ class Choice:
         if self._echo_only:
             ended: FinishReason | None = None if output.finish_reason is None else "length"
             output = msgspec.structs.replace(output, new_ids=[], logprobs=None, finish_reason=ended, stop_reason=None)
+        output, repeats = (output, False) if self._repetition is None else self._repetition.cut(output)
         reason: str | None = output.finish_reason
         stop_reason: int | str | None = output.stop_reason
         delta = self._text.push_output(output)
         self.completion_tokens += delta.used
+        if repeats:
+            reason, stop_reason = "repetition", STOP_REASON
         if delta.stop_string is not None:
             reason, stop_reason = "stop", delta.stop_string
         self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
         text, tokens = delta.text, []
         if output.logprobs is not None:
             self._logprobs.extend(output.logprobs[: delta.used])
+            self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.used])
         if self._logprobs:
             tokens = [self._token(offset) for offset in delta.offsets]
         if self._echo:
@@ -162,9 +198,20 @@ class Choice:
             self._ids += output.new_ids[: delta.used]
         if self._prompt_top is not None and output.prompt_logprobs is not None:
             self._prompt_logprobs = [at_most(logprob, self._prompt_top) for logprob in output.prompt_logprobs]
-        if not text and not tokens and reason is None:
+        message = MessageDelta(text)
+        if self._message is not None:
+            message = self._message.push(text, delta.offsets, final=reason is not None)
+            reason = self._message.finish_reason(reason)
+        if not message and not tokens and reason is None:
             return None
-        return self._with_extras(ChoiceDelta(self.index, text, tokens, reason, stop_reason))
+        shown = ChoiceDelta(self.index, message.content, tokens, reason, stop_reason)
+        if message.reasoning or message.calls:
+            shown = replace(shown, reasoning=message.reasoning, calls=message.calls)
+        return self._with_extras(shown)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._message is None else self._message.reasoning_tokens
 
     def _with_extras(self, delta: ChoiceDelta) -> ChoiceDelta:
         """The delta with what has gathered since the last one."""
@@ -222,6 +269,7 @@ class Generation:
         self._cut_short = False
         self._started = time.monotonic()
         self._stream = client.submit(requests)
+        self._deadlines = Deadlines(self._stream, timeout=job.timeout, queue_timeout=job.queue_timeout)
 
     @property
     def num_choices(self) -> int:
@@ -241,12 +289,19 @@ class Generation:
             prompt_tokens=sum(len(prompt.ids) for prompt in self._job.prompts),
             completion_tokens=sum(choice.completion_tokens for choice in self._choices.values()),
             cached_tokens=sum(choice.cached_tokens for choice in firsts),
+            reasoning_tokens=self._reasoning_tokens,
         )
+
+    @property
+    def _reasoning_tokens(self) -> int | None:
+        if self._job.message is None or self._job.message.reasoning is None:
+            return None
+        return sum(choice.reasoning_tokens for choice in self._choices.values())
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         """What each step added, at most one delta per choice; never an empty list. Ends when all choices have.
 
-        Raises EngineError when the engine failed one of them.
+        Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when it was late.
         """
         try:
             async for outputs in self._stream:
@@ -268,6 +323,7 @@ class Generation:
         if output.new_ids:
             if choice.first_at is None:
                 choice.first_at = now
+                self._deadlines.started()
                 self._metrics.first_token(now - self._started)
             else:
                 self._metrics.next_token(now - choice.last_at)
@@ -276,6 +332,21 @@ class Generation:
             self._stream.abort(output.id)  # does nothing when it was the engine that finished
             self._end(choice, delta.finish_reason)
         return delta
+
+    def best(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers that the job keeps, for each prompt by mean log probability per token, indexed anew."""
+        n = self._job.params.n
+        keep = self._job.keep or n
+        if keep == n:
+            return list(answers)
+        mean = {
+            choice.index: choice.logprob_sum / max(1, choice.completion_tokens) for choice in self._choices.values()
+        }
+        kept: list[Answer] = []
+        for first in range(0, len(answers), n):
+            group = sorted(answers[first : first + n], key=lambda answer: -mean[answer.index])
+            kept += group[:keep]
+        return [replace(answer, index=index) for index, answer in enumerate(kept)]
 
     def _end(self, choice: Choice, reason: str) -> None:
         choice.finished = True
@@ -290,21 +361,24 @@ class Generation:
 
     def close(self) -> None:
         """Abort what still runs; `deltas` ends. Does nothing the second time."""
+        self._deadlines.cancel()
         self._stream.close()
         for choice in self._choices.values():
             if not choice.finished:
                 self._cut_short = True
-                self._end(choice, "abort")
+                self._end(choice, self._deadlines.passed or "abort")
 
 
-async def fold(generation: Generation) -> list[Answer]:
+async def fold(steps: AsyncIterator[list[ChoiceDelta]]) -> list[Answer]:
     """The whole answers, by index."""
     answers: dict[int, Answer] = {}
-    async for step in generation.deltas():
+    async for step in steps:
         for delta in step:
             answer = answers.setdefault(delta.index, Answer(delta.index))
             answer.pieces.append(delta.text)
             answer.tokens += delta.tokens
+            answer.reasoning_pieces.append(delta.reasoning)
+            answer.calls += delta.calls
             answer.finish_reason = delta.finish_reason
             answer.stop_reason = delta.stop_reason
             answer.token_ids += delta.token_ids

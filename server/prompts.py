@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.tokenizer import Tokenizer
+from server.infill import infill
 from server.protocol.chat import ChatRequest
 from server.protocol.common import GenerationBody
 from server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -41,7 +43,8 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
     if len(given) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
     texts = [one for one in given if isinstance(one, str)]
-    encoded = iter(await encode(serving.tokenizer, texts, body.add_special_tokens, "prompt"))
+    special = body.add_special_tokens and not body.suffix
+    encoded = iter(await encode(serving.tokenizer, texts, special, "prompt"))
     prompts = []
     for one in given:
         if isinstance(one, str):
@@ -51,13 +54,18 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
                 check_token_id(token_id, serving.vocab_size, "prompt")
             text = serving.tokenizer.decode(one, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
             prompts.append(Prompt(one, text))
+    if body.suffix:
+        (suffix,) = await encode(serving.tokenizer, [body.suffix], False, "suffix")
+        begin = body.add_special_tokens
+        filled = [infill(serving.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
+        prompts = [Prompt(ids, "") for ids in filled]
     prompts = [truncated(each, body, room(body.max_tokens, DEFAULT_MAX_TOKENS, serving), serving) for each in prompts]
     for each in prompts:
         check_length(each.ids, serving.info.max_model_len, "prompt")
     return prompts
 
 
-async def chat_prompt(body: ChatRequest, serving: Serving) -> Prompt:
+async def chat_prompt(body: ChatRequest, serving: Serving, tools: Sequence[dict[str, Any]] | None) -> Prompt:
     """The conversation as the model's template writes it. Raises InvalidRequest naming the parameter."""
     renderer = serving.renderer
     if body.chat_template is not None:
@@ -70,10 +78,11 @@ async def chat_prompt(body: ChatRequest, serving: Serving) -> Prompt:
         renderer = renderer.with_template(body.chat_template)
     text = renderer.render(
         [message.as_dict() for message in body.messages],
+        tools=tools,
         documents=body.documents,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
+        variables=body.template_variables,
     )
     (ids,) = await encode(serving.tokenizer, [text], body.add_special_tokens, "messages")
     prompt = truncated(Prompt(ids, ""), body, room(body.max_completion_tokens or body.max_tokens, 1, serving), serving)

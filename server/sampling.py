@@ -14,6 +14,7 @@ def sampling_params(
     body: GenerationBody,
     *,
     max_tokens: int | None,
+    max_tokens_name: str = "max_tokens",
     logprobs: int | None,
     prompt_logprobs: int | None,
     tokenizer: Tokenizer,
@@ -24,9 +25,9 @@ def sampling_params(
     """Raises InvalidRequest naming the parameter. `defaults` is the model's generation_config.json."""
     if max_tokens is not None and max_tokens > max_model_len:
         raise InvalidRequest(
-            f"max_tokens is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
+            f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
             "prompt and answer together",
-            param="max_tokens",
+            param=max_tokens_name,
         )
     for name, ids in (
         ("logit_bias", body.logit_bias),

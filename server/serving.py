@@ -10,11 +10,13 @@ from starlette.requests import Request
 
 from engine.chat_template import ChatRenderer
 from engine.client import EngineClient
-from engine.errors import ModelNotFound
+from engine.errors import ModelNotFound, Overloaded
 from engine.tokenizer import Tokenizer
 from engine.types import EngineInfo
 from server.config import ServerConfig
+from server.message import ChatFormats
 from server.metrics import Metrics
+from server.structured import GrammarChecker
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Serving:
     info: EngineInfo
     tokenizer: Tokenizer
     renderer: ChatRenderer
+    formats: ChatFormats
+    grammars: GrammarChecker
     defaults: Mapping[str, float]
     """Sampling parameters of the model's generation_config.json."""
     vocab_size: int
@@ -40,6 +44,14 @@ class Serving:
         if asked not in names:
             raise ModelNotFound(f"The model `{asked}` does not exist.", param="model")
         return asked
+
+    def check_room(self, count: int) -> None:
+        """Raises Overloaded when `count` more requests would make the queue longer than it may be."""
+        waiting = self.client.num_open + count - self.config.max_num_seqs
+        if waiting > self.config.max_queued_requests:
+            raise Overloaded(
+                f"Too many requests wait already ({self.client.num_open} are open). Please try again later"
+            )
 
 
 def serving_of(request: Request) -> Serving:

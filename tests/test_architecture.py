@@ -30,7 +30,15 @@ ALLOWED = {
     "layers": {"layers", "kernels", "shared"},
     "kernels": {"kernels"},
 }
-SHARED = {"engine.types", "engine.errors", "engine.config", "engine.model_files", "engine.plan"}
+SHARED = {
+    "engine.types",
+    "engine.errors",
+    "engine.config",
+    "engine.model_files",
+    "engine.plan",
+    "engine.tokenizer",
+    "engine.grammar",
+}
 """The modules of the control half that the device half may use: data and file reading, no decisions."""
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TOTAL_LINES = 400, 60, 15_000

@@ -30,11 +30,14 @@ class FusedLinear:
     and the parts dropped, so loading never holds much more than the model.
     """
 
-    def __init__(self, backend: Backend, in_features: int, parts: dict[str, int], *, bias: bool) -> None:
+    def __init__(
+        self, backend: Backend, in_features: int, parts: dict[str, int], *, bias: bool, wide: bool = False
+    ) -> None:
         """`parts`: checkpoint name, without .weight, to out_features; in the order they are joined."""
         self._backend = backend
         self._in_features = in_features
         self._parts = parts
+        self._wide = wide
         self._kinds = ("weight", "bias") if bias else ("weight",)
         self._arrived: dict[str, Tensor] = {}
         self._linear: Linear | None = None
@@ -56,9 +59,8 @@ class FusedLinear:
             self._arrived[name] = tensor
             if len(self._arrived) == len(self._parts) * len(self._kinds):
                 weight = self._joined("weight")
-                self._linear = self._backend.pack_linear(
-                    weight, self._joined("bias") if "bias" in self._kinds else None
-                )
+                bias = self._joined("bias") if "bias" in self._kinds else None
+                self._linear = self._backend.pack_linear(weight, bias, wide=self._wide)
                 self._arrived.clear()
 
         return put

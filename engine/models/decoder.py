@@ -77,7 +77,9 @@ class Decoder:
         self._layers = [_Layer(spec, backend, index) for index in range(spec.num_layers)]
         self._embedding: Tensor | None = None
         self._norm: Tensor | None = None
-        self._head = FusedLinear(backend, spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False)
+        self._head = FusedLinear(backend, spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False, wide=True)
+        self.argmax = backend.argmax
+        """The greedy pick of logits."""
 
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
@@ -105,7 +107,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] to [R, vocab] float32."""
-        return self._head(hidden).float()
+        return self._head(hidden)
 
     def _put_embedding(self, tensor: Tensor) -> None:
         self._embedding = tensor

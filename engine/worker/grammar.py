@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class GrammarMask:
     """The tokens allowed in some rows of a step's logits; all other rows are free."""
 
     rows: list[int]
-    words: Tensor  # [len(rows), >= vocab / 32] int32: bit i % 32 of word i // 32 allows token i
+    allowed: Tensor  # [len(rows), >= vocab] bool, on the host
 
 
 class SlotGrammars:
@@ -68,7 +69,9 @@ class SlotGrammars:
             if matcher.is_error() or not words[i].any():
                 self._fail(slots[row], matcher)
                 words[i] = -1
-        return GrammarMask(rows, torch.from_numpy(words))
+        # On one core NumPy unpacks bits twenty times as fast as shifts in PyTorch do.
+        allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
+        return GrammarMask(rows, torch.from_numpy(allowed).view(torch.bool))
 
     def consume(self, slot: int, token_id: int) -> str | None:
         """Take a picked token in. Returns why the slot's grammar cannot be followed, if it cannot."""
@@ -77,7 +80,8 @@ class SlotGrammars:
 
     def _consume(self, slot: int, token_ids: list[int]) -> None:
         matcher = self._matchers.get(slot)
-        if matcher is not None and token_ids and not matcher.consume_tokens(token_ids):
+        # One by one: consume_tokens refuses the end-of-sequence token where consume_token takes it.
+        if matcher is not None and not all(map(matcher.consume_token, token_ids)):
             self._fail(slot, matcher)
 
     def _fail(self, slot: int, matcher: LLMatcher) -> None:
@@ -85,15 +89,16 @@ class SlotGrammars:
         del self._matchers[slot]
 
 
-def constrain(adjusted: Tensor, unmodified: Tensor, words: Tensor) -> Tensor:
-    """Logits [R, vocab] with -inf outside the masks.
+def constrain(adjusted: Tensor, unmodified: Tensor, allowed: Tensor) -> Tensor:
+    """Logits [R, vocab] with -inf where allowed [R, >= vocab] is false.
 
-    Where the request's own bans (min_tokens, allowed_token_ids, bad words) leave nothing of a mask, the grammar wins:
-    that row takes its unmodified logits.
+    Where the request's own bans (min_tokens, allowed_token_ids, bad words) leave nothing that the grammar allows, the
+    grammar wins: that row takes its unmodified logits.
     """
-    bits = torch.arange(32, dtype=torch.int32, device=adjusted.device)
-    unpacked = (words.to(adjusted.device)[:, :, None] >> bits) & 1
-    forbidden = unpacked.flatten(1)[:, : adjusted.shape[1]] == 0
-    allowed = adjusted.masked_fill(forbidden, -torch.inf)
-    stuck = allowed.amax(-1, keepdim=True) == -torch.inf
-    return torch.where(stuck, unmodified.masked_fill(forbidden, -torch.inf), allowed)
+    allowed = allowed[:, : adjusted.shape[1]].to(adjusted.device, non_blocking=True)
+    nothing = torch.tensor(-torch.inf, dtype=adjusted.dtype, device=adjusted.device)
+    found = torch.where(allowed, adjusted, nothing)
+    stuck = found.amax(-1) == nothing
+    if bool(stuck.any()):
+        found[stuck] = torch.where(allowed[stuck], unmodified[stuck], nothing)
+    return found

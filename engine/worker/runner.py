@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder, KVCache
 from engine.types import Batch, Row, StepOutput, TokenLogprob
+from engine.worker.grammar import SlotGrammars
 from engine.worker.inputs import ForwardInputs, Slots
 from engine.worker.sampler import SamplingRow, sample, token_logprobs
 
@@ -15,10 +16,13 @@ _LOGIT_ROWS = 256
 
 
 class Runner:
-    def __init__(self, model: Decoder, kv_cache: KVCache, slots: Slots, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, model: Decoder, kv_cache: KVCache, slots: Slots, grammars: SlotGrammars, eos_token_ids: tuple[int, ...]
+    ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._slots = slots
+        self._grammars = grammars
         self._eos = eos_token_ids
 
     @torch.inference_mode()
@@ -26,6 +30,7 @@ class Runner:
         """Compute the batch's tokens and pick one after each row that samples."""
         for admission in batch.admissions:
             self._slots.admit(admission)
+            self._grammars.admit(admission)
         inputs = self._slots.build(batch)
         prompt_rows = [row for row in batch.rows if self._wants_prompt_logprobs(row)]
         if prompt_rows:
@@ -37,7 +42,10 @@ class Runner:
             hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
             prompt_logprobs = {}
         token_ids, logprobs = self._pick(inputs, hidden)
-        return StepOutput(token_ids, logprobs, prompt_logprobs)
+        slots = {row.request_id: row.slot for row in inputs.sampled_rows}
+        consumed = {name: self._grammars.consume(slots[name], token) for name, token in token_ids.items()}
+        errors = {name: error for name, error in consumed.items() if error is not None}
+        return StepOutput(token_ids, logprobs, prompt_logprobs, errors)
 
     def _pick(self, inputs: ForwardInputs, hidden: Tensor) -> tuple[dict[str, int], dict[str, TokenLogprob]]:
         if not inputs.sampled_rows:
@@ -49,8 +57,8 @@ class Runner:
         logits = self._model.logits(hidden)
         asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         unmodified = logits[asked] if asked else None
-        picks = sample(logits, rows, self._eos)
         owners = [row.slot for row in inputs.sampled_rows]
+        picks = sample(logits, rows, self._eos, self._grammars.mask(owners), self._model.argmax)
         self._slots.token_ids[owners, inputs.lengths] = picks.to(torch.int32)
         picked = picks.tolist()
         token_ids = {row.request_id: token for row, token in zip(inputs.sampled_rows, picked, strict=True)}

@@ -7,6 +7,7 @@ a crash. Filters keep what is at or above a threshold value, never a sorted inde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.types import SamplingParams, TokenLogprob
+from engine.worker.grammar import GrammarMask, constrain
+from kernels import reference
 
 _FIRST_CANDIDATES = 1024
 """Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
@@ -32,17 +35,26 @@ class SamplingRow:
     """[position] int32, the tokens so far, on the logits' device."""
 
 
-def sample(logits: Tensor, rows: list[SamplingRow], eos_token_ids: tuple[int, ...]) -> Tensor:
-    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten."""
+def sample(
+    logits: Tensor,
+    rows: list[SamplingRow],
+    eos_token_ids: tuple[int, ...],
+    mask: GrammarMask | None = None,
+    argmax: Callable[[Tensor], Tensor] = reference.argmax,
+) -> Tensor:
+    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten. `argmax` is the backend's."""
+    unmodified = None if mask is None else logits[mask.rows]
     for index, row in enumerate(rows):
         adjust(logits[index], row, eos_token_ids)
+    if mask is not None and unmodified is not None:
+        logits[mask.rows] = constrain(logits[mask.rows], unmodified, mask.allowed)
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if not drawn:
-        return logits.argmax(-1)
+        return argmax(logits)
     picks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
     greedy = [index for index, row in enumerate(rows) if row.params.greedy]
     if greedy:
-        picks[greedy] = logits[greedy].argmax(-1)
+        picks[greedy] = argmax(logits[greedy])
     chosen = [rows[index] for index in drawn]
     probs = filtered_probs(logits if not greedy else logits[drawn], [row.params for row in chosen])
     picks[drawn] = inverse_cdf(probs, uniforms(chosen).to(logits.device))
@@ -62,7 +74,7 @@ def adjust(logits: Tensor, row: SamplingRow, eos_token_ids: tuple[int, ...]) -> 
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
     if row.position - row.num_prompt < params.min_tokens:
-        ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+        ends = [*params.stop_token_ids, *(() if params.ignore_eos and params.grammar is None else eos_token_ids)]
         logits[ends] = -torch.inf
     if params.repetition_penalty != 1.0:
         seen = row.token_ids.long().unique()

@@ -9,10 +9,13 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.model_files import ModelConfig
+from engine.grammar import GrammarCompiler, vocabulary_of
+from engine.model_files import ModelConfig, resolve_model
 from engine.models import decoder_spec
 from engine.models.decoder import Decoder
 from engine.plan import KVPlan, check_positions, plan_kv
+from engine.tokenizer import Tokenizer
+from engine.worker.grammar import SlotGrammars
 from engine.worker.inputs import Slots
 from engine.worker.loader import dummy_stream, load_weights, safetensors_stream
 from engine.worker.memory import allocate_kv_cache, kv_budget
@@ -61,8 +64,15 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) ->
     )
     kv_cache = allocate_kv_cache(model.spec, backend, plan.num_blocks, dtype=dtype, device=device)
     slots = Slots(config.max_num_seqs, plan.max_model_len, backend.BLOCK_SIZE, device)
-    runner = Runner(model, kv_cache, slots, model_config.eos_token_ids)
+    grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
+    runner = Runner(model, kv_cache, slots, grammars, model_config.eos_token_ids)
     return Worker(runner, plan, str(device), dtype_name, f"{backend.NAME} ({why})", weight_bytes)
+
+
+def grammar_compiler(config: EngineConfig, path: Path, model_config: ModelConfig) -> GrammarCompiler:
+    """Takes about a second for 32,000 tokens. Raises ModelError where the model has no tokenizer that fits."""
+    tokenizer = Tokenizer.load(path if config.tokenizer is None else resolve_model(config.tokenizer, config.revision))
+    return GrammarCompiler(vocabulary_of(tokenizer, model_config.vocab_size, model_config.eos_token_ids))
 
 
 def choose_device(config: EngineConfig) -> torch.device:

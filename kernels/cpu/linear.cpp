@@ -12,17 +12,18 @@ constexpr int kPanel = 64;
 constexpr int kPanelColumns = kPanel / 16;
 constexpr long kRowBlock = 192;
 
-template <class T>
+// O is T, or float where the result is wanted as it was summed (logits).
+template <class T, class O>
 struct Linear {
   const T *x, *bias;  // bias may be null
   const uint32_t* weight;
-  T* out;
+  O* out;
   int in, outs;
 };
 
 // R rows by C columns of 16 outputs, from `column` on.
-template <class T, int R, int C>
-INLINE void multiply_block(const Linear<T>& l, long row, long column) {
+template <class T, int R, int C, class O>
+INLINE void multiply_block(const Linear<T, O>& l, long row, long column) {
   static_assert(kPanelColumns % C == 0);
   const long panel = column / kPanelColumns;
   const int steps = l.in / kPack<T>;
@@ -33,7 +34,7 @@ INLINE void multiply_block(const Linear<T>& l, long row, long column) {
   for (int r = 0; r < R; ++r) {
     rows[r] = reinterpret_cast<const uint32_t*>(l.x + (row + r) * l.in);
     // The lines of `out` are fetched while the sums are made: stores that miss would hold up the next block.
-    for (int c = 0; c < C; c += kPack<T>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
+    for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
     for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
   }
   multiply<T, R, C>(acc, rows, columns, kPanel, steps);
@@ -46,24 +47,24 @@ INLINE void multiply_block(const Linear<T>& l, long row, long column) {
   }
 }
 
-template <class T, int R>
-void multiply_panel(const Linear<T>& l, long row, long panel) {
+template <class T, int R, class O>
+void multiply_panel(const Linear<T, O>& l, long row, long panel) {
   for (long column = 0; column < kPanelColumns; column += kColumns<R>)
     multiply_block<T, R, kColumns<R>>(l, row, panel * kPanelColumns + column);
 }
 
-template <class T, int R = kRows>
-INLINE void multiply_rows(const Linear<T>& l, long row, long count, long panel) {
+template <class T, class O, int R = kRows>
+INLINE void multiply_rows(const Linear<T, O>& l, long row, long count, long panel) {
   if constexpr (R == 1) {
     multiply_panel<T, 1>(l, row, panel);
   } else {
     if (count == R) return multiply_panel<T, R>(l, row, panel);
-    multiply_rows<T, R - 1>(l, row, count, panel);
+    multiply_rows<T, O, R - 1>(l, row, count, panel);
   }
 }
 
-template <class T>
-void multiply_all(const Linear<T>& l, long rows, int threads) {
+template <class T, class O>
+void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   constexpr long kSmall = 900000;  // about 7 microseconds: waking threads takes 3
   const long panels = (l.outs + kPanel - 1) / kPanel, blocks = (rows + kRowBlock - 1) / kRowBlock;
   if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kSmall) threads = 1;
@@ -102,7 +103,11 @@ void pack(const T* weight, T* packed, int in, int outs, int threads) {
   }                                                                                                                    \
   EXPORTED void linear_##suffix(const T* x, const T* packed, const T* bias, T* out, long rows, int in, int outs,       \
                                 int threads) {                                                                         \
-    multiply_all<T>({x, bias, reinterpret_cast<const uint32_t*>(packed), out, in, outs}, rows, threads);               \
+    multiply_all<T, T>({x, bias, reinterpret_cast<const uint32_t*>(packed), out, in, outs}, rows, threads);            \
+  }                                                                                                                    \
+  EXPORTED void linear_wide_##suffix(const T* x, const T* packed, const T* bias, float* out, long rows, int in,        \
+                                     int outs, int threads) {                                                          \
+    multiply_all<T, float>({x, bias, reinterpret_cast<const uint32_t*>(packed), out, in, outs}, rows, threads);        \
   }
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

@@ -27,12 +27,9 @@ _SIGNATURES = {
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "pack_linear": [*[_POINTER] * 2, _INT, _INT, _INT],
     "linear": [*[_POINTER] * 4, _LONG, _INT, _INT, _INT],
+    "linear_wide": [*[_POINTER] * 4, _LONG, _INT, _INT, _INT],
 }
 Table = dict[torch.dtype, Callable[..., int]]
-_LINEAR_SIGNATURES = {
-    "pack_linear": [_POINTER, _POINTER, _INT, _INT, _INT],
-    "linear": [*[_POINTER] * 4, _LONG, _INT, _INT, _INT],
-}
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -47,6 +44,10 @@ class Native:
     silu_mul: Table
     pack_linear: Table
     linear: Table
+    linear_wide: Table
+    """Results in float32."""
+    argmax: Callable[..., int]
+    """Of float32."""
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
@@ -57,6 +58,8 @@ class Native:
                 function = table[dtype] = getattr(library, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, table)
+        self.argmax = library.argmax_f32
+        self.argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
 
 
 def runnable() -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from engine.tokenizer import Tokenizer
 from server.answers.head import DONE, END, Head, encode_json
 from server.answers.logprobs import chat_logprobs, prompt_logprobs
 from server.generate import Answer, ChoiceDelta, TokenText, Usage
+from server.tools.sink import CallDelta
 
 CHUNK = "chat.completion.chunk"
 
@@ -50,6 +53,24 @@ class ChatWriter:
         return b"".join([self._event(delta) for delta in deltas])
 
     def _event(self, delta: ChoiceDelta) -> bytes:
+        """Reasoning, content and each call have events of their own: some clients read only one kind of an event."""
+        if delta.reasoning or delta.calls:
+            rest = replace(delta, text="") if delta.calls else delta
+            more = rest.text or rest.tokens or rest.finish_reason or rest.token_ids or rest.prompt_ids
+            return self._extra_events(delta) + (self._content_event(rest) if more else b"")
+        return self._content_event(delta)
+
+    def _extra_events(self, delta: ChoiceDelta) -> bytes:
+        parts = []
+        if delta.reasoning:
+            parts.append(b'"reasoning":%b,"reasoning_content":%b' % ((encode_json(delta.reasoning),) * 2))
+        if delta.calls and delta.text:
+            parts.append(b'"content":' + encode_json(delta.text))
+        parts += [b'"tool_calls":' + encode_json([_call_delta(call)]) for call in delta.calls]
+        opening = b'%b[{"index":%d,"delta":{' % (self._opening, delta.index)
+        return b"".join([opening + part + self._running for part in parts])
+
+    def _content_event(self, delta: ChoiceDelta) -> bytes:
         content = b'"content":' + encode_json(delta.text) if delta.text else b""
         token_ids = b'"token_ids":%b,' % encode_json(delta.token_ids) if delta.token_ids else b""
         opening = self._opening
@@ -76,7 +97,7 @@ class ChatWriter:
         choices = [
             {
                 "index": answer.index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "message": _message(answer),
                 "logprobs": self._logprobs(answer.tokens) if self._with_logprobs else None,
                 "finish_reason": answer.finish_reason,
                 "stop_reason": answer.stop_reason,
@@ -98,3 +119,25 @@ class ChatWriter:
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._tokens_as_token_ids)
+
+
+def _message(answer: Answer) -> dict[str, object]:
+    calls: list[dict[str, Any]] = []
+    for delta in answer.calls:
+        if delta.name is not None:
+            calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}
+    if calls:
+        message |= {"content": answer.text or None, "tool_calls": calls}
+    return message
+
+
+def _call_delta(call: CallDelta) -> dict[str, object]:
+    """The first one of a call has its id and name."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.errors import InvalidRequest
 from server.protocol.common import GenerationBody
+from server.protocol.tools import ToolCall, ToolChoice, ToolSpec
 
 
 class TextPart(BaseModel):
@@ -24,10 +25,13 @@ class ChatMessage(BaseModel):
 
     role: str
     content: str | list[TextPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[ToolCall] | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        return self.model_dump(exclude_unset=True)
+        turn = self.model_dump(exclude_unset=True)
+        if self.tool_calls:  # some templates read type and arguments without looking whether they are there
+            turn["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+        return turn
 
 
 class ChatRequest(GenerationBody):
@@ -44,6 +48,28 @@ class ChatRequest(GenerationBody):
     """Templates write BOS themselves."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
+    tools: list[ToolSpec] = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    """False: of several calls only the first is kept."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """A variable of the template; "none" also sets its enable_thinking to false."""
+    include_reasoning: bool = True
+
+    @property
+    def implied_variables(self) -> dict[str, Any]:
+        """What reasoning_effort is to templates."""
+        implied: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            implied["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            implied["enable_thinking"] = False
+        return implied
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """chat_template_kwargs win."""
+        return {**self.implied_variables, **self.chat_template_kwargs}
 
     @model_validator(mode="after")
     def logprobs_asked_for(self) -> ChatRequest:

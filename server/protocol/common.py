@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.errors import InvalidRequest
+from server.repetition import RepetitionRule
 
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1.0,),
     "logprob_token_ids": ([],),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "reasoning_effort": (),
-    "repetition_detection": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 """Parameters that would change the answer and cannot be honoured, with the values at which they change nothing."""
 
+NOT_WITH_BEAM_SEARCH = (
+    *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "queue_timeout"),
+    *("repetition_detection", "include_stop_str_in_output"),
+)
+"""Parameters that beam search cannot honour."""
 MAX_NAMES = 20
 MAX_BAD_WORDS = 1024
+MAX_WORD = 128
+"""Characters of a bad word."""
 
 
 class RequestBody(BaseModel):
@@ -66,6 +62,29 @@ class RequestBody(BaseModel):
         return ignored
 
 
+class RepetitionDetection(RequestBody):
+    """vLLM's RepetitionDetectionParams: end when the last tokens are min_count times the same pattern."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_pattern_size: int = Field(0, ge=0, le=1024)
+    """In tokens; 0 detects nothing."""
+    min_pattern_size: int = Field(0, ge=0)
+    min_count: int = Field(0, ge=0, lt=2**31)
+
+    @property
+    def rule(self) -> RepetitionRule | None:
+        return RepetitionRule(**self.model_dump()) if self.max_pattern_size else None
+
+    @model_validator(mode="after")
+    def in_order(self) -> RepetitionDetection:
+        if self.min_pattern_size > self.max_pattern_size:
+            raise InvalidRequest("min_pattern_size must not exceed max_pattern_size", param="repetition_detection")
+        if self.max_pattern_size and self.min_count < 2:
+            raise InvalidRequest("min_count must be at least 2", param="repetition_detection")
+        return self
+
+
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -86,7 +105,7 @@ class GenerationBody(RequestBody):
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
+    bad_words: list[Annotated[str, Field(max_length=MAX_WORD)]] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     n: int = 1
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -103,6 +122,22 @@ class GenerationBody(RequestBody):
     """Log probabilities name tokens `token_id:123`, which tells apart tokens of the same text."""
     stream: bool = False
     stream_options: StreamOptions | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    """vLLM's older names of what structured_outputs holds."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    repetition_detection: RepetitionDetection | None = None
+    use_beam_search: bool = False
+    """Answer the n most likely hypotheses of a search n beams wide; whole answers only."""
+    length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
+    """A hypothesis of the search scores its log probability over length to this power."""
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds in which the answer must be complete; 408 otherwise."""
+    queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Seconds in which the first token must have come; 503 otherwise."""
     cache_salt: str = ""
     priority: int = Field(0, ge=-(2**31), lt=2**31)
 
@@ -116,6 +151,7 @@ class GenerationBody(RequestBody):
 
     def ignored_params(self) -> list[str]:
         ignored = super().ignored_params()
+        self._check_beam_search()
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest("prompt_logprobs is not available when stream is true", param="prompt_logprobs")
         if self.stream_options is not None:
@@ -123,6 +159,20 @@ class GenerationBody(RequestBody):
                 raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
             ignored += [f"stream_options.{name}" for name in self.stream_options.ignored_params()]
         return ignored
+
+    def _check_beam_search(self) -> None:
+        if not self.use_beam_search:
+            if self.length_penalty != 1.0:
+                raise InvalidRequest("length_penalty needs use_beam_search to be true", param="length_penalty")
+            return
+        if self.temperature not in (None, 0.0, 1.0):
+            raise InvalidRequest("temperature has no effect on beam search: leave it out", param="temperature")
+        fields = type(self).model_fields
+        for name in NOT_WITH_BEAM_SEARCH:
+            if name in self.model_fields_set and getattr(self, name) != fields[name].get_default(
+                call_default_factory=True
+            ):
+                raise InvalidRequest(f"{name} is not available with use_beam_search", param=name)
 
 
 def ignored_header(names: list[str], strict: bool) -> dict[str, str]:

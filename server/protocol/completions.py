@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, StrictInt, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import Field, StrictInt, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from engine.errors import InvalidRequest
 from server.protocol.common import GenerationBody
@@ -33,7 +33,15 @@ class CompletionRequest(GenerationBody):
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
     """Generate so many, answer the n most likely ones by their mean log probability per token."""
+    suffix: str = ""
+    """Fill in what stands between the prompt and this, with models that are trained for it."""
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def suffix_alone(self) -> CompletionRequest:
+        if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
+            raise InvalidRequest("suffix is not available with echo or truncate_prompt_tokens", param="suffix")
+        return self
 
     @property
     def num_generated(self) -> int:

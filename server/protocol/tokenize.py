@@ -9,6 +9,7 @@ from pydantic import Field, StrictInt, model_validator
 from engine.errors import InvalidRequest
 from server.protocol.chat import ChatMessage
 from server.protocol.common import RequestBody
+from server.protocol.tools import ToolSpec
 
 
 class TokenizeRequest(RequestBody):
@@ -22,6 +23,8 @@ class TokenizeRequest(RequestBody):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    tools: list[ToolSpec] = Field(default_factory=list)
+    """Of a chat, as its template shows them to the model."""
 
     @model_validator(mode="after")
     def one_of_two(self) -> TokenizeRequest:

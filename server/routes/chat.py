@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from engine.tokenizer import Tokenizer
+from engine.types import Grammar
 from server.answers.chat import ChatWriter
 from server.answers.head import Head, new_id
 from server.generate import Job
-from server.prompts import chat_prompt
+from server.message import MessageFormat
+from server.prompts import Prompt, chat_prompt
 from server.protocol.chat import ChatRequest
 from server.protocol.common import ignored_header
 from server.routes.reply import reply
 from server.sampling import check_logprobs, sampling_params
-from server.serving import serving_of
+from server.serving import Serving, serving_of
+from server.structured import after_thinking, asked_grammar
+from server.tools.request import ToolUse, tool_use
 
 router = APIRouter()
+PROMPT_END = 32
+"""Tokens among which the last mark of a prompt's thinking is."""
 
 
 @router.post("/v1/chat/completions", response_model=None)
@@ -24,12 +32,15 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     """Answer a conversation."""
     serving = serving_of(request)
     model = serving.model_name(body.model)
-    headers = ignored_header(body.ignored_params(), serving.config.strict)
+    tools = tool_use(body, serving.formats.tools)
+    ignored = [*body.ignored_params(), *ignored_by_template(body, tools, serving.formats.template)]
+    headers = ignored_header(ignored, serving.config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, serving.config.max_logprobs)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, serving.config.max_logprobs)
     params = sampling_params(
         body,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
         tokenizer=serving.tokenizer,
@@ -37,7 +48,10 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         max_model_len=serving.info.max_model_len,
         vocab_size=serving.vocab_size,
     )
-    prompt = await chat_prompt(body, serving)
+    prompt = await chat_prompt(body, serving, tools.shown)
+    message = message_format(body, tools, prompt, serving)
+    grammar = await serving.grammars.checked(answer_grammar(body, tools, message, serving.tokenizer))
+    params = msgspec.structs.replace(params, grammar=grammar)
     head = Head(new_id("chatcmpl"), model, serving.fingerprint)
     job = Job(
         head.id,
@@ -45,8 +59,13 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
         params,
         return_token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs,
+        repetition=None if body.repetition_detection is None else body.repetition_detection.rule,
+        length_penalty=body.length_penalty if body.use_beam_search else None,
+        timeout=body.timeout,
+        queue_timeout=body.queue_timeout,
         cache_salt=body.cache_salt,
         priority=body.priority,
+        message=message,
     )
     writer = ChatWriter(
         head,
@@ -57,4 +76,47 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     )
     return await reply(
         request, serving, job, writer, stream=body.stream, headers=headers, continuous_usage=body.continuous_usage
+    )
+
+
+def ignored_by_template(body: ChatRequest, tools: ToolUse, template: str) -> list[str]:
+    """Names of parameters that the model's template makes nothing of."""
+    ignored = []
+    if tools.shown and "tools" not in template:
+        ignored.append("tools")
+    if not tools.must_call and any(spec.function.strict for spec in body.tools):
+        ignored.append("tools.strict")
+    if not any(name in template for name in body.implied_variables) and body.reasoning_effort is not None:
+        ignored.append("reasoning_effort")
+    return ignored
+
+
+def answer_grammar(
+    body: ChatRequest, tools: ToolUse, message: MessageFormat | None, tokenizer: Tokenizer
+) -> tuple[str, Grammar] | None:
+    """The parameter that asks for one, and what the answer must match; calls that must be made leave no content to
+    format."""
+    asked = asked_grammar(body)
+    call = tools.grammar(tokenizer)
+    if call is not None:
+        asked = "tools", call
+    if asked is None or message is None or message.reasoning is None:
+        return asked
+    param, grammar = asked
+    return param, after_thinking(grammar, message.reasoning, message.begun, tokenizer)
+
+
+def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, serving: Serving) -> MessageFormat | None:
+    """How to read the answers; None when all of them is content."""
+    reasoning = serving.formats.reasoning
+    if reasoning is None and tools.format is None:
+        return None
+    end = serving.tokenizer.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
+    return MessageFormat(
+        reasoning=reasoning,
+        begun=None if reasoning is None else reasoning.begun(end),
+        include_reasoning=body.include_reasoning,
+        tools=tools.format,
+        known=tools.known,
+        parallel=tools.parallel,
     )

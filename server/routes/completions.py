@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from server.routes.reply import reply
 from server.sampling import check_logprobs, sampling_params
 from server.serving import serving_of
+from server.structured import asked_grammar
 
 router = APIRouter()
 
@@ -24,7 +26,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue a prompt, or each of several."""
     serving = serving_of(request)
     model = serving.model_name(body.model)
-    headers = ignored_header(body.ignored_params())
+    headers = ignored_header(body.ignored_params(), serving.config.strict)
     check_logprobs("logprobs", body.logprobs, serving.config.max_logprobs)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, serving.config.max_logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -39,6 +41,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         max_model_len=serving.info.max_model_len,
         vocab_size=serving.vocab_size,
     )
+    if body.num_generated > body.n:
+        params = msgspec.structs.replace(params, n=body.num_generated, logprobs=body.logprobs or 0)
+    params = msgspec.structs.replace(params, grammar=await serving.grammars.checked(asked_grammar(body)))
     prompts = await completion_prompts(body, serving)
     head = Head(new_id("cmpl"), model, serving.fingerprint)
     job = Job(
@@ -49,6 +54,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
         echo_only=echo_only,
         return_token_ids=body.return_token_ids,
         prompt_logprobs=body.prompt_logprobs,
+        keep=body.n,
+        repetition=None if body.repetition_detection is None else body.repetition_detection.rule,
+        length_penalty=body.length_penalty if body.use_beam_search else None,
+        timeout=body.timeout,
+        queue_timeout=body.queue_timeout,
         cache_salt=body.cache_salt,
         priority=body.priority,
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.beam import BeamSearch
+from server.doors import tenant_salt
 from server.generate import Answer, ChoiceDelta, Generation, Job, Usage, fold
 from server.serving import Serving
 from server.sse import EventStream, closing_on_disconnect
@@ -39,18 +42,29 @@ async def reply(
     headers: Mapping[str, str],
     continuous_usage: bool = False,
 ) -> Response:
-    """Submit the job and answer it. Raises EngineError when the engine is gone or failed a whole answer."""
-    generation = Generation(job, serving.client, serving.tokenizer, serving.metrics)
+    """Submit the job and answer it.
+
+    Raises Overloaded when too many wait already, EngineError when the engine is gone or failed a whole answer.
+    """
+    serving.check_room(len(job.prompts) * job.params.n)
+    salt = tenant_salt(request.scope, job.cache_salt, share=serving.config.share_prefix_cache)
+    job = replace(job, cache_salt=salt)
+    generation: Generation | BeamSearch
+    if job.length_penalty is None:
+        generation = Generation(job, serving.client, serving.tokenizer, serving.metrics)
+    else:
+        room = serving.info.max_model_len
+        generation = BeamSearch(job, job.length_penalty, serving.client, serving.tokenizer, serving.metrics, room)
     if stream:
         return EventStream(_events(generation, writer, continuous_usage), generation.close, headers)
     async with closing_on_disconnect(request.receive, generation.close):
-        answers = await fold(generation)
+        answers = await fold(generation.deltas())
     if not generation.complete:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return Response(writer.whole(answers, generation.usage), 200, dict(headers), "application/json")
+    return Response(writer.whole(generation.best(answers), generation.usage), 200, dict(headers), "application/json")
 
 
-async def _events(generation: Generation, writer: Writer, continuous_usage: bool) -> AsyncIterator[bytes]:
+async def _events(generation: Generation | BeamSearch, writer: Writer, continuous_usage: bool) -> AsyncIterator[bytes]:
     if continuous_usage:
         writer.tell_usage(generation.usage)
     opening = writer.first(generation.num_choices)

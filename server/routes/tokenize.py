@@ -28,6 +28,7 @@ async def tokenize(body: TokenizeRequest, request: Request, response: Response) 
     else:
         text = serving.renderer.render(
             [message.as_dict() for message in body.messages],
+            tools=[spec.as_dict() for spec in body.tools],
             add_generation_prompt=body.add_generation_prompt,
             variables=body.chat_template_kwargs,
         )

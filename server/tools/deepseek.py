@@ -58,7 +58,7 @@ class DeepSeek(ToolFormat):
         return True
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
-        calls = [
+        calls: list[list[str]] = [
             [
                 *(token(CALL_BEGIN), text("function"), token(SEPARATOR), text(f"{tool.name}\n```json\n")),
                 *(arguments_of(tool), text("\n```"), token(CALL_END)),
@@ -72,7 +72,7 @@ class DeepSeek31(DeepSeek):
     """V3.1: …begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>. Both ways are read; a grammar writes this."""
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
-        calls = [
+        calls: list[list[str]] = [
             [token(CALL_BEGIN), text(tool.name), token(SEPARATOR), arguments_of(tool), token(CALL_END)]
             for tool in tools
         ]

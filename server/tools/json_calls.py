@@ -15,6 +15,9 @@ HEAD = re.compile(
     r'\s*"(?:arguments|parameters)"\s*:\s*'
 )
 """The usual order of the keys, up to the arguments: they can be passed on as they come."""
+FIRST_KEY = re.compile(r'\s*\{\s*"((?:[^"\\]|\\.)*)"')
+KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
+"""What a call may begin with: an object that begins otherwise is content, and need not be held back."""
 PLAIN = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
 """All that JSON has outside strings."""
 CLOSING = {"{": "}", "[": "]"}
@@ -95,6 +98,9 @@ def read_call(source: Source, sink: Sink, names: Container[str] | None = None) -
     position = 0
     while not (scanner.done or scanner.broken or scanner.depth == 2):
         position = scanner.scan(source.text, position, stop_depth=2)
+        first = FIRST_KEY.match(source.text)
+        if first is not None and first[1] not in KEYS:
+            return False
         if source.closed and position == len(source.text):
             break
         if position == len(source.text) and not (scanner.done or scanner.depth == 2):

@@ -9,10 +9,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from engine.grammar import json_rule
 from server.tools.format import Schema, Tool
 
-SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-"""White space as json.dumps puts it: what chat templates show to models in training."""
 XML_VALUE_END = "\n</parameter>\n"
 RULES = f"xml_value[suffix={json.dumps(XML_VALUE_END)}]: /(?s:.*)/\n"
 
@@ -45,18 +44,12 @@ def json_call(tool: Tool, arguments: str = "arguments") -> list[str]:
 
 def arguments_of(tool: Tool) -> str:
     """The arguments as one JSON object."""
-    return json_value({"type": "object", **tool.parameters})
-
-
-def json_value(schema: Any) -> str:
-    if isinstance(schema, Mapping):
-        schema = {**schema, "x-guidance": SPACING}
-    return "%json " + json.dumps(schema)
+    return json_rule(tool.parameters)
 
 
 def keyword_call(tool: Tool) -> list[str]:
     """f(a=1, b=2): arguments in the schema's order, those not required may be left out."""
-    arguments = [(f"{text(name + '=')} {json_value(schema)}", required) for name, schema, required in properties(tool)]
+    arguments = [(f"{text(name + '=')} {json_rule(schema)}", required) for name, schema, required in properties(tool)]
     return [text(f"{tool.name}("), *_comma_separated(arguments), text(")")]
 
 
@@ -80,7 +73,7 @@ def xml_parameters(tool: Tool, is_string: Callable[[Any], bool]) -> list[str]:
     for name, schema, required in properties(tool):
         begin = text(f"<parameter={name}>\n")
         if not is_string(schema):
-            body = f"{json_value(schema)} {text(XML_VALUE_END)}"
+            body = f"{json_rule(schema)} {text(XML_VALUE_END)}"
         elif "enum" in schema:
             body = f"( {' | '.join(text(str(value)) for value in schema['enum'])} ) {text(XML_VALUE_END)}"
         else:

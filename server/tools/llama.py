@@ -16,9 +16,13 @@ from server.tools.source import LONGEST_NAME, Source, Steps
 
 
 class LlamaJson(ToolFormat):
-    """Calls have no marker, or <|python_tag|>: an answer that begins with a JSON object is one if it names a tool."""
+    """Calls have no marker, or <|python_tag|>: an answer that begins with a JSON object is one if it names a tool.
 
-    markers = ("<|python_tag|>",)
+    Llama 4 puts <|python_start|> and <|python_end|> around them.
+    """
+
+    markers = ("<|python_tag|>", "<|python_start|>")
+    other_markers = ("<|python_end|>",)
 
     def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
         if (yield from source.word()) == "{":
@@ -32,6 +36,7 @@ class LlamaJson(ToolFormat):
         while (yield from source.follows(";")):
             if not (yield from read_call(source, sink, tools)):
                 sink.content(";")
+        yield from source.follows("<|python_end|>")
         return True
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:

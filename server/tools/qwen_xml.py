@@ -63,10 +63,13 @@ class QwenXml(ToolFormat):
             sink.close()
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
-        calls = [
+        calls: list[list[str]] = [
             [
-                *(token(self.outer), text(f"\n{FUNCTION}{tool.name}>\n")),
-                *(xml_parameters(tool, is_string), text(f"{FUNCTION_END}\n"), token(self.outer_end)),
+                token(self.outer),
+                text(f"\n{FUNCTION}{tool.name}>\n"),
+                *xml_parameters(tool, is_string),
+                text(f"{FUNCTION_END}\n"),
+                token(self.outer_end),
             ]
             for tool in tools
         ]
@@ -96,15 +99,14 @@ def _read_value(source: Source, sink: Sink, string: bool) -> Steps[bool]:
         source.take(1)
     if string:
         sink.arguments('"')
-        while (end := source.text.find(PARAMETER_END)) < 0 and not source.closed:
+        while (end := source.text.find(PARAMETER_END)) < 0:
             keep = held_back(source.text, ("\n" + PARAMETER_END, PARAMETER_END))
             sink.arguments(_escaped(source.take(len(source.text) - keep)))
+            if source.closed:
+                source.take(keep)
+                return False
             yield
-        value = source.take(end if end >= 0 else len(source.text))
-        sink.arguments(_escaped(value.removesuffix("\n") if end >= 0 else value))
-        if end < 0:
-            return False
-        sink.arguments('"')
+        sink.arguments(_escaped(source.take(end).removesuffix("\n")) + '"')
     else:
         while (end := source.text.find(PARAMETER_END)) < 0:
             if source.closed:

@@ -13,6 +13,11 @@ from server.tools.mistral import Mistral, MistralNamed
 from server.tools.qwen_xml import QwenXml, SeedOss
 
 
+def _other_calls(text: str) -> bool:
+    """Templates that use Hermes' marker for what is not Hermes' format: GLM 4.5, Apriel 1.5."""
+    return "<arg_key>" in text or "<tool_calls>[" in text
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """A format under its name for --tool-call-parser (vLLM's, where it has one)."""
@@ -30,9 +35,9 @@ TABLE = (
     Row("mistral", Mistral(), lambda text: "[TOOL_CALLS]" in text),
     Row("seed_oss", SeedOss(), lambda text: "seed:tool_call" in text),
     Row("qwen3_coder", QwenXml(), lambda text: "<function=" in text and "<parameter=" in text),
-    Row("hermes", Hermes(), lambda text: "<tool_call>" in text and '"arguments"' in text and "<arg_key>" not in text),
-    Row("llama3_json", LlamaJson(), lambda text: '{"name": function name, "parameters":' in text),
+    Row("hermes", Hermes(), lambda text: "<tool_call>" in text and '"arguments"' in text and not _other_calls(text)),
     Row("pythonic", Pythonic(), lambda text: "func_name1(params_name1=" in text or "<|tool_call_start|>" in text),
+    Row("llama3_json", LlamaJson(), lambda text: '{"name": function name, "parameters":' in text),
 )
 """The first row that fits a template counts."""
 

@@ -38,12 +38,12 @@ class Server:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},
             )
         deadline = time.monotonic() + _PATIENCE
-        while not self._healthy():
+        while not self.healthy():
             assert self.process.poll() is None, f"the server ended: {log.read_text()}"
             assert time.monotonic() < deadline, f"the server did not start: {log.read_text()}"
             time.sleep(0.05)
 
-    def _healthy(self) -> bool:
+    def healthy(self) -> bool:
         try:
             return httpx.get(f"{self.url}/health").status_code == 200
         except httpx.TransportError:
@@ -54,10 +54,12 @@ class Server:
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
-    def engine_pid(self) -> int:
-        children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
-        (pid,) = children.stdout.split()
-        return int(pid)
+    def engine_pid(self) -> int | None:
+        """Of the engine of the moment; None between two."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        # A dead child that nobody has waited for has no command line any more.
+        engines = [pid for pid in children if b"engine.boot" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return int(engines[0]) if engines else None
 
     def stop(self, number: int = signal.SIGINT) -> int:
         """Ask it to end; the exit code."""

@@ -100,7 +100,7 @@ def test_the_window_decoder_does_for_decoders_it_does_not_know(text: str, sizes:
     if REPLACEMENT in text:
         return  # to this decoder it looks like an unfinished character
     ids = tokenizer.encode(text)
-    window = WindowDecoder(tokenizer, (), True)
+    window = WindowDecoder(tokenizer, (), tokenizer.special_ids)
     assert "".join(map(window.feed, ids)) + window.flush() == tokenizer.decode(ids)
 
 
@@ -172,3 +172,12 @@ def test_the_token_that_ended_an_answer_counts_but_has_no_text() -> None:
     assert TextStream(tokenizer, include_stop=True).push_output(output).text == "abc"
     stopped = TextStream(tokenizer, stop=["b"]).push_output(output)
     assert (stopped.text, stopped.used, stopped.stop_string) == ("a", 2, "b")
+
+
+@each_tokenizer
+def test_special_tokens_may_be_shown_one_by_one(tokenizer: Tokenizer) -> None:
+    first, second, *_ = sorted(tokenizer.special_ids)
+    for skip, expected in ((True, [first]), (False, [first, second])):
+        stream = TextStream(tokenizer, skip_special_tokens=skip, shown_ids=frozenset([first]))
+        shown = stream.push([first, second], final=True).text
+        assert shown == tokenizer.decode(expected, skip_special_tokens=False)

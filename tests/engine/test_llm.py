@@ -1,11 +1,13 @@
 """The offline API, on the embedded model."""
 
+import json
+
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.config import DEMO_MODEL
-from engine.errors import InvalidRequest
-from quire import LLM, SamplingParams
+from engine.errors import EngineError, InvalidRequest
+from quire import LLM, Grammar, SamplingParams, json_grammar
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +71,12 @@ def test_params_out_of_range_name_themselves() -> None:
         with pytest.raises(InvalidRequest, match=name) as error:
             SamplingParams(**{name: value})
         assert error.value.param == name
+
+
+def test_answers_follow_a_grammar(llm: LLM) -> None:
+    schema = {"type": "object", "properties": {"year": {"type": "integer", "minimum": 1900, "maximum": 2100}}}
+    grammar = json_grammar(schema | {"required": ["year"], "additionalProperties": False})
+    (found,) = llm.generate("Once upon a time", SamplingParams(grammar=grammar, n=3, max_tokens=60), use_tqdm=False)
+    assert all(1900 <= json.loads(output.text)["year"] <= 2100 for output in found.outputs)
+    with pytest.raises(EngineError, match="unclosed group"):
+        llm.generate("Once", SamplingParams(grammar=Grammar("regex", "(")), use_tqdm=False)

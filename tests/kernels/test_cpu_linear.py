@@ -32,6 +32,25 @@ def test_rounded_once(isa: str, generator: torch.Generator) -> None:
     assert torch.equal(cpu.pack_linear(weight, None)(x), F.linear(x.double(), weight.double()).bfloat16())
 
 
+def test_wide_results_are_the_sums_before_rounding(isa: str, generator: torch.Generator) -> None:
+    x, weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((9, 300), (70, 300), (70,)))
+    wide = cpu.pack_linear(weight, bias, wide=True)(x)
+    assert wide.dtype == torch.float32
+    assert torch.equal(wide.bfloat16(), cpu.pack_linear(weight, bias)(x))
+    assert error(wide, F.linear(x.double(), weight.double(), bias.double())) < 2e-6
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 17, 511, 512, 513, 5000])
+def test_argmax_is_the_first_of_the_largest(isa: str, size: int, generator: torch.Generator) -> None:
+    logits = torch.randint(-50, 50, (33, size), generator=generator).float()  # many ties
+    logits[3] = -torch.inf
+    logits[4, size // 2] = torch.inf
+    logits[5] = -5.0
+    wanted = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+    assert torch.equal(cpu.argmax(logits), wanted)
+    assert torch.equal(cpu.argmax(logits[7:8]), wanted[7:8])
+
+
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outs"), [(256, 512), (576, 200)])

@@ -53,8 +53,10 @@ BAD_INPUTS = [
     (completion(allowed_token_ids=[259]), "allowed_token_ids", "token id 259"),
     (completion(allowed_token_ids=[]), "allowed_token_ids", "empty"),
     (chat(bad_words=["a", " "]), "bad_words", "empty"),
-    (completion(bad_words=["\ud800"]), "bad_words", "surrogate"),
+    (completion(bad_words=["\ud800"]), "bad_words", "unicode"),
     (completion(bad_words="a"), "bad_words", "valid list"),
+    (completion(bad_words=["a" * 129]), "bad_words", r"bad_words\[0\].*at most 128"),
+    (completion(bad_words=["a"] * 1025), "bad_words", "at most 1024"),
     (completion(prompt_logprobs=21), "prompt_logprobs", "at most 20"),
     (chat(prompt_logprobs=-1), "prompt_logprobs", "greater than or equal to 0"),
     (completion(prompt_logprobs=1, stream=True), "prompt_logprobs", "stream"),
@@ -72,9 +74,16 @@ BAD_INPUTS = [
     (completion(prompt="\ud800"), "prompt", "surrogate"),
     (completion(prompt=["x"] * 2049), "prompt", "2048"),
     (completion(stream_options={"include_usage": True}), "stream_options", "only allowed when stream"),
-    (completion(best_of=2), "best_of", "not supported"),
+    (completion(best_of=1, n=2), "best_of", "at least n"),
+    (completion(best_of=2, stream=True), "best_of", "stream"),
+    (completion(best_of=129), "best_of", "at most 128"),
+    (completion(best_of=3, n=0), "n", "at least 1"),
+    (chat(best_of=2), "best_of", "not supported"),
     (completion(suffix="s"), "suffix", "not supported"),
-    (completion(use_beam_search=True), "use_beam_search", "not supported"),
+    (completion(suffix="s", echo=True), "suffix", "echo"),
+    (chat(suffix="s"), "suffix", "not supported"),
+    (chat(max_completion_tokens=513), "max_completion_tokens", "max_completion_tokens is too large: 513.*512"),
+    (completion(length_penalty=2.0), "length_penalty", "use_beam_search"),
     (completion(stop="\ud800"), "stop", "surrogate"),
     (completion(cache_salt="\ud800"), "cache_salt", "surrogate"),
     (completion(temperature=float("nan")), "temperature", "at least"),
@@ -82,6 +91,12 @@ BAD_INPUTS = [
     (chat(min_tokens=2**70), "min_tokens", "less than|integer"),
     (chat(messages=[{"role": "user", "content": "\ud800"}]), "messages", "surrogate"),
     (completion(priority=2**40), "priority", "less than"),
+    (completion(repetition_detection={"max_pattern_size": 3}), "repetition_detection", "min_count"),
+    (chat(repetition_detection={"min_pattern_size": 3}), "repetition_detection", "min_pattern_size"),
+    (chat(repetition_detection={"size": 3}), "repetition_detection", "not permitted"),
+    (completion(timeout=0), "timeout", "greater than 0"),
+    (chat(queue_timeout=float("inf")), "queue_timeout", "finite"),
+    (chat(timeout="soon"), "timeout", "valid number"),
     (chat(messages=[]), "messages", "at least 1"),
     (chat(messages="x"), "messages", "valid list"),
     (chat(messages=[{"content": "x"}]), "messages", r"messages\[0\].role"),
@@ -89,8 +104,8 @@ BAD_INPUTS = [
     (chat(top_logprobs=2), "top_logprobs", "logprobs to be true"),
     (chat(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
     (chat(max_completion_tokens=0), "max_completion_tokens", "greater than or equal to 1"),
-    (chat(tools=[{"type": "function"}]), "tools", "not supported"),
-    (chat(response_format={"type": "json_object"}), "response_format", "not supported"),
+    (chat(tools=[{"type": "function"}]), "tools", "required"),
+    (chat(response_format={"type": "yaml"}), "response_format", "json_schema"),
     (chat(modalities=["audio"]), "modalities", "not supported"),
     (chat(echo=True), "echo", "not supported"),
     (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "messages"),
@@ -123,6 +138,24 @@ async def test_too_long_a_prompt_names_both_numbers(house: House) -> None:
         assert str(count) in error["message"]
     await house.post(COMPLETIONS, {"prompt": "x" * 511})
     await house.post(COMPLETIONS, {"prompt": "x" * 9_000}, 400)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+async def test_a_strict_server_refuses_fields_without_effect(path: str) -> None:
+    known = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}, "/detokenize": {"tokens": [1]}}
+    body = known.get(path, {"prompt": "x"})
+    async with open_house(FakeEngine(hashed(b"ab")), strict=True) as house:
+        await house.post(path, body)
+        error = (await house.post(path, {**body, "teperature": 0.5}, 400))["error"]
+        assert (error["type"], error["param"]) == (INVALID, "teperature")
+        await house.post(path, {**body, "teperature": None})
+        if path in (COMPLETIONS, CHAT):
+            options = {"stream": True, "stream_options": {"x": 1}}
+            error = (await house.post(path, {**body, **options}, 400))["error"]
+            assert error["param"] == "stream_options.x"
+    async with open_house(FakeEngine(hashed(b"ab"))) as house:
+        response = await house.http.post(path, json={**body, "teperature": 0.5})
+        assert (response.status_code, response.headers["x-ignored-params"]) == (200, "teperature")
 
 
 async def test_an_unknown_model_is_a_404(house: House) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+import tokenizers
 
+from engine.errors import InvalidRequest
+from engine.types import TokenLogprob
+from server.infill import MARKS, infill
+from server.repetition import RepetitionRule
 from server.sampling import bad_words_ids
-from tests.server.fake import FakeEngine, scripted
+from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.house import House, open_house
 from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
 
@@ -52,7 +58,7 @@ async def test_token_ids(text: str) -> None:
         for index, chunks in streamed.items():
             assert chunks[0]["prompt_token_ids"] == whole[index]["prompt_token_ids"]
             assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
-            assert sum((chunk.get("token_ids", []) for chunk in chunks), []) == whole[index]["token_ids"]
+            assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == whole[index]["token_ids"]
         plain = await house.post(COMPLETIONS, {"prompt": "Hi"})
         assert not {"token_ids", "prompt_token_ids"} & set(plain["choices"][0])
 
@@ -67,7 +73,7 @@ async def test_token_ids_of_a_chat() -> None:
         assert [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event] == [
             whole["prompt_token_ids"]
         ]
-        assert sum((event["choices"][0].get("token_ids", []) for event in events), []) == [*b"abc", EOS]
+        assert [token for event in events for token in event["choices"][0].get("token_ids", [])] == [*b"abc", EOS]
 
 
 async def test_token_ids_end_where_a_stop_string_does() -> None:
@@ -153,3 +159,92 @@ async def test_usage_in_every_chunk(path: str, prompt: dict[str, Any]) -> None:
         assert events[-1]["usage"] == events[-2]["usage"] == whole["usage"]
         only = {"continuous_usage_stats": True}
         assert all("usage" not in event for event in await house.events(path, {**prompt, "stream_options": only}))
+
+
+async def test_the_best_of_several_by_mean_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake's tokens are as likely as their ids are high, so that the ranking can be computed from the texts."""
+    monkeypatch.setattr("tests.server.fake.logprob", lambda token, top: TokenLogprob(token, -1.0 / token, 1, []))
+    engine = FakeEngine(hashed([*b"abcdefgh", EOS]), eos=[EOS])
+    async with open_house(engine) as house:
+        body = {"prompt": ["x", "y"], "max_tokens": 6, "seed": 4, "return_token_ids": True}
+        everything = await house.post(COMPLETIONS, {**body, "n": 5})
+        best = await house.post(COMPLETIONS, {**body, "n": 2, "best_of": 5})
+        assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+        assert best["usage"] == everything["usage"]
+        assert best["choices"][0]["logprobs"] is None
+
+        def mean(choice: dict[str, Any]) -> float:
+            return sum(-1.0 / token for token in choice["token_ids"]) / len(choice["token_ids"])
+
+        wanted = []
+        for first in (0, 5):
+            wanted += sorted(everything["choices"][first : first + 5], key=mean, reverse=True)[:2]
+        assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in wanted]
+        assert [choice["text"] for choice in wanted] != [everything["choices"][i]["text"] for i in (0, 1, 5, 6)]
+        same = await house.post(COMPLETIONS, {**body, "n": 5, "best_of": 5})
+        assert same["choices"] == everything["choices"]
+        await house.events(COMPLETIONS, {**body, "n": 2, "best_of": 2})
+
+
+def test_a_repetition_is_as_vllm_has_it() -> None:
+    """The expectation slices the end into patterns and compares them whole."""
+    generator = random.Random(1)
+    for _ in range(3000):
+        ids = [generator.randrange(2) for _ in range(generator.randrange(1, 14))]
+        low, count = generator.randrange(4), generator.randrange(2, 5)
+        high = low + generator.randrange(1, 3)
+        wanted = any(
+            size * count <= len(ids) and ids[-size * count :] == ids[-size:] * count
+            for size in range(max(1, low), high + 1)
+        )
+        assert RepetitionRule(low, high, count).fits(ids) is wanted
+
+
+@pytest.mark.parametrize("burst", [1, 5, 50])
+async def test_an_answer_that_repeats_itself_is_ended(burst: int) -> None:
+    engine = FakeEngine(scripted(b"xabcabcabcabc", EOS), eos=[EOS], burst=burst)
+    async with open_house(engine) as house:
+        rule = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}
+        for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
+            body = {**prompt, "max_tokens": 50, "repetition_detection": rule, "return_token_ids": True}
+            choice = (whole := await house.post(path, body))["choices"][0]
+            text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+            assert (text, choice["finish_reason"]) == ("xabcabcabc", "repetition")
+            assert (choice["stop_reason"], choice["token_ids"]) == ("repetition_detected", [*b"xabcabcabc"])
+            assert whole["usage"]["completion_tokens"] == 10
+            last = (await house.events(path, body))[-1]["choices"][0]
+            assert (last["finish_reason"], last["stop_reason"]) == ("repetition", "repetition_detected")
+        for more in ({"min_tokens": 12}, {"stop": "bcabc"}, {"repetition_detection": {}}):
+            choice = (await house.post(COMPLETIONS, {**body, "prompt": "x", **more}))["choices"][0]
+            kept = {"min_tokens": "xabcabcabcab", "stop": "xa", "repetition_detection": "xabcabcabcabc"}[
+                next(iter(more))
+            ]
+            assert choice["text"] == kept
+
+
+@pytest.mark.parametrize("marks", MARKS)
+async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
+    engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
+    async with open_house(engine) as house:
+        backend = house.app.state.serving.tokenizer.backend
+        backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
+        before, between, middle = (backend.token_to_id(mark) for mark in marks)
+        for prompt in ("Hi", ids("Hi")):
+            answer = await house.post(COMPLETIONS, {"prompt": prompt, "suffix": "xy"})
+            assert engine.seen[-1].prompt_ids == [before, *b"Hi", between, *b"xy", middle]
+            assert answer["choices"][0]["text"] == "ab"
+        await house.post(COMPLETIONS, {"prompt": "Hi", "suffix": ""})
+        assert engine.seen[-1].prompt_ids == ids("Hi")
+
+
+@pytest.mark.parametrize("named", real_tokenizers(), ids=lambda named: named.name)
+def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
+    tokenizer = named.tokenizer
+    marks = next((marks for marks in MARKS if None not in map(tokenizer.backend.token_to_id, marks)), None)
+    prompt, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in ("def f(x):", " return y"))
+    if marks is None:
+        with pytest.raises(InvalidRequest, match="no fill-in-the-middle"):
+            infill(tokenizer, prompt, suffix, add_special_tokens=True)
+    else:
+        whole = f"{marks[0]}def f(x):{marks[1]} return y{marks[2]}"
+        assert infill(tokenizer, prompt, suffix, add_special_tokens=True) == tokenizer.encode(whole)

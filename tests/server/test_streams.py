@@ -25,6 +25,8 @@ common = {
     "skip_special_tokens": st.booleans(),
     "ignore_eos": st.booleans(),
     "return_token_ids": st.booleans(),
+    "repetition_detection": st.none()
+    | st.builds(dict, max_pattern_size=st.integers(1, 3), min_count=st.integers(2, 3), min_pattern_size=st.just(1)),
 }
 prompts = st.text("ab é", min_size=1, max_size=5)
 completions = st.fixed_dictionaries(

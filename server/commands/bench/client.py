@@ -132,7 +132,6 @@ class _Connection(asyncio.Protocol):
             self._finish(str(error) or "not HTTP", failed=True)
             self.close()
         if self._complete:
-            self.reusable = self._parser.should_keep_alive()
             self._finish("the stream ended without [DONE]")
 
     def on_body(self, data: bytes) -> None:
@@ -140,6 +139,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
+        self.reusable = self._parser.should_keep_alive()  # the parser forgets it after this
 
     def _read_events(self) -> None:
         *lines, self._buffer = self._buffer.split(b"\n")

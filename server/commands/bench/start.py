@@ -30,6 +30,8 @@ QUIRE = [sys.executable, "-m", "server.cli", "serve", "--port", "{port}"]
 POLL_SECONDS = 0.02
 GRACE_SECONDS = 20.0
 TOKENS = 8
+NOT_YET = (None, 404, 429, 502, 503, 504)
+"""What servers answer while they load; None is no answer."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     if not any("{port}" in word for word in command):
         raise ConfigError("the command must say {port} where its port goes")
     print(f"{args.label or shlex.join(command)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends too
     seconds = []
     for run in range(args.runs):
         seconds.append(first_token(command, args.model, args.timeout))
@@ -112,7 +115,7 @@ async def _poll(url: str, model: str | None, process: subprocess.Popen[bytes], d
             reason = "an answer without a token"
         except StreamError as error:
             reason = str(error)
-            if error.status in (400, 401, 403, 422):
+            if error.status not in NOT_YET:
                 raise EngineError(f"the server refuses: {reason}") from None
         if process.poll() is not None:
             raise EngineError(f"the command ended with status {process.returncode} before it served")

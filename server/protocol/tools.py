@@ -1,0 +1,65 @@
+"""Tools of a chat request, and the calls in its earlier turns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
+"""OpenAI's are [a-zA-Z0-9_-]{1,64}; others' have name spaces."""
+
+
+class FunctionSpec(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of the arguments, an object; none: no arguments."""
+    strict: bool | None = None
+
+
+class ToolSpec(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["function"]
+    function: FunctionSpec
+
+    def as_dict(self) -> dict[str, Any]:
+        """As templates show it to the model."""
+        return self.model_dump(exclude_none=True)
+
+
+class FunctionName(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+    arguments: str | dict[str, Any] = Field(default="{}")
+    """JSON in a string, as OpenAI has it; some clients send the object."""
+
+
+class ToolCall(BaseModel):
+    """A call in an assistant's earlier turn."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction

@@ -1,0 +1,64 @@
+"""Calls that must be made, by the embedded model, which never heard of tools: the grammar makes it write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+
+from tests.e2e.server import Server
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+MUST: list[Any] = ["required", {"type": "function", "function": {"name": "weather"}}]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    log: Path = tmp_path_factory.mktemp("server") / "log"
+    server = Server(log, "--tool-call-parser", "hermes", "--threads", "1")
+    try:
+        yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("choice", MUST, ids=["required", "named"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_call_that_must_be_made_is_made(client: OpenAI, choice: Any, temperature: float) -> None:
+    asked: dict[str, Any] = {
+        **{"model": "quire-demo", "messages": [{"role": "user", "content": "Hello"}], "seed": 1, "max_tokens": 200},
+        **{"tools": TOOLS, "tool_choice": choice, "temperature": temperature, "parallel_tool_calls": False},
+    }
+    whole = client.chat.completions.create(**asked).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    (call,) = whole.message.tool_calls or []
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Rome", "Oslo")
+    assert arguments["days"] in range(1, 10)
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    (same,) = streamed.message.tool_calls or []
+    assert (same.function.name, same.function.arguments) == ("weather", call.function.arguments)
+    assert streamed.finish_reason == "tool_calls"
+
+
+def test_max_tokens_is_length(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="quire-demo",
+        messages=[{"role": "user", "content": "Hi"}],
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=3,
+    )
+    assert answer.choices[0].finish_reason == "length"

@@ -1,0 +1,87 @@
+"""What a chat request may do to its prompt: go on in the last message, bring a template of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from engine.chat_template import ChatRenderer
+from engine.errors import InvalidRequest
+from tests.server.fake import FakeEngine, hashed
+from tests.server.house import House, open_house
+from tests.texts import CHATML, SHARED, byte_level_tokenizer
+
+PATH = "/v1/chat/completions"
+TALK = [{"role": "user", "content": "Write"}, {"role": "assistant", "content": "Once upon "}]
+TRIMS = CHATML.replace("message['content']", "message['content'] | trim")
+REAL = sorted(SHARED.glob("templates/*.jinja"))
+
+
+def prompt_of(house: House) -> str:
+    ids = house.engine.seen[-1].prompt_ids
+    return byte_level_tokenizer().tokenizer.decode(ids, skip_special_tokens=False)
+
+
+async def test_the_last_message_is_continued(house: House) -> None:
+    await house.post(PATH, {"messages": TALK, "continue_final_message": True})
+    assert prompt_of(house) == "<|im_start|>user\nWrite<|im_end|>\n<|im_start|>assistant\nOnce upon "
+    await house.post(PATH, {"messages": TALK, "continue_final_message": True, "add_generation_prompt": False})
+    assert prompt_of(house).endswith("Once upon ")
+    await house.events(PATH, {"messages": TALK, "continue_final_message": True})
+    assert prompt_of(house).endswith("Once upon ")
+    await house.post(PATH, {"messages": TALK})
+    assert prompt_of(house).endswith("Once upon <|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"messages": TALK[:1]}, "an assistant's"), ({"messages": TALK, "add_generation_prompt": True}, "exclude")],
+)
+async def test_what_cannot_be_continued(house: House, fields: dict[str, Any], message: str) -> None:
+    error = (await house.post(PATH, {**fields, "continue_final_message": True}, 400))["error"]
+    assert error["param"] == "continue_final_message"
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMS, *(path.read_text(encoding="utf-8") for path in REAL)])
+@pytest.mark.parametrize("final", ["Once upon", "Once upon ", " a\n\n", "x"])
+def test_a_message_is_continued_as_transformers_does(template: str, final: str) -> None:
+    talk = [{"role": "user", "content": "Write"}, {"role": "assistant", "content": final}]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    renderer = ChatRenderer({"default": template}, special)
+
+    def ours() -> str:
+        return renderer.render(talk, add_generation_prompt=False, continue_final_message=True)
+
+    try:
+        (wanted,), _ = render_jinja_template([talk], chat_template=template, continue_final_message=True, **special)
+    except Exception:
+        with pytest.raises(InvalidRequest):
+            ours()
+    else:
+        assert ours() == wanted
+
+
+def test_a_template_that_drops_the_message_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="does not show"):
+        ChatRenderer({"default": "{{ messages[0].content }}"}, {}).render(TALK, continue_final_message=True)
+
+
+async def test_a_request_may_bring_a_template_where_the_operator_allows_it() -> None:
+    mine = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    body = {"messages": TALK, "chat_template": mine}
+    async with open_house(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as house:
+        await house.post(PATH, body)
+        assert prompt_of(house) == "[Write][Once upon ]"
+        await house.post(PATH, {"messages": TALK})
+        assert prompt_of(house).startswith("<|im_start|>")
+        for template in ("{% if %}", "{{ messages.x.y }}", "{% for i in range(10**9) %}x{% endfor %}"):
+            await house.post(PATH, {**body, "chat_template": template}, 400)
+        assert (await house.post(PATH, {**body, "chat_template": "{% x"}, 400))["error"]["param"] == "chat_template"
+    async with open_house(FakeEngine(hashed(b"ab"))) as house:
+        error = (await house.post(PATH, body, 400))["error"]
+        assert error["param"] == "chat_template"
+        assert "--trust-request-chat-template" in error["message"]
+        await house.post(PATH, {**body, "chat_template": None})
