@@ -112,7 +112,9 @@ def hold_out(books: dict[str, list[list[str]]], rng: random.Random, share: float
     """
     size = {name: sum(len(p) for story in book for p in story) for name, book in books.items()}
     total = sum(size.values())
-    names = [name for name in sorted(books) if size[name] < total * share * 0.6]
+    if len(books) < 2:
+        raise ValueError("the corpus needs two .txt files or more: one at least is held out")
+    names = [name for name in sorted(books) if size[name] < total * share * 0.6] or [min(size, key=size.__getitem__)]
     rng.shuffle(names)
     held: list[str] = []
     while names and sum(size[n] for n in held) < total * share:

@@ -168,7 +168,8 @@ def prepare(corpus: Path, tokenizer_file: Path | None, vocab_size: int, chat_cou
 @torch.no_grad()
 def evaluate(model: Llama, held: np.ndarray, length: int, most: int | None = None) -> float:
     """Loss per token over consecutive windows of the held-out text (the first `most` of them)."""
-    starts = range(0, len(held) - length - 1, length)[:most]
+    length = min(length, len(held) - 1)
+    starts = range(0, len(held) - length, length)[:most]
     model.eval()
     losses = [model.loss(torch.from_numpy(held[i : i + length + 1].astype(np.int64))[None]).item() for i in starts]
     model.train()

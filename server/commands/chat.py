@@ -178,12 +178,13 @@ def main(argv: Sequence[str], started: float) -> int:
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, metavar="NUMBER", help="0 is greedy; default: the model's own")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: what the context allows")
-    parser.add_argument("--api-key", metavar="KEY", help="key for --url; default: the variable OPENAI_API_KEY")
+    key_help = "key for --url; default: the variable OPENAI_API_KEY"
+    parser.add_argument("--api-key", metavar="KEY", dest="bearer", help=key_help)
     add_flags(parser, ServerConfig, {EngineConfig: "the engine, without --url"})
     args, config = parse(parser, argv, ServerConfig, "name")
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     given = {name: value for name, value in options.items() if value is not None}
-    with connect(args.url, config, args.api_key or os.environ.get("OPENAI_API_KEY")) as http:
+    with connect(args.url, config, args.bearer or os.environ.get("OPENAI_API_KEY")) as http:
         model = args.name if args.url and args.name else _served_model(http, args.url or "the engine")
         if sys.stdin.isatty():
             print(f"{model}; /help lists the commands")

@@ -95,6 +95,8 @@ def local_server(config: ServerConfig) -> Iterator[LocalServer]:
 
     Raises what starting the engine raises.
     """
+    # Keys guard doors that others can reach; this one has a path only we know.
+    config = config.model_copy(update={"api_key": []})
     client = ProcessClient(config)
     client.launch()
     with tempfile.TemporaryDirectory(prefix="quire-") as directory, socket(AF_UNIX) as listener:
