@@ -202,7 +202,9 @@ class Choice:
         if self._message is not None:
             message = self._message.push(text, delta.offsets, final=reason is not None)
             reason = self._message.finish_reason(reason)
-        if not message and not tokens and reason is None:
+        # A token without text, such as a part of a character, is told of all the same: clients time tokens by chunks.
+        silent = not output.new_ids or self._message is not None
+        if silent and not message and not tokens and reason is None:
             return None
         shown = ChoiceDelta(self.index, message.content, tokens, reason, stop_reason)
         if message.reasoning or message.calls:
