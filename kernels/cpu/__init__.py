@@ -238,6 +238,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
     Against oneDNN with packed weights, on one Zen 4 core: 1.5 to 3 times as fast for one row, 1.1 for 32, level from
     128 up, in both dtypes. Held to AVX-512 without bf16, oneDNN takes 3 times as long for bfloat16, and on AVX2 it
     refuses to pack it; in float32 on AVX2 it is the faster for more than a few rows, so it stays there.
+
+    Huge pages for the packed weights were tried (one mapping for all layers, MADV_HUGEPAGE): no faster at one row, and
+    a fifth slower at 32.
     """
     outs, inner = weight.shape
     library = _native()
