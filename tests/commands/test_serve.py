@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 
+from engine.config import DEMO_MODEL
 from engine.errors import ConfigError
 from server.cli import main
 from server.commands.serve import bind, url
@@ -105,13 +108,18 @@ def test_the_engine_ends_with_the_server() -> None:
 
 
 @needs_proc
-def test_a_dead_engine_ends_the_server_with_a_failure() -> None:
-    with serving() as (process, _, _):
+def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    with serving("--model", str(model), "--max-engine-starts", "2") as (process, _, _):
         (engine,) = children(process.pid)
+        (model / "config.json").unlink()
         os.kill(engine, signal.SIGKILL)
         assert process.wait(60) == 1
         assert process.stderr is not None
-        assert "quire serve: the engine ended" in process.stderr.read()
+        said = process.stderr.read()
+        assert "engine start 2 of 2 failed: model: model has no config.json" in said
+        assert "quire serve: the engine ended" in said
 
 
 @needs_proc
