@@ -10,10 +10,10 @@ import time
 
 import zmq
 
-from engine.boot import Pulse
 from engine.config import EngineConfig
 from engine.errors import QuireError
 from engine.model_files import read_model_config, resolve_model
+from engine.pulse import Pulse
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo, EngineOutputs, EngineStats, Request, RequestOutput
 from engine.wire import Abort, Failed, FromEngine, Ready, Stepped, Submit, decode_to_engine, encode
