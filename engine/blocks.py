@@ -96,11 +96,6 @@ class BlockPool:
                 if block not in self._hash_of:
                     self._free.move_to_end(block, last=False)
 
-    def clear_cache(self) -> None:
-        """Forget all cached content; pages that are held stay held."""
-        for block in list(self._hash_of):
-            self._forget(block)
-
     def audit(self) -> None:
         """Assert what must hold between any two calls."""
         assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))

@@ -35,13 +35,6 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
 
-    @property
-    def num_parameters(self) -> int:
-        """Weights of a dense decoder, biases and norms left out (they are under 0.1 %)."""
-        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size) + embeddings
-
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """The directory of a local model, or of a hub id's snapshot, downloaded if need be. Raises ModelError."""

@@ -76,7 +76,7 @@ class ProcessClient(EngineClient):
             ended.cancel()
             await self.stop()
             raise
-        self._task = asyncio.create_task(self._supervise(self._process, ended))
+        self._task = asyncio.create_task(self._supervise_or_fail(self._process, ended))
         return info
 
     async def stop(self) -> None:
@@ -129,6 +129,14 @@ class ProcessClient(EngineClient):
         self._ready = True
         return message.info
 
+    async def _supervise_or_fail(self, process: EngineProcess, ended: asyncio.Task[str]) -> None:
+        """No stream may wait for ever because its supervisor tripped over something."""
+        try:
+            await self._supervise(process, ended)
+        except Exception as error:
+            log.exception("the supervisor failed")
+            self._fail(f"the engine's supervisor failed: {type(error).__name__}")
+
     async def _supervise(self, process: EngineProcess, ended: asyncio.Task[str]) -> None:
         """See one engine after another to its end; give up when several in a row do not even start."""
         failures = 0
@@ -172,8 +180,6 @@ class ProcessClient(EngineClient):
     async def _receive(self, process: EngineProcess) -> None:
         while True:
             message = await process.receive()
-            if isinstance(message, Failed):
-                return  # it ends after this
             assert isinstance(message, Stepped)
             outputs = message.outputs.outputs
             for output in outputs:

@@ -221,10 +221,6 @@ class Batch:
     rows: list[Row]
     admissions: list[Admission] = field(default_factory=list)
 
-    @property
-    def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

@@ -20,7 +20,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The engine cannot start, or a step failed; it ends after this."""
+    """The engine cannot start with this configuration; it ends after this."""
 
     message: str
     param: str | None = None
