@@ -6,42 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.tokenizer import Tokenizer
-from server.answers.head import DONE, END, Head, encode_json
+from server.answers.head import encode_json
 from server.answers.logprobs import chat_logprobs, prompt_logprobs
+from server.answers.writer import AnswerWriter
 from server.generate import Answer, ChoiceDelta, TokenText, Usage
 from server.tools.sink import CallDelta
 
-CHUNK = "chat.completion.chunk"
 
-
-class ChatWriter:
-    """Writes deltas as server-sent events, and whole answers as one body. Constant parts are encoded once."""
-
-    def __init__(
-        self,
-        head: Head,
-        tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        tokens_as_token_ids: bool = False,
-    ) -> None:
-        self._head = head
-        self._tokenizer = tokenizer
-        self._with_logprobs = logprobs
-        self._tokens_as_token_ids = tokens_as_token_ids
-        self._include_usage = include_usage
-        self._opening = head.opening(CHUNK)
-        self._end_chunks(b'}],"usage":null}' + END if include_usage else b"}]}" + END)
-
-    def tell_usage(self, usage: Usage) -> None:
-        """What the chunks from now on say of usage."""
-        self._end_chunks(b'}],"usage":%b}%b' % (encode_json(usage.as_dict()), END))
-
-    def _end_chunks(self, close: bytes) -> None:
-        self._close = close
-        self._running = b'},"logprobs":null,"finish_reason":null' + close
+class ChatWriter(AnswerWriter):
+    CHUNK = "chat.completion.chunk"
+    UNFINISHED = b'},"logprobs":null,"finish_reason":null'
 
     def first(self, num_choices: int) -> bytes:
         """The role of each choice, before the first step."""
@@ -75,7 +49,7 @@ class ChatWriter:
         token_ids = b'"token_ids":%b,' % encode_json(delta.token_ids) if delta.token_ids else b""
         opening = self._opening
         if delta.prompt_ids is not None:
-            opening = self._head.opening(CHUNK, {"prompt_token_ids": delta.prompt_ids})
+            opening = self._head.opening(self.CHUNK, {"prompt_token_ids": delta.prompt_ids})
         text = b'%b[{"index":%d,%b"delta":{%b' % (opening, delta.index, token_ids, content)
         if delta.finish_reason is None and not delta.tokens:
             return text + self._running
@@ -86,12 +60,6 @@ class ChatWriter:
             encode_json(delta.stop_reason),
             self._close,
         )
-
-    def last(self, usage: Usage) -> bytes:
-        """What comes after the last step."""
-        if not self._include_usage:
-            return DONE
-        return self._opening + b'[],"usage":' + encode_json(usage.as_dict()) + b"}" + END + DONE
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [

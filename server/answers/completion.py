@@ -4,41 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.tokenizer import Tokenizer
-from server.answers.head import DONE, END, Head, encode_json
+from server.answers.head import encode_json
 from server.answers.logprobs import completion_logprobs, prompt_logprobs
+from server.answers.writer import AnswerWriter
 from server.generate import Answer, ChoiceDelta, TokenText, Usage
 
-KIND = "text_completion"
 
-
-class CompletionWriter:
-    """Writes deltas as server-sent events, and whole answers as one body. Constant parts are encoded once."""
-
-    def __init__(
-        self,
-        head: Head,
-        tokenizer: Tokenizer,
-        *,
-        logprobs: bool,
-        include_usage: bool,
-        tokens_as_token_ids: bool = False,
-    ) -> None:
-        self._head = head
-        self._tokenizer = tokenizer
-        self._with_logprobs = logprobs
-        self._tokens_as_token_ids = tokens_as_token_ids
-        self._include_usage = include_usage
-        self._opening = head.opening(KIND)
-        self._end_chunks(b'}],"usage":null}' + END if include_usage else b"}]}" + END)
-
-    def tell_usage(self, usage: Usage) -> None:
-        """What the chunks from now on say of usage."""
-        self._end_chunks(b'}],"usage":%b}%b' % (encode_json(usage.as_dict()), END))
-
-    def _end_chunks(self, close: bytes) -> None:
-        self._close = close
-        self._running = b',"logprobs":null,"finish_reason":null,"stop_reason":null' + close
+class CompletionWriter(AnswerWriter):
+    CHUNK = "text_completion"
+    UNFINISHED = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
 
     def first(self, num_choices: int) -> bytes:
         """What comes before the first step: nothing."""
@@ -64,15 +38,9 @@ class CompletionWriter:
             self._close,
         )
 
-    def last(self, usage: Usage) -> bytes:
-        """What comes after the last step."""
-        if not self._include_usage:
-            return DONE
-        return self._opening + b'[],"usage":' + encode_json(usage.as_dict()) + b"}" + END + DONE
-
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [self._choice(answer) for answer in answers]
-        return encode_json({**self._head.fields(KIND), "choices": choices, "usage": usage.as_dict()})
+        return encode_json({**self._head.fields(self.CHUNK), "choices": choices, "usage": usage.as_dict()})
 
     def _choice(self, answer: Answer) -> dict[str, object]:
         choice: dict[str, object] = {
