@@ -27,7 +27,7 @@ class EngineConfig(BaseSettings):
         "auto", description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 on CPU for float16"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
-    attention_backend: str = Field("auto", description="Attention kernels: auto, cpu or reference")
+    attention_backend: str = Field("auto", description="Attention kernels: auto, flash, torch_varlen, cpu or reference")
     max_model_len: int | None = Field(
         None, ge=1, description="Context length in tokens; default: what the memory allows"
     )

@@ -1,15 +1,15 @@
-"""What every attention backend agrees on: a ragged batch's metadata, the functions, and the choice of a backend.
+"""What every attention backend agrees on: a ragged batch's metadata, and the functions.
 
-A backend is a module with the functions of `Backend` below. `kernels/reference.py` is the plain-PyTorch twin of them
-all and the judge in tests; a faster module takes over what it can and re-exports the reference for the rest.
+A backend is a module with the functions of `Backend` below; kernels/backends.py chooses one. `kernels/reference.py` is
+the plain-PyTorch twin of them all and the judge in tests; a faster module takes over what it can and re-exports the
+reference for the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Protocol, cast
+from typing import Protocol
 
 from torch import Tensor, device, dtype
 
@@ -27,6 +27,7 @@ class AttentionMetadata:
 
     query_start: Tensor  # [S + 1] int32, cumulative token counts
     context_lens: Tensor  # [S] int32, keys per sequence, this step's tokens included
+    key_start: Tensor  # [S + 1] int32, cumulative context_lens
     block_table: Tensor  # [S, most pages of a row] int32, padded with any valid page id
     positions: Tensor  # [T] int64, absolute position of each token
     slots: Tensor  # [T] int64, page id * block size + offset: where each token's KV is stored
@@ -43,6 +44,12 @@ class Backend(Protocol):
     @property
     def BLOCK_SIZE(self) -> int:
         """Tokens in a page."""
+
+    def description(self) -> str:
+        """What computes, for the log: the library and its version, the instruction set."""
+
+    def cannot_serve(self, device: device, dtype: dtype, head_dim: int) -> str | None:
+        """Why it cannot serve such a model there, in one line that says what would help; None where it can."""
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: dtype) -> tuple[int, ...]:
         """Shape of one layer's key cache and of its value cache; the first axis is the page.
@@ -110,29 +117,3 @@ class Backend(Protocol):
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The first of the largest values of each row, [R, vocab] to [R] int64."""
-
-
-BACKENDS = ("cpu", "reference")
-
-
-def select_backend(device: device, dtype: dtype, name: str = "auto") -> tuple[Backend, str]:
-    """The backend module for a device and a dtype, with a one-line reason.
-
-    Raises ValueError for a name that is not in BACKENDS.
-    """
-    if name == "auto":
-        if device.type != "cpu":
-            return _load("reference"), f"no fused backend for {device.type} yet"
-        cpu = import_module("kernels.cpu")
-        if dtype not in cpu.DTYPES:
-            return _load("reference"), f"plain PyTorch, slower: the compiled kernels do not take {dtype}"
-        if cpu.available():
-            return cast(Backend, cpu), f"compiled kernels, {cpu.isa()}"
-        return _load("reference"), f"plain PyTorch, slower: {cpu.why_not()}"
-    if name not in BACKENDS:
-        raise ValueError(f"unknown attention backend {name!r}; one of auto, {', '.join(BACKENDS)}")
-    return _load(name), "asked for"
-
-
-def _load(name: str) -> Backend:
-    return cast(Backend, import_module(f"kernels.{name}"))

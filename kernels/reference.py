@@ -19,6 +19,14 @@ KEY_TILE = 128
 QUERY_TILE = 16
 
 
+def description() -> str:
+    return "plain PyTorch, slower"
+
+
+def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    return None
+
+
 def kv_cache_shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
     return (num_blocks, BLOCK_SIZE, kv_heads, head_dim)
 
@@ -112,7 +120,7 @@ def rope_store(
     head_dim: int,
     rotate: bool = True,
 ) -> Tensor:
-    kv_heads = k_cache[0].numel() // (BLOCK_SIZE * head_dim)
+    kv_heads = k_cache.shape[2]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None:

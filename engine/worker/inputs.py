@@ -62,6 +62,7 @@ class Slots:
         metadata = AttentionMetadata(
             query_start=self._tensor(np.concatenate(([0], ends)).astype(np.int32)),
             context_lens=self._tensor(contexts.astype(np.int32)),
+            key_start=self._tensor(np.concatenate(([0], np.cumsum(contexts))).astype(np.int32)),
             block_table=self._tensor(self._blocks[slots, : -(-longest // self.block_size)]),
             positions=at,
             slots=self._tensor(kv_slots),

@@ -20,7 +20,8 @@ from engine.worker.inputs import Slots
 from engine.worker.loader import dummy_stream, load_weights, safetensors_stream
 from engine.worker.memory import allocate_kv_cache, kv_budget
 from engine.worker.runner import Runner
-from kernels.attention import Backend, select_backend
+from kernels.attention import Backend
+from kernels.backends import select_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,10 +48,8 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) ->
     dtype = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
     try:
-        backend, why = select_backend(device, dtype, config.attention_backend)
-        # Raises for a dtype or a head size that it cannot serve, before the weights are loaded.
-        backend.kv_cache_shape(1, model_config.num_kv_heads, model_config.head_dim, dtype)
-    except (TypeError, ValueError, RuntimeError) as error:
+        backend, why = select_backend(device, dtype, model_config.head_dim, config.attention_backend)
+    except ValueError as error:
         raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
     model, weight_bytes = load_model(config, path, model_config, backend, dtype, device)
     plan = plan_kv(

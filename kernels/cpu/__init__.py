@@ -24,6 +24,8 @@ __all__ = [
     "add_rms_norm",
     "argmax",
     "available",
+    "cannot_serve",
+    "description",
     "isa",
     "kv_cache_shape",
     "pack_linear",
@@ -59,6 +61,18 @@ def isa() -> str:
 def why_not() -> str:
     """One line on why available() is False."""
     return _load()[1]
+
+
+def description() -> str:
+    return f"compiled kernels, {isa()}"
+
+
+def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    if device.type != "cpu":
+        return f"runs on the CPU, not on {device.type}"
+    if dtype not in DTYPES:
+        return f"the compiled kernels do not take {dtype}"
+    return "head_dim must be even" if head_dim % 2 else why_not() or None
 
 
 def _native() -> native.Native:

@@ -63,6 +63,7 @@ def page(
     metadata = AttentionMetadata(
         query_start=starts,
         context_lens=torch.tensor(contexts, dtype=torch.int32),
+        key_start=torch.tensor([0, *contexts]).cumsum(0).to(torch.int32),
         block_table=table,
         positions=torch.cat(positions),
         slots=torch.cat(slots),

@@ -54,8 +54,8 @@ def test_without_a_compiler_the_install_succeeds_and_says_so(tree: Path) -> None
     assert "C++ compiler" in said
     assert "\n" not in said
     chosen = python(
-        "import torch; from kernels.attention import select_backend;"
-        "backend, why = select_backend(torch.device('cpu'), torch.bfloat16); print(backend.NAME, why)",
+        "import torch; from kernels.backends import select_backend;"
+        "backend, why = select_backend(torch.device('cpu'), torch.bfloat16, 64); print(backend.NAME, why)",
         tree,
     )
     assert chosen.stdout.startswith("reference plain PyTorch")
