@@ -10,9 +10,8 @@ freed while a step is under way may be handed out at once.
 
 from __future__ import annotations
 
-import heapq
-
 from engine.blocks import BlockPool
+from engine.fairness import FairQueue
 from engine.sequence import Sequence, Status
 from engine.types import Admission, Batch, EngineStats, FinishReason, Request, RequestOutput, Row, StepOutput
 
@@ -37,7 +36,7 @@ class Scheduler:
         self._caching = enable_prefix_caching
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._waiting = FairQueue()
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._outputs: list[RequestOutput] = []
         self._arrivals = 0
@@ -79,7 +78,7 @@ class Scheduler:
             self._outputs.append(RequestOutput(request.id, [], finish_reason="length"))
         else:
             self._sequences[request.id] = seq
-            heapq.heappush(self._waiting, (seq.rank, seq))
+            self._waiting.push(seq)
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages; unknown ids (it has just ended) are fine."""
@@ -129,7 +128,7 @@ class Scheduler:
                 continue
             needed = self._blocks_for(seq.computed + count) - len(seq.blocks)
             while needed > self.pool.num_free and seq.status is Status.RUNNING:
-                victim = max(self._running, key=lambda seq: seq.rank)
+                victim = max(self._running, key=self._waiting.rank)
                 budget += planned.pop(victim, 0)
                 self._preempt(victim)
             if seq.status is Status.RUNNING:
@@ -141,17 +140,13 @@ class Scheduler:
     def _admit(self, rows: list[Row], budget: int) -> list[Admission]:
         """Move waiting sequences to free slots while budget and pages last; never preempts. Appends their rows."""
         admissions = []
-        while budget > 0 and self._waiting and self._slots:
-            seq = self._waiting[0][1]
-            if seq.status is not Status.WAITING:
-                heapq.heappop(self._waiting)
-                continue
+        while budget > 0 and self._slots and (seq := self._waiting.peek()) is not None:
             cached = self._cached_prefix(seq)
             # Pages for all its tokens, though only a chunk is computed now: it would only be preempted half-way.
             needed = self._blocks_for(len(seq.tokens)) - len(cached)
             if seq.in_flight or needed > self.pool.num_free - self.pool.idle(cached):
                 break
-            heapq.heappop(self._waiting)
+            self._waiting.remove(seq)
             self._start(seq, cached)
             count = min(seq.pending, budget)
             seq.blocks += self.pool.allocate(self._blocks_for(seq.computed + count) - len(cached))
@@ -190,7 +185,10 @@ class Scheduler:
         new_blocks = seq.blocks[seq.sent_blocks :]
         seq.computed += count
         seq.sent_blocks = len(seq.blocks)
-        self._prompt_tokens += max(0, min(seq.computed, seq.num_prompt) - start)
+        prompt_done = min(seq.computed, seq.num_prompt)
+        self._prompt_tokens += max(0, prompt_done - start)
+        self._waiting.charge(seq.request, prompt_tokens=max(0, prompt_done - max(start, seq.charged)))
+        seq.charged = max(seq.charged, prompt_done)
         sample = seq.computed == len(seq.tokens) + seq.in_flight
         seq.in_flight += sample
         if self._caching:
@@ -207,6 +205,7 @@ class Scheduler:
         seq.in_flight -= 1
         seq.tokens.append(token)
         self._generated += 1
+        self._waiting.charge(request, output_tokens=1)
         reason, stop = self._finish(seq, token)
         logprob = output.logprobs.get(request.id)
         prompt_logprobs = None
@@ -241,13 +240,15 @@ class Scheduler:
         """Give its pages up; it is computed again later, from whatever of it is still cached then."""
         self._leave(seq)
         seq.restart()
-        heapq.heappush(self._waiting, (seq.rank, seq))
+        self._waiting.push(seq)
         self._preemptions += 1
 
     def _end(self, seq: Sequence) -> None:
         del self._sequences[seq.request.id]
         if seq.status is Status.RUNNING:
             self._leave(seq)
+        else:
+            self._waiting.remove(seq)
         seq.status = Status.FINISHED
 
     def _leave(self, seq: Sequence) -> None:

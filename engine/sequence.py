@@ -42,6 +42,8 @@ class Sequence:
         """Pages at the front whose hash the pool knows."""
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when it was first admitted."""
+        self.charged = 0
+        """Prompt tokens that its tenant has been charged for or were cached: what a preemption costs is nobody's."""
         self.owes_prompt_logprobs = request.params.prompt_logprobs is not None and not request.emitted_ids
         """While they are owed every prompt token must be computed, cached or not."""
         self.prompt_logprobs: list[TokenLogprob | None] = []
@@ -61,7 +63,7 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Smaller goes first; the largest is preempted first."""
+        """Of those that run, the smaller goes first."""
         return (self.request.priority, self.arrival)
 
     def digests(self, count: int, block_size: int) -> SequenceOf[bytes]:

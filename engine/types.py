@@ -114,6 +114,10 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Requests share cached prefixes only with requests of the same salt."""
     priority: int = 0
     """Lower goes first; preempted last."""
+    tenant: str = ""
+    """Whom to count its tokens to: of one priority, tenants share what is computed by their weights."""
+    weight: float = 1.0
+    """The tenant's, above 0."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
