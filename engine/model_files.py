@@ -10,6 +10,7 @@ from typing import Any
 from engine.errors import ModelError
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -41,20 +42,41 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    return _downloaded(name, revision, _WANTED_FILES)
+
+
+def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """The directory of a hub id's snapshot with the files of these patterns."""
+    if Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(f"model: there is no directory {name!r}, and it is not a hub id (owner/name)", param="model")
     # The hub client takes a third of a second to import; a local directory does without.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED_FILES))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise ModelError(f"model: {name!r} is neither a directory nor found on the hub", param="model") from error
     except OSError as error:
         raise ModelError(
             f"model: {name!r} is not a directory, and the hub cannot be reached to download it", param="model"
         ) from error
+
+
+def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
+    """A config.json, and the directory it is in: of a directory, by its own path, or of a hub id, of which nothing else
+    is downloaded (then there is no directory). Raises ModelError."""
+    path = Path(name).expanduser()
+    if path.suffix == ".json":
+        file, folder = path, path.parent
+    elif path.is_dir():
+        file, folder = path / "config.json", path
+    else:
+        file, folder = _downloaded(name, revision, ["config.json"]) / "config.json", None
+    raw = _read_json(file)
+    if raw is None:
+        raise ModelError(f"model: there is no {file.name} in {file.absolute().parent.name}", param="model")
+    return raw, folder
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -82,6 +104,52 @@ def read_model_config(path: Path) -> ModelConfig:
         eos_token_ids=_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
         raw=raw,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What the headers of a checkpoint's safetensors files add up to."""
+
+    floats: int
+    """Numbers of floating point, which are loaded in the served type."""
+    other_bytes: int
+    """Of packed integers and 8-bit floats, which stay as they are."""
+    bytes: int
+    """Of the files' tensors."""
+
+
+def read_stored_weights(path: Path) -> StoredWeights | None:
+    """From the headers of a directory's safetensors files, a few KB each; None where there are none."""
+    shards = sorted(path.glob("*.safetensors"))
+    index = _read_json(path / "model.safetensors.index.json")
+    if index is not None:
+        shards = [path / name for name in sorted(set(dict(index.get("weight_map") or {}).values()))]
+    if not shards or not all(shard.is_file() for shard in shards):
+        return None
+    floats = other = total = 0
+    for shard in shards:
+        for name, tensor in _safetensors_header(shard).items():
+            if name == "__metadata__" or name.endswith("rotary_emb.inv_freq"):
+                continue
+            begin, end = tensor["data_offsets"]
+            total += end - begin
+            if tensor["dtype"] in _FLOATS:
+                floats += (end - begin) // _FLOATS[tensor["dtype"]]
+            else:
+                other += end - begin
+    return StoredWeights(floats, other, total)
+
+
+def _safetensors_header(shard: Path) -> dict[str, Any]:
+    """Eight bytes of length, then JSON (https://huggingface.co/docs/safetensors)."""
+    try:
+        with shard.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    except (OSError, ValueError, OverflowError, MemoryError) as error:
+        raise ModelError(f"model: {shard.name} cannot be read: {error}", param="model") from error
+    if not isinstance(header, dict):
+        raise ModelError(f"model: {shard.name} has no safetensors header", param="model")
+    return header
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:

@@ -12,6 +12,10 @@ GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_KV_BYTES = 4 * GIB
 """Most KV cache on a CPU unless asked for more: the machine has other uses for its memory."""
+_HOST_SHARE = 0.5
+"""Of the memory still free once the weights are loaded."""
+CUDA_CONTEXT_BYTES = 600 * 2**20
+"""What CUDA, its libraries and PyTorch hold on a GPU before any tensor: `quire plan` cannot ask the card."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,28 @@ def check_positions(model: ModelConfig, max_model_len: int | None) -> None:
         )
 
 
+def host_kv_budget(available: int) -> int:
+    """Bytes for the KV cache on a CPU, of those that are free beside the weights."""
+    return max(min(CPU_KV_BYTES, int(available * _HOST_SHARE)), 0)
+
+
+def device_kv_budget(free: int, total: int, utilization: float) -> int:
+    """Bytes for the KV cache on a GPU, of those that are free beside the weights."""
+    return max(int(free - total * (1 - utilization)), 0)
+
+
+def fit_pages(
+    fitting: int, block_size: int, *, max_position: int, max_num_seqs: int, max_model_len: int | None = None
+) -> tuple[int, int, int]:
+    """Where `fitting` pages have room: the context's length, the pages of one such context, and the pages to take.
+
+    Never more pages than max_num_seqs full contexts could use. The context may need more pages than there are.
+    """
+    length = max_model_len or min(max_position, fitting * block_size)
+    needed = -(-length // block_size)
+    return length, needed, min(fitting, needed * max_num_seqs)
+
+
 def plan_kv(
     model: ModelConfig,
     *,
@@ -61,8 +87,13 @@ def plan_kv(
     each = page_bytes(model, block_size, dtype)
     check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
-    length = max_model_len or min(model.max_position, fitting * block_size)
-    needed = -(-length // block_size)
+    length, needed, blocks = fit_pages(
+        fitting,
+        block_size,
+        max_position=model.max_position,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
     if needed > fitting or length < 1:
         raise ConfigError(
             f"max_model_len: a context of {length or 1} tokens needs {max(needed, 1) * each:,} bytes of KV cache, "
@@ -70,7 +101,7 @@ def plan_kv(
             f"the longest that fits is {fitting * block_size} tokens",
             param="max_model_len",
         )
-    blocks = fitting if num_blocks is not None else min(fitting, needed * max_num_seqs)
+    blocks = fitting if num_blocks is not None else blocks
     arithmetic = (
         f"KV: 2 x {block_size} tokens x {model.num_kv_heads} heads x {model.head_dim} x {DTYPE_BYTES[dtype]} B "
         f"x {model.num_layers} layers = {each / 1024:,.0f} KiB a page; "

@@ -15,6 +15,7 @@ COMMANDS = {
     "serve": "serve a model behind the OpenAI API",
     "chat": "chat in the terminal, with a running server or an engine of its own",
     "run": "answer a file of OpenAI batch requests offline",
+    "plan": "what fits on a GPU or this machine, and how fast it can be at most, from config.json alone",
     "bench": "measure a server, Quire or another: throughput, latencies, time to start",
 }
 

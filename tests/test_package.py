@@ -33,7 +33,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_carries_every_source_and_data_file(wheel: Path) -> None:
-    wanted = {str(path) for path in source_files() if path.parts[0] in HOUSE and path.suffix in (".py", ".cpp", ".h")}
+    wanted = {
+        str(path) for path in source_files() if path.parts[0] in HOUSE and path.suffix in (".py", ".cpp", ".h", ".toml")
+    }
     wanted |= {str(path) for path in source_files() if path.match("configs/*.toml") or path.match("configs/demo/*")}
     assert "configs/demo/model.safetensors" in wanted
     assert "kernels/cpu/attention.cpp" in wanted

@@ -6,11 +6,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.models.decoder import DecoderSpec, KVCache
-from engine.plan import CPU_KV_BYTES, GIB, available_host_bytes
+from engine.plan import GIB, available_host_bytes, device_kv_budget, host_kv_budget
 from kernels.attention import Backend
-
-_HOST_SHARE = 0.5
-"""Of the memory still free once the weights are loaded."""
 
 
 def kv_budget(config: EngineConfig, device: torch.device) -> int:
@@ -19,8 +16,8 @@ def kv_budget(config: EngineConfig, device: torch.device) -> int:
         return int(config.kv_cache_memory * GIB)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(int(free - total * (1 - config.gpu_memory_utilization)), 0)
-    return min(CPU_KV_BYTES, int(available_host_bytes() * _HOST_SHARE))
+        return device_kv_budget(free, total, config.gpu_memory_utilization)
+    return host_kv_budget(available_host_bytes())
 
 
 def allocate_kv_cache(

@@ -25,6 +25,8 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.supervisor import ProcessClient
 from engine.types import EngineInfo
+from server.commands.plan.estimate import predicted_tokens
+from server.commands.plan.machine import Machine, this_machine
 from server.commands.settings import add_flags, parse
 from server.config import ServerConfig
 from server.version import VERSION
@@ -89,11 +91,12 @@ class Service:
         assert main_task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main_task)
+        machine = this_machine(gpu=self._config.device != "cpu")
         self._client.launch()
         try:
             hosting = await asyncio.to_thread(import_module, "server.commands.hosting")
             async with hosting.running_app(self._config, self._client) as app:
-                announce = partial(self._announce, app.state.serving.info)
+                announce = partial(self._announce, app.state.serving.info, machine)
                 self._server = hosting.HttpServer(app, self._config, announce)
                 return await self._serve(self._server)
         except asyncio.CancelledError:
@@ -129,9 +132,11 @@ class Service:
         else:
             self._server.force_exit = True
 
-    def _announce(self, info: EngineInfo) -> None:
+    def _announce(self, info: EngineInfo, machine: Machine) -> None:
         host, port = self._listener.getsockname()[:2]
-        print(announcement(self._config, info, url(host, port), time.perf_counter() - self._started), flush=True)
+        planned = predicted_tokens(self._config, machine)
+        seconds = time.perf_counter() - self._started
+        print(announcement(self._config, info, url(host, port), seconds, planned), flush=True)
 
 
 def url(host: str, port: int) -> str:
@@ -140,16 +145,20 @@ def url(host: str, port: int) -> str:
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 
-def announcement(config: ServerConfig, info: EngineInfo, base: str, seconds: float) -> str:
+def announcement(config: ServerConfig, info: EngineInfo, base: str, seconds: float, planned: int | None = None) -> str:
     """What was loaded, how the memory is spent, and a first request to paste."""
     names = ", ".join(config.model_names)
     body = {"model": config.model_names[0], "prompt": "Once upon a time", "max_tokens": 100, "stream": True}
     weights = info.weight_bytes / 2**20
+    plan = ""
+    if planned:
+        got = info.num_blocks * info.block_size
+        plan = f"\n  plan       {planned:,} tokens of KV foreseen, {got:,} are there ({got / planned - 1:+.1%})"
     return f"""\
 quire {VERSION}
   model      {names}: {info.dtype} on {info.device}, {weights:.1f} MiB loaded in {info.load_seconds:.1f} s
   attention  {info.backend}
-  memory     {info.arithmetic}
+  memory     {info.arithmetic}{plan}
   ready      {base} after {seconds:.1f} s; Ctrl-C ends it
 
 curl -N {base}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'
