@@ -15,6 +15,7 @@ from engine.errors import QuireError
 from engine.model_files import read_model_config, resolve_model
 from engine.pulse import Pulse
 from engine.scheduler import Scheduler
+from engine.steps import Steps
 from engine.types import EngineInfo, EngineOutputs, EngineStats, Request, RequestOutput
 from engine.wire import Abort, Failed, FromEngine, Ready, Stepped, Submit, decode_to_engine, encode
 from engine.worker.startup import start_worker
@@ -29,7 +30,7 @@ class Engine:
         model = read_model_config(path)
         worker = start_worker(config, path, model)
         plan = worker.plan
-        self._runner = worker.runner
+        self.runner = worker.runner
         self.scheduler = Scheduler(
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
@@ -39,6 +40,7 @@ class Engine:
             eos_token_ids=model.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+        self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead)
         self.info = EngineInfo(
             model=config.model,
             dtype=worker.dtype,
@@ -61,20 +63,15 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy
+        return self._steps.busy
 
     @property
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
     def step(self) -> list[RequestOutput]:
-        """Decide, act, learn: one batch, if there is one; what came of it, and of adds and aborts."""
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            self.scheduler.apply(batch, self._runner.execute(batch))
-        elif not self.scheduler.busy:
-            self.scheduler.pool.audit()
-        return self.scheduler.take_outputs()
+        """One step, if there is one; what came of it, and of adds and aborts."""
+        return self._steps.step()
 
 
 def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:

@@ -56,8 +56,9 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before it is caught up; 0 when all it may generate is already under way."""
-        if self.num_output + self.in_flight >= self.limit:
+        """Tokens to compute before it is caught up; 0 when all it may generate is already under way, or when what may
+        come next hangs on a token that is."""
+        if self.num_output + self.in_flight >= self.limit or (self.in_flight and self.request.params.grammar):
             return 0
         return len(self.tokens) + self.in_flight - self.computed
 

@@ -33,12 +33,14 @@ class SlotGrammars:
         self._load = load
         self._compiler: GrammarCompiler | None = None
         self._executor: LLExecutor | None = None
+        self._owners: dict[int, Admission] = {}
         self._matchers: dict[int, LLMatcher] = {}
         self._unusable: dict[int, str] = {}
 
     def admit(self, admission: Admission) -> None:
         """A slot's new owner: its matcher starts after what was generated so far."""
         slot, grammar = admission.slot, admission.params.grammar
+        self._owners[slot] = admission
         self._matchers.pop(slot, None)
         self._unusable.pop(slot, None)
         if grammar is None:
@@ -73,8 +75,13 @@ class SlotGrammars:
         allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
         return GrammarMask(rows, torch.from_numpy(allowed).view(torch.bool))
 
-    def consume(self, slot: int, token_id: int) -> str | None:
-        """Take a picked token in. Returns why the slot's grammar cannot be followed, if it cannot."""
+    def consume(self, slot: int, owner: Admission, token_id: int) -> str | None:
+        """Take in a token that was picked for `owner`. Returns why its grammar cannot be followed, if it cannot.
+
+        A slot that has gone to another owner meanwhile keeps that one's state.
+        """
+        if self._owners.get(slot) is not owner:
+            return None
         self._consume(slot, [token_id])
         return self._unusable.get(slot)
 

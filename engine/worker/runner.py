@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from engine.models.decoder import Decoder, KVCache
-from engine.types import Batch, Row, StepOutput, TokenLogprob
+from engine.types import Admission, Batch, Row
 from engine.worker.grammar import SlotGrammars
-from engine.worker.inputs import ForwardInputs, Slots
-from engine.worker.sampler import SamplingRow, sample, token_logprobs
+from engine.worker.inputs import Picks, Slots
+from engine.worker.pending import PendingStep, Pick, PromptChunk
+from engine.worker.sampler import SamplingRow, logprob_tensors, sample
+from engine.worker.transfer import Download
 
 _LOGIT_ROWS = 256
 """Rows of prompt logits held at once: a vocabulary of 150,000 makes each 600 KB."""
@@ -24,78 +26,78 @@ class Runner:
         self._slots = slots
         self._grammars = grammars
         self._eos = eos_token_ids
+        self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> StepOutput:
-        """Compute the batch's tokens and pick one after each row that samples."""
+    def launch(self, batch: Batch) -> PendingStep:
+        """Start on the batch's tokens, and on picking one after each row that samples.
+
+        On a GPU this only queues work, in the order of the calls: a step finds what the ones before it picked and
+        stored, though nobody has waited for them.
+        """
         for admission in batch.admissions:
             self._slots.admit(admission)
             self._grammars.admit(admission)
-        inputs = self._slots.build(batch)
-        prompt_rows = [row for row in batch.rows if self._wants_prompt_logprobs(row)]
-        if prompt_rows:
+        self._slots.take_pages(batch.rows)
+        inputs, picks = self._slots.build(batch)
+        chunks: list[PromptChunk] = []
+        found: list[Tensor] = []
+        if any(self._wants_prompt_logprobs(row) for row in batch.rows):
             every = torch.arange(len(inputs.token_ids), device=self._slots.device)
             hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, every)
-            prompt_logprobs = self._prompt_logprobs(batch.rows, hidden)
+            chunks, found = self._prompt_logprobs(batch.rows, hidden)
             hidden = hidden[inputs.sampled]
         else:
             hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
-            prompt_logprobs = {}
-        token_ids, logprobs = self._pick(inputs, hidden)
-        slots = {row.request_id: row.slot for row in inputs.sampled_rows}
-        consumed = {name: self._grammars.consume(slots[name], token) for name, token in token_ids.items()}
-        errors = {name: error for name, error in consumed.items() if error is not None}
-        return StepOutput(token_ids, logprobs, prompt_logprobs, errors)
+        owners = [self._owner(row) for row in picks.rows]
+        asked = [index for index, owner in enumerate(owners) if owner.params.logprobs is not None]
+        tensors = [*self._pick(picks, owners, asked, hidden), *found]
+        made = [Pick(row, owner) for row, owner in zip(picks.rows, owners, strict=True)]
+        return PendingStep(made, asked, chunks, Download(tensors, self._downloads), self._grammars)
 
-    def _pick(self, inputs: ForwardInputs, hidden: Tensor) -> tuple[dict[str, int], dict[str, TokenLogprob]]:
-        if not inputs.sampled_rows:
-            return {}, {}
-        rows = [
-            self._sampling_row(row, int(length))
-            for row, length in zip(inputs.sampled_rows, inputs.lengths, strict=True)
-        ]
+    def _pick(self, picks: Picks, owners: list[Admission], asked: list[int], hidden: Tensor) -> list[Tensor]:
+        """The picked tokens [R] int64, written to their slots; where some are asked for log probabilities, these."""
+        if not picks.rows:
+            return [torch.empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden)
-        asked = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
         unmodified = logits[asked] if asked else None
-        owners = [row.slot for row in inputs.sampled_rows]
-        picks = sample(logits, rows, self._eos, self._grammars.mask(owners), self._model.argmax)
-        self._slots.token_ids[owners, inputs.lengths] = picks.to(torch.int32)
-        picked = picks.tolist()
-        token_ids = {row.request_id: token for row, token in zip(inputs.sampled_rows, picked, strict=True)}
+        rows = [
+            SamplingRow(owner.params, owner.seed, length, owner.num_prompt, self._slots.token_ids[row.slot, :length])
+            for row, owner, length in zip(picks.rows, owners, picks.lengths.tolist(), strict=True)
+        ]
+        mask = self._grammars.mask([row.slot for row in picks.rows])
+        picked = sample(logits, rows, self._eos, mask, self._model.argmax)
+        self._slots.token_ids[picks.slots, picks.positions] = picked.to(torch.int32)
         if unmodified is None:
-            return token_ids, {}
-        found = token_logprobs(
-            unmodified, [picked[index] for index in asked], [rows[index].params.logprobs or 0 for index in asked]
-        )
-        return token_ids, {
-            inputs.sampled_rows[index].request_id: logprob for index, logprob in zip(asked, found, strict=True)
-        }
+            return [picked]
+        most = max(owners[index].params.logprobs or 0 for index in asked)
+        return [picked, *logprob_tensors(unmodified, picked[asked], most)]
 
-    def _sampling_row(self, row: Row, length: int) -> SamplingRow:
-        owner = self._slots.owners[row.slot]
-        assert owner is not None
-        tokens = self._slots.token_ids[row.slot, :length]
-        return SamplingRow(owner.params, owner.seed, length, owner.num_prompt, tokens)
-
-    def _wants_prompt_logprobs(self, row: Row) -> bool:
-        owner = self._slots.owners[row.slot]
-        assert owner is not None
-        return owner.params.prompt_logprobs is not None and row.start < owner.num_prompt - 1
-
-    def _prompt_logprobs(self, rows: list[Row], hidden: Tensor) -> dict[str, list[TokenLogprob]]:
-        """For each row that wants them, the log probabilities of the prompt tokens that follow its tokens."""
-        found, begin = {}, 0
+    def _prompt_logprobs(self, rows: list[Row], hidden: Tensor) -> tuple[list[PromptChunk], list[Tensor]]:
+        """For each row that wants them, of the prompt tokens that follow its tokens: the tokens, and what
+        logprob_tensors finds for them."""
+        chunks: list[PromptChunk] = []
+        tensors: list[Tensor] = []
+        begin = 0
         for row in rows:
-            owner = self._slots.owners[row.slot]
-            assert owner is not None
             if self._wants_prompt_logprobs(row):
+                owner = self._owner(row)
                 following = owner.token_ids[row.start + 1 : min(row.start + row.count + 1, owner.num_prompt)]
                 top = owner.params.prompt_logprobs or 0
-                logprobs: list[TokenLogprob] = []
                 for first in range(0, len(following), _LOGIT_ROWS):
                     part = following[first : first + _LOGIT_ROWS]
                     logits = self._model.logits(hidden[begin + first : begin + first + len(part)])
-                    logprobs += token_logprobs(logits, part, [top] * len(part))
-                found[row.request_id] = logprobs
+                    tokens = torch.tensor(part, device=logits.device)
+                    chunks.append(PromptChunk(row.request_id, part, top))
+                    tensors += logprob_tensors(logits, tokens, top)
             begin += row.count
-        return found
+        return chunks, tensors
+
+    def _owner(self, row: Row) -> Admission:
+        owner = self._slots.owners[row.slot]
+        assert owner is not None
+        return owner
+
+    def _wants_prompt_logprobs(self, row: Row) -> bool:
+        owner = self._owner(row)
+        return owner.params.prompt_logprobs is not None and row.start < owner.num_prompt - 1

@@ -7,7 +7,7 @@ a crash. Filters keep what is at or above a threshold value, never a sorted inde
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,16 +155,19 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def token_logprobs(logits: Tensor, picked: list[int], tops: list[int]) -> list[TokenLogprob]:
-    """Log probabilities under unmodified logits [R, vocab] of the picked tokens, each with its `tops` most likely."""
+def logprob_tensors(logits: Tensor, picked: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Under unmodified logits [R, vocab]: log probability and rank of the picked tokens [R] int64, and the `most` most
+    likely log probabilities and tokens [R, most]. Nothing waits for the device."""
     logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(-1, torch.tensor(picked, device=logits.device)[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
-    best = torch.topk(logprobs, max(1, *tops))
-    values, ids = best.values.tolist(), best.indices.tolist()
+    own = logprobs.gather(-1, picked[:, None])
+    best = torch.topk(logprobs, most)
+    return own.squeeze(-1), (logprobs > own).sum(-1) + 1, best.values, best.indices
+
+
+def token_logprobs(picked: Sequence[int], tensors: Sequence[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:
+    """What `logprob_tensors` found, each picked token with as many of the most likely ones as `tops` says."""
+    own, ranks, values, ids = (tensor.tolist() for tensor in tensors)
     return [
-        TokenLogprob(token, logprob, rank, list(zip(ids[i][:top], values[i][:top], strict=True)))
-        for i, (token, logprob, rank, top) in enumerate(
-            zip(picked, own.squeeze(-1).tolist(), ranks.tolist(), tops, strict=True)
-        )
+        TokenLogprob(token, own[i], ranks[i], list(zip(ids[i][:top], values[i][:top], strict=True)))
+        for i, (token, top) in enumerate(zip(picked, tops, strict=True))
     ]

@@ -37,6 +37,8 @@ class Worker:
     backend: str
     """Its name and why it was chosen."""
     weight_bytes: int
+    steps_ahead: int
+    """How many steps may be under way while the next one is decided."""
 
 
 def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) -> Worker:
@@ -65,7 +67,9 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) ->
     slots = Slots(config.max_num_seqs, plan.max_model_len, backend.BLOCK_SIZE, device)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     runner = Runner(model, kv_cache, slots, grammars, model_config.eos_token_ids)
-    return Worker(runner, plan, str(device), dtype_name, f"{backend.NAME} ({why})", weight_bytes)
+    # A CPU has nothing to do beside a step: to be ahead of it would only make every token a step late.
+    ahead = 1 if device.type == "cuda" else 0
+    return Worker(runner, plan, str(device), dtype_name, f"{backend.NAME} ({why})", weight_bytes, ahead)
 
 
 def grammar_compiler(config: EngineConfig, path: Path, model_config: ModelConfig) -> GrammarCompiler:

@@ -40,6 +40,6 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     info = engine.info
     assert info.kv_bytes == info.num_blocks * page_bytes(read_model_config(path), info.block_size, "float32")
     assert GIB / 1024 * 0.9 < info.kv_bytes <= GIB / 1024
-    assert sum(k.nbytes + v.nbytes for k, v in engine._runner._kv_cache) == info.kv_bytes
+    assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
     with pytest.raises(ConfigError, match="the longest that fits is 16 tokens"):
         Engine(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))

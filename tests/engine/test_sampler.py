@@ -12,7 +12,16 @@ from transformers import (
 )
 
 from engine.types import SamplingParams
-from engine.worker.sampler import SamplingRow, adjust, filtered_probs, inverse_cdf, sample, token_logprobs, uniforms
+from engine.worker.sampler import (
+    SamplingRow,
+    adjust,
+    filtered_probs,
+    inverse_cdf,
+    logprob_tensors,
+    sample,
+    token_logprobs,
+    uniforms,
+)
 
 EOS = (2,)
 
@@ -148,7 +157,8 @@ def test_the_ends_of_the_unit_interval() -> None:
 
 def test_logprobs() -> None:
     logits = noise(2, 30)
-    first, second = token_logprobs(logits, [4, 5], [0, 3])
+    tensors = logprob_tensors(logits, torch.tensor([4, 5]), 3)
+    first, second = token_logprobs([4, 5], tensors, [0, 3])
     wanted = logits.log_softmax(-1)
     assert first.logprob == pytest.approx(wanted[0, 4].item())
     assert first.top == []

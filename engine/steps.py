@@ -1,0 +1,51 @@
+"""Decide, act, learn, over and over; on a GPU the next step is under way before the last one is learnt from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from engine.scheduler import Scheduler
+from engine.types import Batch, RequestOutput, StepOutput
+
+
+class Pending(Protocol):
+    """A step that a device computes."""
+
+    def result(self) -> StepOutput:
+        """What it computed; waits until that has come."""
+
+
+class Steps:
+    """Steps of a scheduler on a device that `launch` gives them to, in order.
+
+    ahead: how many steps may be under way while the next one is decided. With 0 each is learnt from at once. With 1 the
+    device has its next step before it ends the one it is at, so it never waits for Python; a stop condition is then
+    found one step late, and the token computed in vain is dropped.
+    """
+
+    def __init__(self, scheduler: Scheduler, launch: Callable[[Batch], Pending], ahead: int) -> None:
+        self._scheduler = scheduler
+        self._launch = launch
+        self._ahead = ahead
+        self._under_way: deque[tuple[Batch, Pending]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        return self._scheduler.busy or bool(self._under_way)
+
+    def step(self) -> list[RequestOutput]:
+        """Launch one step, if there is one to launch, and learn from the oldest once too many are under way.
+
+        Returns what came of that, and of adds and aborts.
+        """
+        batch = self._scheduler.schedule()
+        if batch is not None:
+            self._under_way.append((batch, self._launch(batch)))
+        if len(self._under_way) > (0 if batch is None else self._ahead):
+            oldest, pending = self._under_way.popleft()
+            self._scheduler.apply(oldest, pending.result())
+        elif not self.busy:
+            self._scheduler.pool.audit()
+        return self._scheduler.take_outputs()

@@ -1,0 +1,72 @@
+"""Between host and device without either waiting for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+
+def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """The arrays as tensors on the device, in one copy from pinned memory; on the CPU they share the arrays' memory.
+
+    PyTorch keeps the pinned memory until the copy is done, whatever becomes of the tensors.
+    """
+    if device.type == "cpu":
+        return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+    staged = torch.empty(_ends(arrays)[-1], dtype=torch.uint8, pin_memory=True)
+    fill(staged, arrays)
+    return split(staged.to(device, non_blocking=True), arrays)
+
+
+def fill(staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
+    """Lay the arrays one after another into host bytes, each at a multiple of 16."""
+    target = staged.numpy()
+    for array, end in zip(arrays, _ends(arrays), strict=True):
+        begin = end - _padded(array)
+        target[begin : begin + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def split(laid: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Bytes laid by `fill` as tensors of the arrays' types and shapes."""
+    tensors = []
+    for array, end in zip(arrays, _ends(arrays), strict=True):
+        begin = end - _padded(array)
+        dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+        tensors.append(laid[begin : begin + array.nbytes].view(dtype).view(array.shape))
+    return tensors
+
+
+def _padded(array: np.ndarray) -> int:
+    return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _ends(arrays: Sequence[np.ndarray]) -> list[int]:
+    return np.cumsum([_padded(array) for array in arrays]).tolist()
+
+
+class Download:
+    """Tensors on their way to the host, on a stream of their own: what is computed next does not wait for them."""
+
+    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        """`stream` is None where the tensors are on the host already."""
+        self._tensors = list(tensors)
+        self._arrived: torch.cuda.Event | None = None
+        if stream is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for index, tensor in enumerate(tensors):
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+                self._tensors[index] = host.copy_(tensor, non_blocking=True)
+                tensor.record_stream(stream)  # its memory is not reused before it is read
+            self._arrived = stream.record_event()
+
+    def wait(self) -> list[Tensor]:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._tensors
