@@ -12,21 +12,8 @@ import torch
 from torch import Tensor
 
 from kernels.attention import AttentionMetadata
-from kernels.paged import (
-    BLOCK_SIZE,
-    add_rms_norm,
-    argmax,
-    flash_cannot_serve,
-    kv_cache_shape,
-    pack_linear,
-    rms_norm,
-    rope_store,
-    silu_mul,
-    store_kv,
-)
-
-__all__ = ["BLOCK_SIZE", "NAME", "add_rms_norm", "argmax", "cannot_serve", "description", "deterministic_attention"]
-__all__ += ["kv_cache_shape", "pack_linear", "paged_attention", "rms_norm", "rope_store", "silu_mul", "store_kv"]
+from kernels.paged import *  # noqa: F403 - every function of a backend beside attention
+from kernels.paged import flash_cannot_serve
 
 NAME = "flash"
 

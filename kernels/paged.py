@@ -7,8 +7,17 @@ import torch
 
 from kernels.reference import add_rms_norm, argmax, pack_linear, rms_norm, rope_store, silu_mul, store_kv
 
-__all__ = ["BLOCK_SIZE", "add_rms_norm", "argmax", "flash_cannot_serve", "kv_cache_shape", "pack_linear", "rms_norm"]
-__all__ += ["rope_store", "silu_mul", "store_kv"]
+__all__ = [
+    "BLOCK_SIZE",
+    "add_rms_norm",
+    "argmax",
+    "kv_cache_shape",
+    "pack_linear",
+    "rms_norm",
+    "rope_store",
+    "silu_mul",
+]
+__all__ += ["store_kv"]
 
 BLOCK_SIZE = 256
 """flash-attn 2 takes multiples of 256 alone."""
