@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 
 
@@ -46,6 +46,16 @@ class BlockPool:
     def num_cached(self) -> int:
         """Pages whose content can be found by its hash, held or free."""
         return len(self._block_of)
+
+    @property
+    def references(self) -> Sequence[int]:
+        """How many sequences hold each page."""
+        return self._references
+
+    @property
+    def cached(self) -> Collection[int]:
+        """The pages whose content can be found, held or free."""
+        return self._hash_of.keys()
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages of undefined content, one reference each. The caller has checked num_free."""

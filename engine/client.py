@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from time import monotonic
 
 from engine.errors import EngineError, QuireError
-from engine.types import EngineInfo, EngineStats, Request, RequestOutput
+from engine.types import EngineInfo, EngineStats, EngineView, Request, RequestOutput
 
 
 class OutputStream:
@@ -18,7 +19,9 @@ class OutputStream:
     EngineError when the engine is gone. Call `close()` when done: what still runs is aborted.
     """
 
-    def __init__(self, client: EngineClient, ids: Iterable[str]) -> None:
+    def __init__(self, client: EngineClient, ids: Iterable[str], call: str = "") -> None:
+        self.call = call
+        self.began = monotonic()
         self._client = client
         self._open = set(ids)
         self._pending: dict[str, RequestOutput] = {}
@@ -107,6 +110,7 @@ class EngineClient(ABC):
         """Requests given up because they end every engine."""
         self._streams: dict[str, OutputStream] = {}
         self._dead: QuireError | None = None
+        self._looking: asyncio.Future[EngineView] | None = None
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -122,6 +126,9 @@ class EngineClient(ABC):
     @abstractmethod
     def _send_abort(self, request_id: str) -> None: ...
 
+    @abstractmethod
+    def _send_look(self) -> None: ...
+
     @property
     def alive(self) -> bool:
         return self._dead is None
@@ -135,11 +142,11 @@ class EngineClient(ABC):
     def num_open(self) -> int:
         return len(self._streams)
 
-    def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Submit a group; ids must be new. Raises EngineError when the engine is gone."""
+    def submit(self, requests: Sequence[Request], call: str = "") -> OutputStream:
+        """Submit a group; ids must be new. `call` names what they are for. Raises EngineError when the engine is gone."""
         if self._dead is not None:
             raise self._dead
-        stream = OutputStream(self, [request.id for request in requests])
+        stream = OutputStream(self, [request.id for request in requests], call)
         for request in requests:
             assert request.id not in self._streams, f"request id {request.id} is in use"
             self._streams[request.id] = stream
@@ -150,6 +157,38 @@ class EngineClient(ABC):
         """Abort a request and drop its outputs. Called by its stream."""
         if self._streams.pop(request_id, None) is not None and self._dead is None:
             self._send_abort(request_id)
+
+    def cancel(self, request_id: str) -> int:
+        """End a request, or all those of a call, for somebody else: its reader sees finish_reason abort. How many."""
+        found = [each for each, stream in self._streams.items() if request_id in (each, stream.call)]
+        self._deliver([RequestOutput(each, [], finish_reason="abort") for each in found], self.stats)
+        for each in found:
+            self._send_abort(each)
+        return len(found)
+
+    def age(self, request_id: str) -> float:
+        """Seconds since an open request was submitted; 0 when it is not open."""
+        stream = self._streams.get(request_id)
+        return 0.0 if stream is None else monotonic() - stream.began
+
+    def look(self) -> asyncio.Future[EngineView]:
+        """What the engine has in hand after its current step. Ask while it is responsive; cancelled if it dies."""
+        looking = self._looking
+        if looking is None:
+            looking = self._looking = asyncio.get_running_loop().create_future()
+            self._send_look()  # the answer may be there at once
+        return looking
+
+    def _saw(self, view: EngineView) -> None:
+        looking, self._looking = self._looking, None
+        if looking is not None and not looking.done():
+            looking.set_result(view)
+
+    def _saw_nothing(self) -> None:
+        """The engine that was asked is gone."""
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.cancel()
 
     def _deliver(self, outputs: Iterable[RequestOutput], stats: EngineStats) -> None:
         self.stats = stats
@@ -167,5 +206,6 @@ class EngineClient(ABC):
             self._dead = EngineError(message)
             streams = {id(stream): stream for stream in self._streams.values()}
             self._streams.clear()
+            self._saw_nothing()
             for stream in streams.values():
                 stream.fail(self._dead)

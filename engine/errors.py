@@ -4,6 +4,7 @@ QuireError
 ├── InvalidRequest            the caller's mistake: names the parameter
 │   └── ContextLengthExceeded prompt longer than the model's context
 ├── ModelNotFound             a request names a model that is not served
+├── RequestNotFound           no open request has that id
 ├── Overloaded                no room now, later perhaps
 │   └── QueueTimeout          did not start within the request's queue_timeout
 ├── Timeout                   not complete within the request's timeout
@@ -36,6 +37,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 class ModelNotFound(QuireError):
     code = "model_not_found"
+
+
+class RequestNotFound(QuireError):
+    code = "request_not_found"
 
 
 class Overloaded(QuireError):

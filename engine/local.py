@@ -49,6 +49,10 @@ class LocalClient(EngineClient):
         self._engine.abort(request_id)
         self._work.set()
 
+    def _send_look(self) -> None:
+        assert self._engine is not None
+        self._saw(self._engine.view())
+
     async def _run(self, engine: Engine) -> None:
         while True:
             self._work.clear()

@@ -16,8 +16,9 @@ from engine.model_files import read_model_config, resolve_model
 from engine.pulse import Pulse
 from engine.scheduler import Scheduler
 from engine.steps import Steps
-from engine.types import EngineInfo, EngineOutputs, EngineStats, Request, RequestOutput
-from engine.wire import Abort, Failed, FromEngine, Ready, Stepped, Submit, decode_to_engine, encode
+from engine.types import EngineInfo, EngineOutputs, EngineStats, EngineView, Request, RequestOutput
+from engine.view import view_of
+from engine.wire import Abort, Failed, FromEngine, Look, Ready, Seen, Stepped, Submit, decode_to_engine, encode
 from engine.worker.startup import start_worker
 
 
@@ -69,6 +70,9 @@ class Engine:
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
+    def view(self) -> EngineView:
+        return view_of(self.scheduler)
+
     def step(self) -> list[RequestOutput]:
         """One step, if there is one; what came of it, and of adds and aborts."""
         return self._steps.step()
@@ -108,6 +112,8 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
             case Abort(ids):
                 for request_id in ids:
                     engine.abort(request_id)
+            case Look():
+                _send(socket, Seen(engine.view()))
 
 
 def _send(socket: zmq.Socket[bytes], message: FromEngine) -> None:

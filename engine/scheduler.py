@@ -61,6 +61,11 @@ class Scheduler:
             steps=self._steps,
         )
 
+    def sequences(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Those that run and those that wait, each by priority and arrival."""
+        waiting = [seq for seq in self._sequences.values() if seq.status is Status.WAITING]
+        return sorted(self._running, key=lambda seq: seq.rank), sorted(waiting, key=lambda seq: seq.rank)
+
     def add(self, request: Request) -> None:
         """Queue a request. One that can never fit is answered with an error output, at once."""
         assert request.id not in self._sequences, f"request id {request.id} is in use"

@@ -21,7 +21,7 @@ from engine.errors import ConfigError, EngineError
 from engine.process import EngineProcess
 from engine.replay import Replay
 from engine.types import EngineInfo, EngineStats, Request, RequestOutput
-from engine.wire import Abort, Failed, Ready, Stepped, Submit
+from engine.wire import Abort, Failed, Look, Ready, Seen, Stepped, Submit
 
 log = logging.getLogger("quire.supervisor")
 
@@ -99,6 +99,10 @@ class ProcessClient(EngineClient):
         if self._ready and self._process is not None:
             self._process.send(Abort([request_id]))
         self._release()
+
+    def _send_look(self) -> None:
+        assert self._process is not None, "ask while it is responsive"
+        self._process.send(Look())
 
     def _release(self) -> None:
         """Submit what may go to the engine now, each request with the tokens it already has."""
@@ -180,6 +184,10 @@ class ProcessClient(EngineClient):
     async def _receive(self, process: EngineProcess) -> None:
         while True:
             message = await process.receive()
+            if isinstance(message, Seen):
+                self.stats = _plus(self._earlier, message.view.stats)
+                self._saw(message.view)
+                continue
             assert isinstance(message, Stepped)
             outputs = message.outputs.outputs
             for output in outputs:
@@ -200,6 +208,7 @@ class ProcessClient(EngineClient):
     def _bury(self, how: str) -> None:
         """An engine is dead: account for it, and give up what killed several by itself."""
         self._ready = False
+        self._saw_nothing()
         self.deaths += 1
         self._earlier = msgspec.structs.replace(self.stats, running=0, waiting=0, used_blocks=0, cached_blocks=0)
         self.stats = self._earlier

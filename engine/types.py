@@ -10,6 +10,7 @@ import msgspec
 from engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Phase = Literal["queued", "preempted", "prefill", "decode"]
 MAX_STOP_STRINGS = 4
 _MOST_TOKENS = 2**31 - 1
 
@@ -164,6 +165,40 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens computed (cached ones not counted)."""
     generation_tokens: int = 0
     steps: int = 0
+
+
+class SequenceView(msgspec.Struct, frozen=True):
+    """One request as the scheduler sees it."""
+
+    id: str
+    phase: Phase
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that the prefix cache held when it was admitted."""
+    computed_tokens: int
+    """Tokens whose KV is in the cache, or will be after the step under way."""
+    output_tokens: int
+    limit: int
+    """Most tokens it may generate."""
+    blocks: int
+    shared_blocks: int
+    """Those of its pages that others hold too."""
+    priority: int
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """The engine between two steps, for somebody who watches."""
+
+    stats: EngineStats
+    sequences: list[SequenceView]
+    """Those that run, then those that wait, each in their order; the first ones when there are many."""
+    pages: bytes
+    """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared by
+    n sequences, 0x7fff held by a sequence that is not listed, otherwise 2 + the index in `sequences` of its owner."""
+    resident_bytes: int
+    """Memory of the engine process; 0 where the system does not say."""
+    seconds: float
+    """What it took to make this."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.types import EngineInfo, EngineOutputs, Request
+from engine.types import EngineInfo, EngineOutputs, EngineView, Request
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -13,6 +13,10 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
     ids: list[str]
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Asks for one Seen, between two steps."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -31,8 +35,12 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     outputs: EngineOutputs
 
 
-ToEngine = Submit | Abort
-FromEngine = Ready | Failed | Stepped
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    view: EngineView
+
+
+ToEngine = Submit | Abort | Look
+FromEngine = Ready | Failed | Stepped | Seen
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)

@@ -17,10 +17,11 @@ from server.config import ServerConfig
 from server.doors import KeyGuard
 from server.message import ChatFormats
 from server.metrics import Metrics
-from server.routes import chat, completions, models, status, tokenize
+from server.routes import chat, completions, engine, models, page, requests, status, tokenize
 from server.serving import Serving
 from server.structured import GrammarChecker
 from server.version import VERSION
+from server.watch import Watchers
 
 
 def create_app(
@@ -44,6 +45,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             info = await client.start()
+            metrics = Metrics(client, config.model_names[0], info.max_model_len)
             app.state.serving = Serving(
                 config=config,
                 client=client,
@@ -54,7 +56,8 @@ def create_app(
                 grammars=grammars,
                 defaults=generation_defaults,
                 vocab_size=vocab_size,
-                metrics=Metrics(client, config.model_names[0], info.max_model_len),
+                metrics=metrics,
+                watchers=Watchers(client, metrics.recent),
                 fingerprint=_fingerprint(info),
             )
             yield
@@ -66,7 +69,7 @@ def create_app(
     errors.install(app)
     if config.api_key:
         app.add_middleware(KeyGuard, keys=config.api_key)
-    for module in (completions, chat, models, tokenize, status):
+    for module in (completions, chat, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     return app
 

@@ -166,13 +166,15 @@ class BeamSearch:
             for i, beam in enumerate(beams)
         ]
         outputs: dict[str, RequestOutput] = {}
-        stream = self._client.submit(requests)
+        stream = self._client.submit(requests, job.id)
         self._streams.add(stream)
         try:
             async for some in stream:
                 for output in some:
                     if output.finish_reason == "error":
                         raise EngineError(output.error or "the engine failed this request")
+                    if output.finish_reason == "abort":
+                        raise EngineError("the request was cancelled")
                     outputs[output.id] = output
         finally:
             stream.close()

@@ -14,6 +14,12 @@ from server.errors import error_body
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 """What load balancers ask, and they have no key."""
+PAGE = "/web/"
+"""The web page is open: it holds nothing, and asks for a key itself."""
+
+
+def is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path == "/" or path.startswith(PAGE)
 
 
 class KeyGuard:
@@ -28,7 +34,7 @@ class KeyGuard:
         self._hashes = [_hash(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or is_open(scope["path"]):
             return await self._app(scope, receive, send)
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         shown = _hash(key.strip())

@@ -14,7 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.errors import EngineError, InvalidRequest, ModelNotFound, Overloaded, QuireError, Timeout
+from engine.errors import (
+    EngineError,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    QuireError,
+    RequestNotFound,
+    Timeout,
+)
 
 logger = logging.getLogger("quire.server")
 
@@ -22,6 +30,7 @@ INVALID, SERVER = "invalid_request_error", "server_error"
 TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (InvalidRequest, 400, INVALID),
     (ModelNotFound, 404, "not_found_error"),
+    (RequestNotFound, 404, "not_found_error"),
     (Overloaded, 503, SERVER),
     (Timeout, 408, SERVER),
     (EngineError, 500, SERVER),

@@ -270,7 +270,7 @@ class Generation:
             )
         self._cut_short = False
         self._started = time.monotonic()
-        self._stream = client.submit(requests)
+        self._stream = client.submit(requests, job.id)
         self._deadlines = Deadlines(self._stream, timeout=job.timeout, queue_timeout=job.queue_timeout)
 
     @property

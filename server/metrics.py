@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from engine.client import EngineClient
 from engine.types import SamplingParams
+from server.recent import Recent
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -47,6 +48,7 @@ class Metrics:
     def __init__(self, client: EngineClient, model_name: str, max_model_len: int) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(client, model_name))
+        self.recent = Recent(client)
         labels = ("model_name",)
         lengths = length_buckets(max_model_len)
 
@@ -56,12 +58,12 @@ class Metrics:
             assert isinstance(child, Histogram)
             return child
 
-        self.first_token = histogram(
+        self._first_token = histogram(
             "vllm:time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_SECONDS
-        ).observe
-        self.next_token = histogram(
+        )
+        self._next_token = histogram(
             "vllm:inter_token_latency_seconds", "Seconds between the steps of one stream.", TOKEN_SECONDS
-        ).observe
+        )
         self._per_token = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_SECONDS
         )
@@ -76,6 +78,14 @@ class Metrics:
             "vllm:request_success", "Finished requests.", (*labels, "finished_reason"), registry=self._registry
         )
         self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+
+    def first_token(self, seconds: float) -> None:
+        self._first_token.observe(seconds)
+        self.recent.first_token(seconds)
+
+    def next_token(self, seconds: float) -> None:
+        self._next_token.observe(seconds)
+        self.recent.next_token(seconds)
 
     def finished(
         self,

@@ -17,6 +17,7 @@ from server.config import ServerConfig
 from server.message import ChatFormats
 from server.metrics import Metrics
 from server.structured import GrammarChecker
+from server.watch import Watchers
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Serving:
     vocab_size: int
     """The model's: token ids run from 0 to vocab_size - 1."""
     metrics: Metrics
+    watchers: Watchers
     fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
 

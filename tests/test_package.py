@@ -37,7 +37,8 @@ def test_it_carries_every_source_and_data_file(wheel: Path) -> None:
         str(path) for path in source_files() if path.parts[0] in HOUSE and path.suffix in (".py", ".cpp", ".h", ".toml")
     }
     wanted |= {str(path) for path in source_files() if path.match("configs/*.toml") or path.match("configs/demo/*")}
-    assert "configs/demo/model.safetensors" in wanted
+    wanted |= {str(path) for path in source_files() if path.is_relative_to("server/web")}
+    assert {"configs/demo/model.safetensors", "server/web/index.html"} <= wanted
     assert "kernels/cpu/attention.cpp" in wanted
     missing = (wanted | {"quire.py"}) - set(zipfile.ZipFile(wheel).namelist())
     assert not missing, f"{sorted(missing)} not in the wheel: name them in pyproject.toml under tool.setuptools"

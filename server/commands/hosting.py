@@ -40,6 +40,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
+        self._app = app
         self._on_ready = on_ready
 
     def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
@@ -49,6 +50,10 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        self._app.state.serving.watchers.close()
+        await super().shutdown(sockets)
 
 
 @asynccontextmanager

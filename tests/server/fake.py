@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from engine.client import EngineClient
-from engine.types import EngineInfo, EngineStats, FinishReason, Request, RequestOutput, TokenLogprob
+from engine.types import (
+    EngineInfo,
+    EngineStats,
+    EngineView,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SequenceView,
+    TokenLogprob,
+)
 
 Script = Callable[[Request, int], int]
 
@@ -57,6 +66,9 @@ class FakeEngine(EngineClient):
         self.positions: dict[str, int] = {}
         self.seen: list[Request] = []
         self.aborted: list[str] = []
+        self.looks = 0
+        self.silent = False
+        """Never answers a look, as in a long step."""
         self._work = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -94,6 +106,25 @@ class FakeEngine(EngineClient):
     def _send_abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self.running.pop(request_id, None)
+
+    def _send_look(self) -> None:
+        self.looks += 1
+        if not self.silent:
+            self._saw(EngineView(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0))
+
+    def _seen(self, request: Request) -> SequenceView:
+        return SequenceView(
+            id=request.id,
+            phase="decode",
+            prompt_tokens=len(request.prompt_ids),
+            cached_tokens=0,
+            computed_tokens=0,
+            output_tokens=self.positions[request.id],
+            limit=request.params.max_tokens or 0,
+            blocks=1,
+            shared_blocks=0,
+            priority=request.priority,
+        )
 
     async def _run(self) -> None:
         for step in count(1):

@@ -1,0 +1,47 @@
+"""GET /v1/engine/events: what the dashboard shows, as it changes."""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.serving import Serving, serving_of
+from server.sse import EventStream
+from server.version import VERSION
+from server.watch import Watcher
+
+router = APIRouter()
+
+
+@router.get(
+    "/v1/engine/events",
+    response_class=Response,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "Server-sent events, until you leave."}},
+)
+async def engine_events(request: Request) -> Response:
+    """The engine as it changes: one event `hello` with what stays and the last five minutes, then `state` twice a second.
+
+    Costs nothing while nobody watches. server/watch.py and engine/types.py (EngineView) say what is in it.
+    """
+    serving = serving_of(request)
+    watcher = Watcher(serving.watchers)
+    return EventStream(watcher.events(facts(serving)), watcher.close, {})
+
+
+def facts(serving: Serving) -> dict[str, object]:
+    """What does not change while the server runs."""
+    config = serving.config
+    return {
+        "version": VERSION,
+        "started": serving.created,
+        "models": config.model_names,
+        "info": {name: value for name, value in msgspec.structs.asdict(serving.info).items() if name != "model"},
+        "limits": {
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_queued_requests": config.max_queued_requests,
+            "enable_prefix_caching": config.enable_prefix_caching,
+        },
+    }

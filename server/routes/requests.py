@@ -1,0 +1,28 @@
+"""DELETE /v1/requests/{request_id}: end a request of somebody else's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from engine.errors import RequestNotFound
+from server.serving import serving_of
+
+router = APIRouter()
+
+
+@router.delete(
+    "/v1/requests/{request_id}",
+    responses={404: {"description": "No open request has that id: it has ended, or never was."}},
+)
+async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
+    """Cancel an open request. Its own caller gets what there is so far, with finish_reason "abort".
+
+    The id is the answer's (chatcmpl-…, cmpl-…), for all its choices, or one choice's (chatcmpl-…-0).
+    """
+    cancelled = serving_of(request).client.cancel(request_id)
+    if not cancelled:
+        raise RequestNotFound(f"No open request has the id `{request_id}`", param="request_id")
+    return {"id": request_id, "object": "request", "cancelled": True, "sequences": cancelled}

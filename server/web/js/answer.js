@@ -1,0 +1,54 @@
+// One streamed answer: chunks in, a message that grows.
+
+import { call, events } from "./api.js";
+import { tokensOf } from "./tokens.js";
+
+/**
+ * Sends a request and fills `message` with what comes: content, reasoning, tool_calls, tokens, meta. Calls `grown`
+ * after each chunk. An abort by `signal` ends it quietly. Throws ApiError.
+ */
+export async function ask(path, body, message, signal, grown) {
+  const began = performance.now();
+  const seconds = () => (performance.now() - began) / 1000;
+  message.meta = {};
+  try {
+    const response = await call(path, { method: "POST", body, signal });
+    for await (const { data } of events(response)) {
+      if (data === "[DONE]") break;
+      if (data.error) throw new Error(data.error.message);
+      take(data, message, seconds);
+      grown();
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") throw error;
+    message.meta.stopped = true;
+  }
+}
+
+function take(chunk, message, seconds) {
+  const { meta } = message;
+  meta.id = chunk.id;
+  if (chunk.usage) {
+    meta.tokens = chunk.usage.completion_tokens;
+    meta.prompt = chunk.usage.prompt_tokens;
+    meta.cached = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
+  }
+  const choice = chunk.choices?.find(({ index }) => index === 0);
+  if (!choice) return;
+  const delta = choice.delta ?? { content: choice.text };
+  const said = delta.content || delta.reasoning_content || delta.tool_calls || choice.logprobs;
+  if (said) meta.first ??= seconds();
+  if (said) meta.seconds = seconds();
+  message.content += delta.content ?? "";
+  if (delta.reasoning_content) message.reasoning = (message.reasoning ?? "") + delta.reasoning_content;
+  for (const call of delta.tool_calls ?? []) addCall(message, call);
+  if (choice.logprobs) (message.tokens ??= []).push(...tokensOf(choice.logprobs));
+  if (choice.finish_reason) meta.finish = choice.finish_reason;
+}
+
+function addCall(message, delta) {
+  const calls = (message.tool_calls ??= []);
+  const call = (calls[delta.index] ??= { id: delta.id, type: "function", function: { name: "", arguments: "" } });
+  call.function.name += delta.function?.name ?? "";
+  call.function.arguments += delta.function?.arguments ?? "";
+}

@@ -1,0 +1,69 @@
+// Requests to this server, with the API key if there is one, and server-sent events read from fetch: EventSource
+// cannot send headers.
+
+import { loadKey } from "./store.js";
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+
+  get needsKey() {
+    return this.status === 401 || this.status === 403;
+  }
+}
+
+/** The response of a request that succeeded. Throws ApiError with the server's message. */
+export async function call(path, { method = "GET", body, signal } = {}) {
+  const headers = {};
+  const key = loadKey();
+  if (key) headers.Authorization = `Bearer ${key}`;
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  let response;
+  try {
+    response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The server cannot be reached.");
+  }
+  if (response.ok) return response;
+  throw new ApiError(response.status, await message(response));
+}
+
+async function message(response) {
+  const text = await response.text().catch(() => "");
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return `The server answered with status ${response.status}.`;
+  }
+}
+
+/** The events of a response's body, as {event, data}; data is JSON or the text [DONE]. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      rest += value;
+      const blocks = rest.split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) yield parse(block);
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function parse(block) {
+  let event = "message";
+  let data = "";
+  for (const line of block.split("\n")) {
+    if (line.startsWith("event: ")) event = line.slice(7);
+    else if (line.startsWith("data: ")) data += line.slice(6);
+  }
+  return { event, data: data === "[DONE]" ? data : JSON.parse(data) };
+}

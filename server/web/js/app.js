@@ -1,0 +1,99 @@
+// The frame: which view shows, the theme, the API key, and the dialogs that both views use.
+
+import { $, say } from "./dom.js";
+import { keepsKey, loadKey, loadTheme, saveKey, saveTheme } from "./store.js";
+import { Dashboard } from "./dashboard.js";
+import { Playground } from "./playground.js";
+
+const frame = { askForKey, showText };
+const views = { playground: new Playground(frame), dashboard: new Dashboard(frame) };
+
+function route() {
+  if (location.hash === "#main") return; // the skip link
+  const chosen = location.hash.slice(1) in views ? location.hash.slice(1) : "playground";
+  for (const name of Object.keys(views)) {
+    const link = $(`to-${name}`);
+    $(name).hidden = name !== chosen;
+    if (name === chosen) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = chosen === "dashboard" ? "Engine · Quire" : "Quire";
+  showVisible();
+}
+
+/** A view works only while somebody sees it. */
+function showVisible() {
+  for (const [name, view] of Object.entries(views)) {
+    if (!$(name).hidden && !document.hidden) view.show();
+    else view.hide();
+  }
+}
+
+function applyTheme(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  $("theme").value = theme;
+  views.dashboard.recolour();
+}
+
+/** Opens the key dialog, with the reason if a request was refused. */
+function askForKey(why = "") {
+  if ($("key-dialog").open) return;
+  say($("key-why"), why || "Requests carry it as a bearer token. It goes to this server only.");
+  $("key-why").classList.toggle("refused", Boolean(why));
+  $("key").value = loadKey();
+  $("key-keep").checked = keepsKey();
+  $("key-dialog").showModal();
+  $("key").select();
+}
+
+function useKey(key) {
+  saveKey(key, $("key-keep").checked);
+  $("key-dialog").close();
+  for (const view of Object.values(views)) view.keyChanged();
+  showVisible();
+}
+
+/** Shows text to read or copy. */
+function showText(title, text) {
+  say($("text-title"), title);
+  $("text-body").value = text;
+  say($("text-copied"), "");
+  $("text-dialog").showModal();
+  $("text-body").setSelectionRange(0, 0);
+}
+
+async function copyText() {
+  const body = $("text-body");
+  try {
+    await navigator.clipboard.writeText(body.value);
+  } catch {
+    body.select(); // no clipboard outside https and localhost
+    if (!document.execCommand("copy")) {
+      say($("text-copied"), "Selected: copy with Ctrl+C");
+      return;
+    }
+  }
+  say($("text-copied"), "Copied");
+}
+
+$("key-button").addEventListener("click", () => askForKey());
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey($("key").value.trim());
+});
+$("key-forget").addEventListener("click", () => useKey(""));
+$("text-copy").addEventListener("click", copyText);
+for (const button of document.querySelectorAll("[data-close]")) {
+  button.addEventListener("click", () => button.closest("dialog").close());
+}
+$("theme").addEventListener("change", () => {
+  saveTheme($("theme").value);
+  applyTheme($("theme").value);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => views.dashboard.recolour());
+addEventListener("hashchange", route);
+document.addEventListener("visibilitychange", showVisible);
+
+applyTheme(loadTheme());
+route();

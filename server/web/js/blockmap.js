@@ -1,0 +1,255 @@
+// The KV pool as a grid, one square per page, or per few pages where there are more than fit.
+
+import { $, el, say } from "./dom.js";
+
+const CACHED = 1;
+const FIRST_OWNER = 2;
+const UNLISTED = 0x7fff;
+const SHARED = 0x8000;
+const LARGEST = 20;
+const SMALLEST = 3;
+const FREE_KIND = 0;
+const CACHED_KIND = 1;
+const SHARED_KIND = 2;
+const OTHER_KIND = 3;
+const FIRST_HUE = 4;
+const KINDS = [["free", "Empty"], ["cached", "Cached, free to reuse"], ["shared", "Shared"], ["owned", "Held by one request"]];
+const STEP = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
+
+/** uint16 codes of the pages, from an event's base64 of zlib. What they mean stands in engine/types.py. */
+export async function decodePages(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Uint16Array(await new Response(stream).arrayBuffer());
+}
+
+/** Hues that tell neighbours apart: a golden angle between one request and the next, kept while it lives. */
+export class Hues {
+  constructor() {
+    this.slots = new Map();
+    this.next = 0;
+  }
+
+  keepOnly(ids) {
+    const alive = new Set(ids);
+    for (const id of this.slots.keys()) if (!alive.has(id)) this.slots.delete(id);
+    for (const id of ids) if (!this.slots.has(id)) this.slots.set(id, this.next++ % 4096);
+  }
+
+  colour(id) {
+    return hue(this.slots.get(id) ?? 0);
+  }
+}
+
+/** Between green and orange there is none: gold is what is shared. */
+const hue = (slot) => `oklch(var(--owner-light) 0.12 ${120 + ((80 + slot * 137.508) % 290)})`;
+
+export class BlockMap {
+  constructor(hues, onPick) {
+    this.canvas = $("pages");
+    this.hues = hues;
+    this.onPick = onPick;
+    this.codes = new Uint16Array(0);
+    this.requests = [];
+    this.kinds = new Int32Array(0);
+    this.highlight = null;
+    this.cursor = null;
+    this.counts = KINDS.map(([name, label]) => {
+      const count = el("b", {}, "0");
+      const swatch = el("i", { class: `swatch ${name}`, "aria-hidden": "true" });
+      $("legend").append(el("li", {}, swatch, label, " ", count));
+      return { swatch, count };
+    });
+    this.probe = el("i", { class: "swatch", hidden: true });
+    this.canvas.after(this.probe);
+    new ResizeObserver(() => this.#layout()).observe(this.canvas.parentElement);
+    this.canvas.addEventListener("pointermove", (event) => this.#point(this.#cellAt(event)));
+    this.canvas.addEventListener("pointerleave", () => this.#point(null));
+    this.canvas.addEventListener("keydown", (event) => this.#key(event));
+    this.canvas.addEventListener("blur", () => this.#point(null));
+  }
+
+  /** A new map; `requests` are those that codes refer to. */
+  update(codes, requests) {
+    const sameSize = codes.length === this.codes.length;
+    this.codes = codes;
+    this.requests = requests;
+    if (!sameSize) this.#layout();
+    else this.#draw(false);
+    this.#count();
+    if (this.cursor !== null) this.#tell();
+  }
+
+  /** Shows one request's pages and fades the rest; null shows all alike. */
+  emphasise(id) {
+    if (this.highlight === id) return;
+    this.highlight = id;
+    this.#draw(true);
+  }
+
+  recolour() {
+    this.colours = null;
+    this.#draw(true);
+  }
+
+  #layout() {
+    const width = this.canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(this.canvas.parentElement).paddingLeft);
+    const pages = this.codes.length;
+    if (!pages || width < 50) return;
+    const most = innerWidth < 700 ? 280 : 330;
+    const fitting = Math.floor(Math.sqrt((width * most) / pages));
+    this.pitch = Math.min(LARGEST, Math.max(SMALLEST, fitting));
+    this.columns = Math.floor(width / this.pitch);
+    this.perCell = Math.ceil(pages / (this.columns * Math.floor(most / this.pitch)));
+    this.cells = Math.ceil(pages / this.perCell);
+    const height = Math.ceil(this.cells / this.columns) * this.pitch;
+    const scale = devicePixelRatio || 1;
+    this.canvas.width = Math.round(width * scale);
+    this.canvas.height = Math.round(height * scale);
+    this.canvas.style.height = `${height}px`;
+    this.context = this.canvas.getContext("2d");
+    this.context.scale(scale, scale);
+    this.#draw(true);
+  }
+
+  /** What a square shows: where it stands for several pages, the one that is most in use. */
+  #kindOf(cell) {
+    let best = FREE_KIND;
+    const end = Math.min(this.codes.length, (cell + 1) * this.perCell);
+    for (let page = cell * this.perCell; page < end; page++) {
+      const code = this.codes[page];
+      if (code === 0) continue;
+      const kind = this.#kind(code);
+      if (kind > best) best = kind;
+    }
+    return best;
+  }
+
+  #kind(code) {
+    if (code === CACHED) return CACHED_KIND;
+    if (code >= SHARED) return SHARED_KIND;
+    if (code === UNLISTED) return OTHER_KIND;
+    return FIRST_HUE + (this.hues.slots.get(this.requests[code - FIRST_OWNER]?.id) ?? 0);
+  }
+
+  #draw(all) {
+    if (!this.context || !this.columns) return;
+    if (this.kinds.length !== this.cells) {
+      this.kinds = new Int32Array(this.cells).fill(-1);
+      all = true;
+    }
+    this.colours ??= this.#readColours();
+    const gap = this.pitch >= 8 ? 2 : 1;
+    const size = this.pitch - gap;
+    const slot = this.highlight === null ? null : FIRST_HUE + (this.hues.slots.get(this.highlight) ?? -FIRST_HUE);
+    if (all) this.context.clearRect(0, 0, this.canvas.width, this.canvas.height);
+    for (let cell = 0; cell < this.cells; cell++) {
+      const kind = this.#kindOf(cell);
+      if (!all && kind === this.kinds[cell]) continue;
+      this.kinds[cell] = kind;
+      const x = (cell % this.columns) * this.pitch;
+      const y = Math.floor(cell / this.columns) * this.pitch;
+      if (!all) this.context.clearRect(x, y, this.pitch, this.pitch);
+      this.context.globalAlpha = slot === null || kind === slot || kind <= CACHED_KIND ? 1 : 0.22;
+      this.#square(kind, x, y, size);
+    }
+    this.context.globalAlpha = 1;
+    if (this.cursor !== null) this.#outline();
+  }
+
+  /** Told apart without colours, too, where there is room: cached ones are hollow, shared ones have a hole. */
+  #square(kind, x, y, size) {
+    this.context.fillStyle = this.#colour(kind);
+    this.context.fillRect(x, y, size, size);
+    if (this.pitch < 8 || (kind !== CACHED_KIND && kind !== SHARED_KIND)) return;
+    const inset = kind === CACHED_KIND ? Math.max(1.5, size / 7) : size / 3;
+    if (kind === CACHED_KIND) this.context.fillStyle = this.colours[FREE_KIND];
+    if (kind === CACHED_KIND) this.context.fillRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
+    else this.context.clearRect(x + inset, y + inset, size - 2 * inset, size - 2 * inset);
+  }
+
+  #outline() {
+    const x = (this.cursor % this.columns) * this.pitch;
+    const y = Math.floor(this.cursor / this.columns) * this.pitch;
+    this.context.strokeStyle = this.colours[KINDS.length];
+    this.context.lineWidth = 1.5;
+    this.context.strokeRect(x - 0.5, y - 0.5, this.pitch, this.pitch);
+  }
+
+  #readColours() {
+    const background = (element) => getComputedStyle(element).backgroundColor;
+    return [...this.counts.map(({ swatch }) => background(swatch)), getComputedStyle(this.canvas).color];
+  }
+
+  #colour(kind) {
+    if (kind < FIRST_HUE) return this.colours[kind];
+    return (this.colours[kind + 1] ??= this.#resolve(kind - FIRST_HUE));
+  }
+
+  /** The canvas knows no variables: an element resolves them. */
+  #resolve(slot) {
+    this.probe.style.backgroundColor = hue(slot);
+    return getComputedStyle(this.probe).backgroundColor;
+  }
+
+  #count() {
+    const totals = [0, 0, 0, 0];
+    for (const code of this.codes) totals[code === 0 ? 0 : code === CACHED ? 1 : code >= SHARED ? 2 : 3]++;
+    totals.forEach((total, kind) => say(this.counts[kind].count, total.toLocaleString("en")));
+    const [free, cached, shared, owned] = totals;
+    this.canvas.setAttribute("aria-label",
+      `Map of ${this.codes.length} KV cache pages: ${free} empty, ${cached} cached, ${shared} shared, ${owned} held by one request`);
+  }
+
+  #cellAt(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / this.pitch);
+    const cell = Math.floor((event.clientY - box.top) / this.pitch) * this.columns + column;
+    return column < this.columns && cell < this.cells ? cell : null;
+  }
+
+  #key(event) {
+    const step = STEP[event.key];
+    if (!step || !this.columns) return;
+    event.preventDefault();
+    const cell = this.cursor === null ? 0 : this.cursor + step[0] + step[1] * this.columns;
+    this.#point(Math.min(Math.max(cell, 0), this.cells - 1));
+  }
+
+  #point(cell) {
+    if (cell === this.cursor) return;
+    this.cursor = cell;
+    const code = cell === null ? 0 : this.#codeIn(cell);
+    const owner = code >= FIRST_OWNER && code < UNLISTED ? (this.requests[code - FIRST_OWNER]?.id ?? null) : null;
+    this.highlight = owner;
+    this.onPick(owner);
+    this.#draw(true);
+    this.#tell();
+  }
+
+  #codeIn(cell) {
+    const page = Array.from({ length: this.perCell }, (_, index) => cell * this.perCell + index)
+      .find((each) => this.codes[each] >= FIRST_OWNER);
+    return this.codes[page ?? cell * this.perCell];
+  }
+
+  #tell() {
+    if (this.cursor === null || !this.codes.length) {
+      const per = this.perCell > 1 ? `One square is ${this.perCell} pages. ` : "";
+      say($("page-readout"), `${per}Point at a page, or use the arrow keys, to see whose it is.`);
+      return;
+    }
+    const first = this.cursor * this.perCell;
+    const last = Math.min(this.codes.length, first + this.perCell) - 1;
+    const name = first === last ? `Page ${first}` : `Pages ${first} to ${last}`;
+    say($("page-readout"), `${name}: ${this.#meaning(this.#codeIn(this.cursor))}`);
+  }
+
+  #meaning(code) {
+    if (code === 0) return "empty";
+    if (code === CACHED) return "cached: a prompt that starts alike can use it";
+    if (code >= SHARED) return `shared by ${code - SHARED} requests`;
+    if (code === UNLISTED) return "held by a request that is not listed";
+    return `held by ${this.requests[code - FIRST_OWNER]?.id ?? "a request that has just ended"}`;
+  }
+}

@@ -1,0 +1,113 @@
+// The table of requests: rows stay as long as their requests do, so that focus and pointer keep their place.
+
+import { $, el, say } from "./dom.js";
+
+const PHASES = { queued: "queued", preempted: "preempted", prefill: "prefill", decode: "decode" };
+
+export class Requests {
+  /** `actions`: cancel(id), explain(id) and point(id or null). */
+  constructor(hues, actions) {
+    this.hues = hues;
+    this.actions = actions;
+    this.rows = new Map();
+    this.body = $("requests").tBodies[0];
+  }
+
+  update(requests, total) {
+    const seen = new Set(requests.map(({ id }) => id));
+    for (const [id, row] of this.rows) {
+      if (!seen.has(id)) {
+        this.#leave(row);
+        this.rows.delete(id);
+      }
+    }
+    requests.forEach((request, index) => {
+      const row = this.#row(request);
+      if (this.body.children[index] !== row.element) this.body.insertBefore(row.element, this.body.children[index] ?? null);
+      this.#fill(row, request);
+    });
+    const count = (phases) => requests.filter(({ phase }) => phases.includes(phase)).length;
+    const parts = [`${count(["decode"])} decode`, `${count(["prefill"])} prefill`, `${count(["queued", "preempted"])} waiting`];
+    const more = total - requests.length;
+    say($("requests-count"), requests.length ? parts.join(" · ") + (more > 0 ? ` · ${more} more not listed` : "") : "");
+    $("requests-none").hidden = requests.length > 0;
+    $("requests").hidden = requests.length === 0;
+  }
+
+  /** Shows which row's pages the map points at. */
+  mark(id) {
+    for (const [each, { element }] of this.rows) element.classList.toggle("marked", each === id);
+  }
+
+  #row({ id }) {
+    const known = this.rows.get(id);
+    if (known) return known;
+    const cell = (name = "") => el("td", { class: name });
+    const short = shorten(id);
+    const bar = el("span", { class: "bar-fill" });
+    const row = {
+      bar,
+      share: el("span", { class: "share" }),
+      phase: el("span", { class: "phase" }),
+      cached: cell("wide num"),
+      pages: cell("wide num"),
+      age: cell("wide num"),
+      cancel: el("button", { type: "button", class: "quiet small danger", "aria-label": `Cancel request ${short}`, onclick: () => this.#cancel(id) }, "Cancel"),
+    };
+    const dot = el("i", { class: "dot", "aria-hidden": "true" });
+    dot.style.backgroundColor = this.hues.colour(id);
+    const name = el("button", { type: "button", class: "name", title: id, "aria-label": `Explain request ${short}`,
+      onclick: () => this.actions.explain(id) }, short);
+    row.element = el("tr", { onpointerenter: () => this.actions.point(id), onpointerleave: () => this.actions.point(null),
+      onfocusin: () => this.actions.point(id), onfocusout: () => this.actions.point(null) },
+      el("th", { scope: "row" }, dot, name), el("td", {}, row.phase),
+      el("td", { class: "progress" }, el("span", { class: "bar-track", "aria-hidden": "true" }, bar), row.share),
+      row.cached, row.pages, row.age, el("td", { class: "end" }, row.cancel));
+    this.rows.set(id, row);
+    return row;
+  }
+
+  #fill(row, request) {
+    const prefill = request.phase === "prefill";
+    const [done, all] = prefill
+      ? [request.computed_tokens, request.prompt_tokens + request.output_tokens]
+      : [request.output_tokens, request.limit];
+    row.phase.className = `phase ${request.phase}`;
+    say(row.phase, PHASES[request.phase]);
+    row.bar.style.width = `${Math.min(100, (100 * done) / Math.max(1, all))}%`;
+    say(row.share, `${done} / ${all}${prefill ? " prompt" : ""}`);
+    say(row.cached, request.prompt_tokens ? `${request.cached_tokens} / ${request.prompt_tokens}` : "–");
+    say(row.pages, request.shared_blocks ? `${request.blocks} (${request.shared_blocks} shared)` : String(request.blocks));
+    say(row.age, duration(request.age));
+  }
+
+  async #cancel(id) {
+    const { cancel } = this.rows.get(id);
+    cancel.disabled = true;
+    say(cancel, "…");
+    if (await this.actions.cancel(id)) return; // the row goes with the request
+    cancel.disabled = false;
+    say(cancel, "Cancel");
+  }
+
+  #leave({ element }) {
+    // Keyboard users go on at the next row instead of at the top of the page.
+    if (element.contains(document.activeElement)) {
+      const next = (element.nextElementSibling ?? element.previousElementSibling)?.querySelector(".danger");
+      (next ?? $("requests").closest(".scroller")).focus();
+    }
+    element.remove();
+  }
+}
+
+/** The part of an id that tells it from others. */
+export function shorten(id) {
+  const [kind, name = "", ...rest] = id.split("-");
+  return name.length > 12 ? [kind, name.slice(0, 8), ...rest].join("-") : id;
+}
+
+export function duration(seconds) {
+  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+  const minutes = Math.floor(seconds / 60);
+  return minutes < 60 ? `${minutes} min` : minutes < 1440 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${Math.floor(minutes / 1440)} days`;
+}

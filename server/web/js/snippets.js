@@ -1,0 +1,55 @@
+// The request as code: what the playground would send, for a terminal or for the OpenAI SDK.
+
+const SDK = new Set([
+  "model", "messages", "prompt", "stream", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed",
+  "presence_penalty", "frequency_penalty", "stop", "logprobs", "top_logprobs", "tools", "tool_choice", "n", "echo",
+  "parallel_tool_calls", "response_format", "logit_bias", "user", "reasoning_effort", "suffix", "service_tier",
+]);
+
+/** A curl command. The key is left to the shell, so that it ends up in no file. */
+export function curl(path, body, hasKey) {
+  const lines = [`curl -N ${location.origin}${path}`, "-H 'Content-Type: application/json'"];
+  if (hasKey) lines.push('-H "Authorization: Bearer $QUIRE_KEY"');
+  lines.push(`-d '${JSON.stringify(body, null, 2).replaceAll("'", "'\\''")}'`);
+  return lines.join(" \\\n  ") + "\n";
+}
+
+/** A script for the OpenAI SDK; what the SDK has no name for goes into extra_body. */
+export function python(body, hasKey) {
+  const { stream_options: _, ...rest } = body;
+  const chat = "messages" in rest;
+  const known = Object.entries(rest).filter(([name]) => SDK.has(name));
+  const extra = Object.fromEntries(Object.entries(rest).filter(([name]) => !SDK.has(name)));
+  const args = known.map(([name, value]) => `    ${name}=${literal(value, 4)},`);
+  if (Object.keys(extra).length) args.push(`    extra_body=${literal(extra, 4)},`);
+  const key = hasKey ? 'os.environ["QUIRE_KEY"]' : '"none"';
+  return [
+    ...(hasKey ? ["import os", ""] : []),
+    "from openai import OpenAI",
+    "",
+    `client = OpenAI(base_url="${location.origin}/v1", api_key=${key})`,
+    `stream = client.${chat ? "chat.completions" : "completions"}.create(`,
+    ...args,
+    ")",
+    "for chunk in stream:",
+    "    if chunk.choices:",
+    `        print(chunk.choices[0].${chat ? 'delta.content or ""' : "text"}, end="", flush=True)`,
+    "",
+  ].join("\n");
+}
+
+/** A Python literal of a JSON value. */
+export function literal(value, indent = 0) {
+  if (value === null) return "None";
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (typeof value !== "object") return JSON.stringify(value);
+  const items = Array.isArray(value)
+    ? value.map((each) => literal(each, indent + 4))
+    : Object.entries(value).map(([name, each]) => `${JSON.stringify(name)}: ${literal(each, indent + 4)}`);
+  const [open, close] = Array.isArray(value) ? "[]" : "{}";
+  const flat = `${open}${items.join(", ")}${close}`;
+  if (flat.length + indent < 100 && !flat.includes("\n")) return flat;
+  const pad = " ".repeat(indent + 4);
+  return `${open}\n${items.map((item) => `${pad}${item},`).join("\n")}\n${" ".repeat(indent)}${close}`;
+}

@@ -1,0 +1,152 @@
+"""Watching the engine, and cancelling what runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from server.routes.engine import facts
+from server.watch import Watcher
+from tests.server.fake import FakeEngine, hashed
+from tests.server.house import House, open_house
+
+LETTERS = hashed(b"abcdefgh")
+
+
+@pytest.fixture
+async def slow() -> AsyncIterator[House]:
+    """A server whose engine takes its time."""
+    async with open_house(FakeEngine(LETTERS, step_seconds=0.01)) as opened:
+        yield opened
+
+
+def watcher(house: House) -> Watcher:
+    return Watcher(house.app.state.serving.watchers)
+
+
+def parse(event: bytes) -> tuple[str, Any]:
+    name, data = event.decode().removesuffix("\n\n").split("\n")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+async def test_a_watcher_sees_requests_come_and_go(slow: House) -> None:
+    await slow.post("/v1/completions", {"prompt": "before", "max_tokens": 5})
+    await asyncio.sleep(1.1)  # until the second in which it ran is over
+    watching = watcher(slow)
+    events = watching.events(facts(slow.app.state.serving))
+    name, hello = parse(await anext(events))
+    assert (name, hello["models"], hello["info"]["num_blocks"]) == ("hello", ["owner/model", "second"], 100)
+    assert "model" not in hello["info"], "a path of this machine's is nobody's business"
+    (before,) = hello["history"]
+    assert len(before["first_token"]) == len(before["between_tokens"]) == 2
+    call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 400}))
+    while True:
+        name, state = parse(await anext(events))
+        assert name == "state"
+        if state["engine"]["requests"]:
+            break
+    (seen,) = state["engine"]["requests"]
+    assert (seen["prompt_tokens"], seen["limit"], state["stats"]["running"]) == (5, 400, 1)
+    assert seen["age"] > 0
+    assert slow.app.state.serving.client.cancel(seen["id"]) == 1
+    assert (await call)["choices"][0]["finish_reason"] == "abort"
+    while parse(await anext(events))[1]["engine"]["requests"]:
+        pass
+    watching.close()
+    assert [event async for event in events] == []
+
+
+async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(house: House) -> None:
+    assert house.engine.looks == 0
+    watching = [watcher(house) for _ in range(8)]
+    streams = [each.events({}) for each in watching]
+    for stream in streams:
+        assert parse(await anext(stream))[0] == "hello"
+    for _ in range(2):
+        events = [await anext(stream) for stream in streams]
+        assert len(set(events)) == 1
+    assert house.engine.looks <= 4
+    house.app.state.serving.watchers.close()
+    for stream in streams:
+        assert [event async for event in stream] == []
+    await asyncio.sleep(0.6)  # the snapshot under way
+    looks = house.engine.looks
+    await asyncio.sleep(0.6)
+    assert house.engine.looks == looks
+    late = watcher(house).events({})
+    await anext(late)
+    assert parse(await anext(late))[0] == "state", "who comes later wakes it again"
+    await late.aclose()
+
+
+async def test_a_silent_or_dead_engine_is_told_of(house: House) -> None:
+    house.engine.silent = True
+    events = watcher(house).events({})
+    await anext(events)
+    state = parse(await anext(events))[1]
+    assert (state["engine"], state["responsive"]) == (None, True)
+    house.engine.die()
+    while state["responsive"]:
+        state = parse(await anext(events))[1]
+    assert state["engine"] is None
+    await events.aclose()
+
+
+async def cancelled_stream(house: House, path: str, body: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Events of a stream that is cancelled from outside, and the answer to that."""
+    call = asyncio.create_task(house.events(path, {**body, "max_tokens": 400}))
+    await house.engine.sent.wait()
+    answer_id = house.engine.seen[0].id.rsplit("-", 1)[0]
+    answer = await house.http.delete(f"/v1/requests/{answer_id}")
+    return await call, answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ],
+)
+async def test_a_cancelled_stream_ends_with_what_there_is(slow: House, path: str, body: dict[str, Any]) -> None:
+    events, answer = await cancelled_stream(slow, path, {**body, "n": 2, "stream_options": {"include_usage": True}})
+    assert answer.status_code == 200
+    assert answer.json() == {"id": events[0]["id"], "object": "request", "cancelled": True, "sequences": 2}
+    reasons = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert reasons == ["abort", "abort"]
+    assert 0 < events[-1]["usage"]["completion_tokens"] < 800
+    assert len(slow.engine.aborted) == 2
+    assert slow.engine.running == {}
+    again = await slow.http.delete(f"/v1/requests/{events[0]['id']}")
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_one_choice_can_be_cancelled_alone(slow: House) -> None:
+    call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 60, "n": 2}))
+    await slow.engine.sent.wait()
+    assert (await slow.http.delete(f"/v1/requests/{slow.engine.seen[1].id}")).json()["sequences"] == 1
+    answer = await call
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "abort"]
+
+
+async def test_an_id_is_no_prefix_of_others(slow: House) -> None:
+    call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 30}))
+    await slow.engine.sent.wait()
+    request_id = slow.engine.seen[0].id
+    for wrong in ("cmpl", request_id[:-3], "-", "%20", "nope"):
+        assert (await slow.http.delete(f"/v1/requests/{wrong}")).status_code == 404, wrong
+    assert (await call)["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_cancelled_beam_search_is_an_error(slow: House) -> None:
+    body = {"prompt": "Hello", "max_tokens": 100, "n": 2, "use_beam_search": True}
+    call = asyncio.create_task(slow.http.post("/v1/completions", json=body))
+    await slow.engine.sent.wait()
+    while not (await slow.http.delete(f"/v1/requests/{slow.engine.seen[0].id.split('-0-')[0]}")).is_success:
+        await asyncio.sleep(0.005)  # between two steps none is open
+    answer = await call
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "the request was cancelled")
