@@ -143,7 +143,7 @@ class EngineClient(ABC):
         return len(self._streams)
 
     def submit(self, requests: Sequence[Request], call: str = "") -> OutputStream:
-        """Submit a group; ids must be new. `call` names what they are for. Raises EngineError when the engine is gone."""
+        """Submit a group; ids must be new. `call` names what they are for. Raises EngineError without an engine."""
         if self._dead is not None:
             raise self._dead
         stream = OutputStream(self, [request.id for request in requests], call)

@@ -193,8 +193,8 @@ class EngineView(msgspec.Struct, frozen=True):
     sequences: list[SequenceView]
     """Those that run, then those that wait, each in their order; the first ones when there are many."""
     pages: bytes
-    """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared by
-    n sequences, 0x7fff held by a sequence that is not listed, otherwise 2 + the index in `sequences` of its owner."""
+    """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared
+    by n sequences, 0x7fff held by one that is not listed, otherwise 2 + the index in `sequences` of its owner."""
     resident_bytes: int
     """Memory of the engine process; 0 where the system does not say."""
     seconds: float

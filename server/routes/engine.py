@@ -21,7 +21,7 @@ router = APIRouter()
     responses={200: {"content": {"text/event-stream": {}}, "description": "Server-sent events, until you leave."}},
 )
 async def engine_events(request: Request) -> Response:
-    """The engine as it changes: one event `hello` with what stays and the last five minutes, then `state` twice a second.
+    """The engine as it changes: `hello` with what stays and the last five minutes, then `state` every half second.
 
     Costs nothing while nobody watches. server/watch.py and engine/types.py (EngineView) say what is in it.
     """

@@ -44,7 +44,7 @@ async def test_the_page_needs_no_key_and_all_it_asks_for_does() -> None:
     async with open_house(FakeEngine(hashed(b"abc")), api_key=["secret"]) as house:
         for url in ("/", "/web/js/app.js", "/web/css/base.css"):
             assert (await house.http.get(url)).status_code == 200, url
-        for url in ("/v1/models", "/v1/engine/events", "/web", "/webs", "//", "/web/../v1/models"):
+        for url in ("/v1/models", "/v1/engine/events", "/web", "/webs", "/web/../v1/models"):
             assert (await house.http.get(url)).status_code in (401, 404), url
         assert (await house.http.delete("/v1/requests/x")).status_code == 401
 

@@ -20,9 +20,10 @@ EXAMPLES = int(os.environ.get("QUIRE_SCHEMATHESIS_EXAMPLES", "30"))
 
 
 def operations() -> list[Any]:
-    """Every method of every route; those that have no body are described by their path alone."""
+    """Every method of every route but streams without end; those without a body are described by their path alone."""
     description = make_app(FakeEngine(hashed(ENGINE_TOKENS))).openapi()
-    return [result.ok() for result in schemathesis.openapi.from_dict(description).get_all_operations()]
+    found = [result.ok() for result in schemathesis.openapi.from_dict(description).get_all_operations()]
+    return [each for each in found if "text/event-stream" not in str(each.definition.raw)]
 
 
 def kinds() -> list[Any]:
