@@ -8,16 +8,18 @@ HOST   =
 VENV  ?= .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+CLIENTS := $(VENV)/clients
 
 # The first Python of at least 3.11; name another with PYTHON=...
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test lint format wheel clean
+.PHONY: help install serve test clients lint format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path or hub id] [ARGS="more flags"]'
-	@echo 'make test  [ARGS="-k name"]    make lint    make format    make install    make wheel    make clean'
+	@echo 'make test  [ARGS="-k name"]    make clients    make lint    make format'
+	@echo 'make install    make wheel    make clean'
 
 install: $(READY)
 
@@ -34,6 +36,16 @@ serve: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
+clients: $(READY) $(CLIENTS)/.ready
+	@QUIRE=$(abspath $(BIN))/quire $(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+$(CLIENTS)/.ready: tests/clients/requirements.txt
+	@echo 'Installing the clients; this takes some minutes'
+	@$(BIN)/python -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r $<
+	@touch $@
 
 lint: $(READY)
 	@$(BIN)/ruff check .

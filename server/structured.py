@@ -57,8 +57,9 @@ def _response_format(given: dict[str, Any]) -> list[tuple[str, Any]]:
     kind = given.get("type")
     if kind == "text":
         return []
-    if kind == "json_object":
-        return [("json_object", True)]
+    if kind == "json_object":  # with a schema as llama.cpp's clients send it, or TGI's (huggingface_hub)
+        schema = given.get("schema", given.get("value"))
+        return [("json_object", True) if schema is None else ("json", schema)]
     if kind == "json_schema":
         inner = given.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, dict) else None

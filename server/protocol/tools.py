@@ -23,7 +23,7 @@ class FunctionSpec(BaseModel):
 class ToolSpec(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionSpec
 
     def as_dict(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class FunctionName(BaseModel):
 class NamedTool(BaseModel):
     model_config = ConfigDict(frozen=True)
 
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionName
 
 

@@ -25,14 +25,14 @@ def free_port() -> int:
 class Server:
     """Starts `quire serve ARGS` on a free port of the loopback interface and waits until it answers."""
 
-    def __init__(self, log: Path, *args: str) -> None:
+    def __init__(self, log: Path, *args: str, quire: Path | None = None) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
-        quire = str(Path(sys.executable).with_name("quire"))
+        quire = quire or Path(sys.executable).with_name("quire")
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [quire, "serve", *args, "--port", str(self.port)],
+                [str(quire), "serve", *args, "--port", str(self.port)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"PYTHONUNBUFFERED": "1"},

@@ -6,11 +6,12 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.e2e.server import Server
 
@@ -76,6 +77,19 @@ def test_streamed_whole_and_interrupted_answers_are_the_same(client: openai.Open
     assert answers[0] != answers[1]
     assert streamed(client, n=2) == answers
     assert streamed(client, n=2, kill=server) == answers
+
+
+class Story(BaseModel, extra="forbid"):
+    hero: Literal["fox", "king"]
+    chapters: int = Field(ge=1, le=9)
+
+
+def test_the_sdk_parses_into_a_pydantic_model(client: openai.OpenAI) -> None:
+    asked = ASKED | {"response_format": Story}
+    whole = client.chat.completions.parse(**asked).choices[0].message.parsed
+    assert isinstance(whole, Story)
+    with client.chat.completions.stream(**asked) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == whole
 
 
 def test_a_wrong_schema_is_a_400(client: openai.OpenAI) -> None:

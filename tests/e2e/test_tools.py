@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
-from openai import OpenAI
+from openai import OpenAI, pydantic_function_tool
+from pydantic import BaseModel, Field
 
 from tests.e2e.server import Server
 
@@ -51,6 +52,24 @@ def test_a_call_that_must_be_made_is_made(client: OpenAI, choice: Any, temperatu
     (same,) = streamed.message.tool_calls or []
     assert (same.function.name, same.function.arguments) == ("weather", call.function.arguments)
     assert streamed.finish_reason == "tool_calls"
+
+
+class Weather(BaseModel):
+    city: Literal["Rome", "Oslo"]
+    days: int = Field(ge=1, le=9)
+
+
+def test_the_sdk_parses_a_call_into_a_pydantic_model(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="quire-demo",
+        messages=[{"role": "user", "content": "Hello"}],
+        tools=[pydantic_function_tool(Weather)],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=200,
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Weather)
 
 
 def test_max_tokens_is_length(client: OpenAI) -> None:

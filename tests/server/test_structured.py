@@ -27,6 +27,8 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 GOOD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, '{"b": [1, null]}', "[1]"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, '{"a": 1}', "{}"),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, '{"a": 1}', "{}"),
     ({"structured_outputs": {"json": SCHEMA}}, '{"a":1}', '{"a":"1"}'),
     ({"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}}, '{"a": 1}', '{"a":  1}'),
     ({"structured_outputs": {"json_object": True}}, "{}", "1"),

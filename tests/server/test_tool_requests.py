@@ -255,7 +255,11 @@ async def test_strict_is_told_of_where_it_has_no_effect() -> None:
         assert response.headers["x-ignored-params"] == "tools.strict"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "function": {"name": "weather"}}, {"function": {"name": "weather"}}],
+    ids=["required", "named", "named without type"],
+)
 async def test_a_call_that_must_be_made_has_a_grammar(choice: Any) -> None:
     async with speaker(ONE) as house:
         whole = await house.post(PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": choice})

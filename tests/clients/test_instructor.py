@@ -1,0 +1,64 @@
+"""instructor: objects out of answers by tools, by JSON and by JSON schema, whole, in parts and one of many."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import instructor
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+MODEL = "quire-demo"
+ASKED: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Describe a fox."}],
+    "max_tokens": 300,
+    "seed": 5,
+    "max_retries": 0,
+}
+
+
+class Animal(BaseModel, extra="forbid"):
+    name: Literal["fox", "crow"]
+    sounds: list[Literal["yip", "caw"]] = Field(min_length=1, max_length=3)
+
+
+def client(url: str, mode: instructor.Mode) -> instructor.Instructor:
+    return instructor.from_openai(openai.OpenAI(base_url=url, api_key="none", max_retries=0), mode=mode)
+
+
+MODES = [instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.value)
+def test_an_object(url: str, mode: instructor.Mode) -> None:
+    assert isinstance(client(url, mode).create(response_model=Animal, **ASKED), Animal)
+
+
+def test_json_mode_is_json(url: str, closing: dict[str, int]) -> None:
+    """The schema is only in the prompt in this mode, which this model does not understand: any object must do."""
+
+    class Anything(BaseModel, extra="allow"):
+        pass
+
+    found = client(url, instructor.Mode.JSON).create(response_model=Anything, logit_bias=closing, **ASKED)
+    assert isinstance(found, Anything)
+
+
+@pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA], ids=lambda mode: mode.value)
+def test_an_object_in_parts(url: str, mode: instructor.Mode) -> None:
+    parts = list(client(url, mode).create_partial(response_model=Animal, **ASKED))
+    assert len(parts) > 3
+    whole = client(url, mode).create(response_model=Animal, **ASKED)
+    assert parts[-1].model_dump() == whole.model_dump()
+
+
+def test_one_after_another(url: str) -> None:
+    """Its list has no end that the schema asks for, so the model may be cut off; what came is whole."""
+    found = []
+    for animal in client(url, instructor.Mode.TOOLS).create_iterable(response_model=Animal, **ASKED):
+        found.append(animal)
+        if len(found) == 2:
+            break
+    assert all(isinstance(animal, Animal) for animal in found)

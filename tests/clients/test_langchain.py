@@ -1,0 +1,94 @@
+"""langchain-openai: tools, structured output, and what streams tell of usage."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAI
+from pydantic import BaseModel, Field
+
+MODEL = "quire-demo"
+
+
+@tool
+def weather(city: Literal["Rome", "Oslo"], days: int) -> str:
+    """The weather of the next days."""
+    return f"{days} days of rain in {city}"
+
+
+class Animal(BaseModel):
+    name: Literal["fox", "crow"]
+    legs: int = Field(ge=2, le=4)
+
+
+@pytest.fixture(scope="module")
+def chat(url: str, closing: dict[str, int]) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=MODEL, base_url=url, api_key="none", max_tokens=200, seed=3, max_retries=0, logit_bias=closing
+    )
+
+
+@pytest.mark.parametrize("choice", ["any", "weather"])
+@pytest.mark.parametrize("strict", [None, True])
+def test_a_tool_is_called_and_its_result_goes_back(chat: ChatOpenAI, choice: str, strict: bool | None) -> None:
+    bound = chat.bind_tools([weather], tool_choice=choice, parallel_tool_calls=False, strict=strict)
+    question = HumanMessage("What is the weather in Rome?")
+    answer = bound.invoke([question])
+    assert isinstance(answer, AIMessage)
+    assert answer.response_metadata["finish_reason"] == "tool_calls"
+    (call,) = answer.tool_calls
+    assert call["name"] == "weather"
+    assert call["args"]["city"] in ("Rome", "Oslo")
+    result = weather.invoke(call)
+    assert isinstance(result, ToolMessage)
+    last = chat.bind(max_tokens=8).invoke([question, answer, result])
+    assert last.content
+    assert last.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
+
+
+def test_streamed_calls_are_the_whole_ones(chat: ChatOpenAI) -> None:
+    bound = chat.bind_tools([weather], tool_choice="any", parallel_tool_calls=False)
+    whole = bound.invoke("Rome?")
+    parts = list(bound.stream("Rome?"))
+    streamed = parts[0]
+    for part in parts[1:]:
+        streamed += part
+    assert isinstance(streamed, AIMessageChunk)
+    assert [(call["name"], call["args"]) for call in streamed.tool_calls] == [
+        (call["name"], call["args"]) for call in whole.tool_calls
+    ]
+    assert not streamed.invalid_tool_calls
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_structured_output(chat: ChatOpenAI, method: Literal["json_schema", "function_calling"]) -> None:
+    found = chat.with_structured_output(Animal, method=method).invoke("Which animal?")
+    assert isinstance(found, Animal)
+
+
+def test_structured_output_comes_in_parts(chat: ChatOpenAI) -> None:
+    parts = list(chat.with_structured_output(Animal.model_json_schema(), method="json_schema").stream("Which?"))
+    assert Animal.model_validate(parts[-1])
+
+
+def test_usage_in_a_stream(chat: ChatOpenAI) -> None:
+    short = chat.bind(max_tokens=10)
+    whole = short.invoke("Tell me a story.")
+    parts = list(short.stream("Tell me a story.", stream_usage=True))
+    streamed = parts[0]
+    for part in parts[1:]:
+        streamed += part
+    assert streamed.content == whole.content
+    assert streamed.usage_metadata == whole.usage_metadata
+    assert whole.usage_metadata["output_tokens"] == 10
+
+
+def test_plain_completions(url: str) -> None:
+    llm = OpenAI(model=MODEL, base_url=url, api_key="none", max_tokens=12, temperature=0)
+    text = llm.invoke("Once upon a time")
+    assert text
+    assert "".join(llm.stream("Once upon a time")) == text
+    assert llm.batch(["Once upon a time"] * 2) == [text] * 2
