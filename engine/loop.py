@@ -73,6 +73,10 @@ class Engine:
     def view(self) -> EngineView:
         return view_of(self.scheduler)
 
+    def prepare(self) -> bool:
+        """Use a moment without requests for what later ones will need; False when there is nothing left to do."""
+        return self.runner.warm_up()
+
     def step(self) -> list[RequestOutput]:
         """One step, if there is one; what came of it, and of adds and aborts."""
         return self._steps.step()
@@ -103,6 +107,8 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
 def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
     """Take in all messages that are there, waiting for one only if there is nothing to compute."""
     wait = not engine.busy
+    while wait and not socket.poll(0) and engine.prepare():
+        pass
     while wait or socket.poll(0):
         wait = False
         match decode_to_engine(socket.recv()):

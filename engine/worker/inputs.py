@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.types import Admission, Batch, Row
@@ -24,24 +25,42 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """The R picks that a step makes."""
+    """The R picks that a step makes: in which slots, and at which positions."""
 
     rows: list[Row]
-    lengths: np.ndarray  # [R] int64, tokens of each row's sequence so far: the position that is picked
-    slots: Tensor  # [R] int64, on the device
-    positions: Tensor  # [R] int64, `lengths` on the device
+    slots: np.ndarray  # [R] int64
+    positions: np.ndarray  # [R] int64, also the number of tokens so far
+    slots_there: Tensor  # the two on the device
+    positions_there: Tensor
 
 
 class Slots:
     """What the device knows of each slot. Token ids live on the device, so a picked token need not visit the host."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        *,
+        scratch_page: int | None = None,
+    ) -> None:
+        """`scratch_page` makes one slot more, `scratch_slot`, with that page, and keeps the page tables on the device
+        too: what `decode_inputs` needs."""
         self.block_size = block_size
         self.device = device
+        self.scratch_slot = num_slots
+        self.max_pages = -(-max_model_len // block_size)
         self.owners: list[Admission | None] = [None] * num_slots
-        self.token_ids = torch.empty((num_slots, max_model_len + 1), dtype=torch.int32, device=device)
-        self._blocks = np.zeros((num_slots, -(-max_model_len // block_size)), dtype=np.int32)
+        self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
+        self.token_ids[num_slots] = 0
+        self._blocks = np.zeros((num_slots, self.max_pages), dtype=np.int32)
         self._num_blocks = [0] * num_slots
+        self._tables: Tensor | None = None
+        if scratch_page is not None:
+            self._tables = torch.zeros((num_slots + 1, self.max_pages), dtype=torch.int32, device=device)
+            self._tables[num_slots] = scratch_page
 
     def admit(self, admission: Admission) -> None:
         self.owners[admission.slot] = admission
@@ -56,8 +75,42 @@ class Slots:
                 have = self._num_blocks[row.slot]
                 self._num_blocks[row.slot] = have + len(row.new_blocks)
                 self._blocks[row.slot, have : self._num_blocks[row.slot]] = row.new_blocks
+        if self._tables is not None and (grown := [row for row in rows if row.new_blocks]):
+            counts = [len(row.new_blocks) for row in grown]
+            new = np.array([block for row in grown for block in row.new_blocks], dtype=np.int32)
+            slots = np.repeat([row.slot for row in grown], counts)
+            index = np.concatenate([np.arange(self._num_blocks[row.slot])[-len(row.new_blocks) :] for row in grown])
+            there = upload([slots, index, new], self.device)
+            self._tables[there[0], there[1]] = there[2]
 
-    def build(self, batch: Batch) -> tuple[ForwardInputs, Picks]:
+    def picks(self, batch: Batch) -> Picks:
+        """What the batch's rows that sample pick."""
+        rows = [row for row in batch.rows if row.sample]
+        slots = np.array([row.slot for row in rows], dtype=np.int64)
+        positions = np.array([row.start + row.count for row in rows], dtype=np.int64)
+        return Picks(rows, slots, positions, *upload([slots, positions], self.device))
+
+    def decode_inputs(self, rows: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
+        """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
+        hold it. rows [2, B] int64 are slots and positions; no context has more than `pages` pages."""
+        assert self._tables is not None
+        slots, positions = rows
+        table = self._tables[:, :pages][slots]
+        page = table.gather(1, (positions // self.block_size)[:, None]).squeeze(1)
+        contexts = (positions + 1).to(torch.int32)
+        metadata = AttentionMetadata(
+            query_start=torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device),
+            context_lens=contexts,
+            key_start=F.pad(contexts.cumsum(0, dtype=torch.int32), (1, 0)),
+            block_table=table,
+            positions=positions,
+            slots=page.long() * self.block_size + positions % self.block_size,
+            max_query_len=1,
+            max_context_len=pages * self.block_size,
+        )
+        return self.token_ids[slots, positions], metadata
+
+    def build(self, batch: Batch) -> ForwardInputs:
         """Lay a batch's tokens out; its pages were taken."""
         rows = batch.rows
         slots = np.array([row.slot for row in rows], dtype=np.int64)
@@ -70,7 +123,7 @@ class Slots:
         pages = self._blocks[owner, positions // self.block_size]
         contexts = starts + counts
         longest = int(contexts.max())
-        query_start, context_lens, key_start, block_table, at, kv_slots, owners, sampled, picked, lengths = upload(
+        query_start, context_lens, key_start, block_table, at, kv_slots, owners, sampled = upload(
             [
                 np.concatenate(([0], ends)).astype(np.int32),
                 contexts.astype(np.int32),
@@ -80,8 +133,6 @@ class Slots:
                 pages.astype(np.int64) * self.block_size + positions % self.block_size,
                 owner,
                 ends[sampling] - 1,
-                slots[sampling],
-                contexts[sampling],
             ],
             self.device,
         )
@@ -95,5 +146,4 @@ class Slots:
             max_query_len=int(counts.max()),
             max_context_len=longest,
         )
-        picks = Picks([row for row in rows if row.sample], contexts[sampling], picked, lengths)
-        return ForwardInputs(self.token_ids[owners, at], metadata, sampled), picks
+        return ForwardInputs(self.token_ids[owners, at], metadata, sampled)

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.models.decoder import Decoder, KVCache
 from engine.types import Admission, Batch, Row
 from engine.worker.grammar import SlotGrammars
+from engine.worker.graphs import Capture, DecodeGraphs
 from engine.worker.inputs import Picks, Slots
 from engine.worker.pending import PendingStep, Pick, PromptChunk
 from engine.worker.sampler import SamplingRow, logprob_tensors, sample
@@ -19,13 +20,21 @@ _LOGIT_ROWS = 256
 
 class Runner:
     def __init__(
-        self, model: Decoder, kv_cache: KVCache, slots: Slots, grammars: SlotGrammars, eos_token_ids: tuple[int, ...]
+        self,
+        model: Decoder,
+        kv_cache: KVCache,
+        slots: Slots,
+        grammars: SlotGrammars,
+        eos_token_ids: tuple[int, ...],
+        capture: Capture | None = None,
     ) -> None:
+        """`capture`: decode steps run as graphs; the slots have a scratch page then."""
         self._model = model
         self._kv_cache = kv_cache
         self._slots = slots
         self._grammars = grammars
         self._eos = eos_token_ids
+        self._graphs = None if capture is None else DecodeGraphs(self._decode, capture, slots)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -39,21 +48,36 @@ class Runner:
             self._slots.admit(admission)
             self._grammars.admit(admission)
         self._slots.take_pages(batch.rows)
-        inputs, picks = self._slots.build(batch)
+        picks = self._slots.picks(batch)
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
-        if any(self._wants_prompt_logprobs(row) for row in batch.rows):
+        if self._graphs is not None and self._graphs.fit(batch):
+            hidden = self._graphs.run(picks)
+        elif any(self._wants_prompt_logprobs(row) for row in batch.rows):
+            inputs = self._slots.build(batch)
             every = torch.arange(len(inputs.token_ids), device=self._slots.device)
             hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, every)
             chunks, found = self._prompt_logprobs(batch.rows, hidden)
             hidden = hidden[inputs.sampled]
         else:
+            inputs = self._slots.build(batch)
             hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
         owners = [self._owner(row) for row in picks.rows]
         asked = [index for index, owner in enumerate(owners) if owner.params.logprobs is not None]
         tensors = [*self._pick(picks, owners, asked, hidden), *found]
         made = [Pick(row, owner) for row, owner in zip(picks.rows, owners, strict=True)]
         return PendingStep(made, asked, chunks, Download(tensors, self._downloads), self._grammars)
+
+    @torch.inference_mode()
+    def warm_up(self) -> bool:
+        """Prepare something that a later step will need, in less than a second or so; False when all is ready."""
+        return self._graphs is not None and self._graphs.warm_up()
+
+    def _decode(self, rows: Tensor, pages: int) -> Tensor:
+        """A step of one token per row, as a graph can hold it; see Slots.decode_inputs."""
+        token_ids, metadata = self._slots.decode_inputs(rows, pages)
+        every = torch.arange(rows.shape[1], device=rows.device)
+        return self._model.forward(token_ids, metadata, self._kv_cache, every)
 
     def _pick(self, picks: Picks, owners: list[Admission], asked: list[int], hidden: Tensor) -> list[Tensor]:
         """The picked tokens [R] int64, written to their slots; where some are asked for log probabilities, these."""
@@ -63,11 +87,11 @@ class Runner:
         unmodified = logits[asked] if asked else None
         rows = [
             SamplingRow(owner.params, owner.seed, length, owner.num_prompt, self._slots.token_ids[row.slot, :length])
-            for row, owner, length in zip(picks.rows, owners, picks.lengths.tolist(), strict=True)
+            for row, owner, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
         ]
         mask = self._grammars.mask([row.slot for row in picks.rows])
         picked = sample(logits, rows, self._eos, mask, self._model.argmax)
-        self._slots.token_ids[picks.slots, picks.positions] = picked.to(torch.int32)
+        self._slots.token_ids[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
         if unmodified is None:
             return [picked]
         most = max(owners[index].params.logprobs or 0 for index in asked)

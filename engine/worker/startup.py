@@ -16,6 +16,7 @@ from engine.models.decoder import Decoder
 from engine.plan import KVPlan, check_positions, plan_kv
 from engine.tokenizer import Tokenizer
 from engine.worker.grammar import SlotGrammars
+from engine.worker.graphs import Capture, CudaCapture
 from engine.worker.inputs import Slots
 from engine.worker.loader import dummy_stream, load_weights, safetensors_stream
 from engine.worker.memory import allocate_kv_cache, kv_budget
@@ -63,10 +64,14 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) ->
         max_model_len=config.max_model_len,
         num_blocks=config.num_kv_blocks,
     )
-    kv_cache = allocate_kv_cache(model.spec, backend, plan.num_blocks, dtype=dtype, device=device)
-    slots = Slots(config.max_num_seqs, plan.max_model_len, backend.BLOCK_SIZE, device)
+    capture = choose_capture(config, device)
+    scratch = None if capture is None else plan.num_blocks
+    kv_cache = allocate_kv_cache(
+        model.spec, backend, plan.num_blocks + (scratch is not None), dtype=dtype, device=device
+    )
+    slots = Slots(config.max_num_seqs, plan.max_model_len, backend.BLOCK_SIZE, device, scratch_page=scratch)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
-    runner = Runner(model, kv_cache, slots, grammars, model_config.eos_token_ids)
+    runner = Runner(model, kv_cache, slots, grammars, model_config.eos_token_ids, capture)
     # A CPU has nothing to do beside a step: to be ahead of it would only make every token a step late.
     ahead = 1 if device.type == "cuda" else 0
     return Worker(runner, plan, str(device), dtype_name, f"{backend.NAME} ({why})", weight_bytes, ahead)
@@ -84,6 +89,10 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
+
+
+def choose_capture(config: EngineConfig, device: torch.device) -> Capture | None:
+    return CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
