@@ -28,6 +28,9 @@ class EngineConfig(BaseSettings):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
     attention_backend: str = Field("auto", description="Attention kernels: auto, flash, torch_varlen, cpu or reference")
+    deterministic: bool = Field(
+        False, description="On a GPU: tokens that do not depend on the batch, to the bit, slower; on a CPU always so"
+    )
     enforce_eager: bool = Field(False, description="Start the kernels of a decode one by one, not as CUDA graphs")
     max_model_len: int | None = Field(
         None, ge=1, description="Context length in tokens; default: what the memory allows"

@@ -72,6 +72,8 @@ class Decoder:
 
     def __init__(self, spec: DecoderSpec, backend: Backend, *, device: torch.device, max_model_len: int) -> None:
         self.spec = spec
+        self.device = device
+        self.max_model_len = max_model_len
         self._backend = backend
         self._cos_sin = rope_table(spec.rope, spec.head_dim, max_model_len).to(device)
         self._layers = [_Layer(spec, backend, index) for index in range(spec.num_layers)]

@@ -58,11 +58,11 @@ def safetensors_stream(path: Path) -> TensorStream:
             raise ModelError(f"model: {shard.name} cannot be read: {error}", param="model") from error
 
 
-def dummy_stream(table: ParameterTable, seed: int, dtype: torch.dtype) -> TensorStream:
-    """Random weights of the right shapes: matrices of variance 1 / fan-in, vectors near one."""
-    generator = torch.Generator().manual_seed(seed)
+def dummy_stream(table: ParameterTable, seed: int, dtype: torch.dtype, device: torch.device) -> TensorStream:
+    """Random weights of the right shapes, made on the device: matrices of variance 1 / fan-in, vectors near one."""
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in table.items():
-        noise = torch.empty(parameter.shape, dtype=dtype).normal_(generator=generator)
+        noise = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(generator=generator)
         if len(parameter.shape) == 1:
             yield name, noise * 0.02 if name.endswith("bias") else 1 + noise * 0.02
         else:

@@ -2,30 +2,117 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from engine.config import EngineConfig
-from engine.models.decoder import DecoderSpec, KVCache
+from engine.errors import ConfigError
+from engine.models.decoder import Decoder, DecoderSpec, KVCache
 from engine.plan import GIB, available_host_bytes, device_kv_budget, host_kv_budget
-from kernels.attention import Backend
+from engine.types import SamplingParams
+from engine.worker.sampler import SamplingRow, sample
+from kernels.attention import AttentionMetadata, Backend
+
+_CPU_REFUSAL = "can't allocate memory"
+"""In the message of the RuntimeError by which PyTorch says so."""
 
 
-def kv_budget(config: EngineConfig, device: torch.device) -> int:
-    """Bytes for the KV cache, with the weights already loaded."""
+def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
+    """Bytes for the KV cache, with the weights already loaded; on a GPU a step needs `step_bytes` beside it.
+
+    Raises ConfigError, with the arithmetic, where nothing is left.
+    """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return device_kv_budget(free, total, config.gpu_memory_utilization)
-    return host_kv_budget(available_host_bytes())
+    if device.type != "cuda":
+        return host_kv_budget(available_host_bytes())
+    free, total = torch.cuda.mem_get_info(device)
+    budget = device_kv_budget(free, total, config.gpu_memory_utilization) - step_bytes
+    if budget <= 0:
+        share = f"{config.gpu_memory_utilization:g} of the GPU's {total / GIB:.1f} GiB"
+        held = (
+            f"weights, and other programs if any, hold {(total - free) / GIB:.1f}, a step takes {step_bytes / GIB:.1f}"
+        )
+        raise ConfigError(
+            f"gpu_memory_utilization: {share} leaves nothing for the KV cache: {held}. Raise --gpu-memory-utilization, "
+            "lower --max-num-batched-tokens or --max-num-seqs, or serve a smaller model",
+            param="gpu_memory_utilization",
+        )
+    return budget
+
+
+@torch.inference_mode()
+def measure_step(model: Decoder, backend: Backend, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Bytes that the largest step takes on the GPU beside weights and KV cache: run once, on pages of its own."""
+    device, length = model.device, min(config.max_num_batched_tokens, model.max_model_len)
+    seqs = -(-config.max_num_batched_tokens // length)
+    metadata = prompts(seqs, length, backend.BLOCK_SIZE, device)
+    pages = allocate_kv_cache(model.spec, backend, metadata.block_table.numel(), dtype=dtype, device=device, layers=1)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    ids = torch.zeros(seqs * length, dtype=torch.int32, device=device)
+    picks = min(config.max_num_seqs, len(ids))
+    hidden = model.forward(ids, metadata, pages * model.spec.num_layers, torch.arange(picks, device=device))
+    row = SamplingRow(SamplingParams(top_p=0.5), 0, length, length, ids[:length])
+    sample(model.logits(hidden), [row] * picks, (), None, model.argmax)
+    torch.cuda.synchronize(device)
+    taken = torch.cuda.max_memory_allocated(device) - before
+    del pages, hidden
+    torch.cuda.empty_cache()
+    # The graphs' own pool is that of a decode, which has fewer tokens than this step.
+    return taken if config.enforce_eager else taken + taken // 4
+
+
+def prompts(seqs: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
+    """A step that computes `seqs` prompts of `length` tokens from their beginning, each on pages of its own."""
+    each = -(-length // block_size)
+    table = torch.arange(seqs * each, dtype=torch.int32, device=device).view(seqs, each)
+    positions = torch.arange(length, device=device).repeat(seqs)
+    starts = torch.arange(0, seqs * length + 1, length, dtype=torch.int32, device=device)
+    first = torch.arange(seqs, device=device).repeat_interleave(length) * each * block_size
+    return AttentionMetadata(
+        query_start=starts,
+        context_lens=torch.full((seqs,), length, dtype=torch.int32, device=device),
+        key_start=starts,
+        block_table=table,
+        positions=positions,
+        slots=first + positions,
+        max_query_len=length,
+        max_context_len=length,
+    )
 
 
 def allocate_kv_cache(
-    spec: DecoderSpec, backend: Backend, num_blocks: int, *, dtype: torch.dtype, device: torch.device
+    spec: DecoderSpec,
+    backend: Backend,
+    num_blocks: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: int | None = None,
 ) -> KVCache:
-    """Key and value pages of every layer. Their content is undefined; on Linux, untouched pages take no memory."""
+    """Key and value pages of every layer, or of the first `layers`. Their content is undefined; on Linux, untouched
+    pages of the host take no memory."""
     shape = backend.kv_cache_shape(num_blocks, spec.num_kv_heads, spec.head_dim, dtype)
     return [
         (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-        for _ in range(spec.num_layers)
+        for _ in range(spec.num_layers if layers is None else layers)
     ]
+
+
+@contextmanager
+def explained(what: str, param: str, advice: str) -> Iterator[None]:
+    """Turns running out of memory into a ConfigError that says for what, and what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and _CPU_REFUSAL not in str(error):
+            raise
+        room = ""
+        if isinstance(error, torch.OutOfMemoryError) and torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            room = f"; {free / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are free"
+        raise ConfigError(f"{param}: out of memory for {what}{room}. {advice}", param=param) from error

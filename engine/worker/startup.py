@@ -19,7 +19,7 @@ from engine.worker.grammar import SlotGrammars
 from engine.worker.graphs import Capture, CudaCapture
 from engine.worker.inputs import Slots
 from engine.worker.loader import dummy_stream, load_weights, safetensors_stream
-from engine.worker.memory import allocate_kv_cache, kv_budget
+from engine.worker.memory import allocate_kv_cache, explained, kv_budget, measure_step
 from engine.worker.runner import Runner
 from kernels.attention import Backend
 from kernels.backends import select_backend
@@ -54,21 +54,30 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) ->
         backend, why = select_backend(device, dtype, model_config.head_dim, config.attention_backend)
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
-    model, weight_bytes = load_model(config, path, model_config, backend, dtype, device)
+    if config.deterministic and device.type == "cuda":  # a CPU's results never depend on the batch
+        backend, why = fixed_order(backend), f"{why}; deterministic"
+    with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
+        model, weight_bytes = load_model(config, path, model_config, backend, dtype, device)
+    step_bytes = 0
+    if device.type == "cuda":
+        tokens = config.max_num_batched_tokens
+        with explained(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):
+            step_bytes = measure_step(model, backend, config, dtype)
     plan = plan_kv(
         model_config,
         dtype=dtype_name,
         block_size=backend.BLOCK_SIZE,
-        available_bytes=kv_budget(config, device),
+        available_bytes=kv_budget(config, device, step_bytes),
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         num_blocks=config.num_kv_blocks,
     )
     capture = choose_capture(config, device)
     scratch = None if capture is None else plan.num_blocks
-    kv_cache = allocate_kv_cache(
-        model.spec, backend, plan.num_blocks + (scratch is not None), dtype=dtype, device=device
-    )
+    param = "gpu_memory_utilization" if device.type == "cuda" else "kv_cache_memory"
+    with explained(f"{plan.num_blocks} pages of KV cache", param, "Lower it, or --max-model-len"):
+        blocks = plan.num_blocks + (scratch is not None)
+        kv_cache = allocate_kv_cache(model.spec, backend, blocks, dtype=dtype, device=device)
     slots = Slots(config.max_num_seqs, plan.max_model_len, backend.BLOCK_SIZE, device, scratch_page=scratch)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     runner = Runner(model, kv_cache, slots, grammars, model_config.eos_token_ids, capture)
@@ -89,6 +98,15 @@ def choose_device(config: EngineConfig) -> torch.device:
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
+
+
+def fixed_order(backend: Backend) -> Backend:
+    """The backend for --deterministic. Raises ConfigError where Triton, which computes its products, is missing."""
+    try:
+        from kernels.triton_linear import batch_invariant
+    except ImportError as error:
+        raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic") from error
+    return batch_invariant(backend)
 
 
 def choose_capture(config: EngineConfig, device: torch.device) -> Capture | None:
@@ -119,6 +137,8 @@ def load_model(
     length = config.max_model_len or model_config.max_position
     model = Decoder(decoder_spec(model_config), backend, device=device, max_model_len=length)
     table = model.parameters()
-    stream = dummy_stream(table, config.seed, dtype) if config.load_format == "dummy" else safetensors_stream(path)
+    stream = (
+        dummy_stream(table, config.seed, dtype, device) if config.load_format == "dummy" else safetensors_stream(path)
+    )
     with torch.inference_mode():
         return model, load_weights(table, stream, dtype=dtype, device=device)

@@ -1,6 +1,7 @@
 """The same tokens, whatever else is running: alone, together, chunked, prefix-hit, preempted, replayed."""
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,28 @@ def tokens(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
     return {name: answer.ids for name, answer in run(engine, requests).items()}
 
 
-@pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
-def test_tokens_do_not_depend_on_what_else_runs(dtype: str, backend: str, tmp_path: Path) -> None:
+GPU_BACKENDS = ("flash", "torch_varlen", "reference")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend", "device"),
+    [
+        ("float32", "cpu", "cpu"),
+        ("bfloat16", "cpu", "cpu"),
+        ("bfloat16", "reference", "cpu"),
+        *(pytest.param("bfloat16", name, "cuda", marks=pytest.mark.gpu) for name in GPU_BACKENDS),
+    ],
+)
+def test_tokens_do_not_depend_on_what_else_runs(dtype: str, backend: str, device: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
 
     def engine(**options: int) -> Engine:
         options = {"num_kv_blocks": 600} | options
-        return Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
+        where = {"attention_backend": backend, "device": device, "deterministic": device == "cuda"}
+        return Engine(EngineConfig(model=str(path), dtype=dtype, **where, **options))
 
+    if device == "cuda" and (reason := gpu_lacks(backend)) is not None:
+        pytest.skip(reason)
     requests = mixed_requests()
     warm = engine()
     alone = {each.id: tokens(warm, [each])[each.id] for each in requests}
@@ -55,14 +70,15 @@ def test_tokens_do_not_depend_on_what_else_runs(dtype: str, backend: str, tmp_pa
     assert tokens(together, requests) == alone, "all in one batch"
     hits = together.stats.prefix_hits
     assert tokens(together, requests) == alone, "with a warm prefix cache"
-    assert together.stats.prefix_hits > hits + 500
+    assert together.stats.prefix_hits > hits + (500 if together.info.block_size == 16 else 0)
 
     assert tokens(engine(max_num_batched_tokens=5), requests) == alone, "prompts in chunks of 5 tokens"
     assert tokens(engine(max_num_batched_tokens=33, max_num_seqs=3), requests) == alone, "few at a time"
 
-    small = engine(num_kv_blocks=13, max_model_len=200)
-    assert tokens(small, requests) == alone, "preempted"
-    assert small.stats.preemptions > 2
+    if together.info.block_size == 16:  # on large pages none of these needs a second one
+        small = engine(num_kv_blocks=13, max_model_len=200)
+        assert tokens(small, requests) == alone, "preempted"
+        assert small.stats.preemptions > 2
 
     half = [
         Request(id=r.id, prompt_ids=r.prompt_ids, params=r.params, seed=r.seed, emitted_ids=alone[r.id][: i % 19])
@@ -70,6 +86,10 @@ def test_tokens_do_not_depend_on_what_else_runs(dtype: str, backend: str, tmp_pa
     ]
     rest = tokens(engine(), half)
     assert {r.id: r.emitted_ids + rest[r.id] for r in half} == alone, "resumed after a crash"
+
+
+def gpu_lacks(backend: str) -> str | None:
+    return import_module(f"kernels.{backend}").cannot_serve(torch.device("cuda"), torch.bfloat16, 32)
 
 
 def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.loop import Engine
 from engine.model_files import read_model_config
 from engine.plan import GIB, page_bytes, plan_kv
+from engine.worker.memory import explained, kv_budget, measure_step
+from kernels import reference
 from tests.tiny_models import save_tiny_model
 
 
@@ -43,3 +46,63 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
     with pytest.raises(ConfigError, match="the longest that fits is 16 tokens"):
         Engine(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
+
+
+CUDA = torch.device("cuda")
+
+
+def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float, total: float) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (int(free * GIB), int(total * GIB)))
+
+
+def test_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_gpu(monkeypatch, free=60, total=80)
+    half = EngineConfig(gpu_memory_utilization=0.5)
+    assert kv_budget(half, CUDA, 3 * GIB) == 17 * GIB  # 40 in all, 20 are held, a step takes 3
+    assert kv_budget(EngineConfig(kv_cache_memory=2), CUDA, 3 * GIB) == 2 * GIB
+    with pytest.raises(ConfigError) as error:
+        kv_budget(half, CUDA, 21 * GIB)
+    assert error.value.param == "gpu_memory_utilization"
+    for part in ("0.5 of the GPU's 80.0 GiB", "hold 20.0", "takes 21.0", "--max-num-batched-tokens"):
+        assert part in error.value.message
+
+
+def test_running_out_is_explained() -> None:
+    wanted = pytest.raises(ConfigError, match=r"max_num_batched_tokens: out of memory for a step\. Lower it")
+    with wanted as error, explained("a step", "max_num_batched_tokens", "Lower it"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    assert error.value.param == "max_num_batched_tokens"
+    wanted = pytest.raises(ConfigError, match="kv_cache_memory: out of memory for pages")
+    with wanted, explained("pages", "kv_cache_memory", ""):
+        torch.empty(2**61, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="something else"), explained("pages", "kv_cache_memory", ""):
+        raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(64, 512), (300, 128)])
+def test_the_measured_step_is_a_full_one(
+    tokens: int, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU that only counts: tokens and rows of the measured step are the most that a step may have."""
+    options = {"max_num_batched_tokens": tokens, "max_model_len": context, "max_num_seqs": 20}
+    config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), attention_backend="reference", **options)
+    model = Engine(config).runner._model
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1000)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5000)
+    seen = []
+    forward, logits = model.forward, model.logits
+    monkeypatch.setattr(model, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
+    monkeypatch.setattr(model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
+    assert measure_step(model, reference, config, torch.float32) == 5000
+    assert seen == [-(-tokens // context) * min(tokens, context), 20]
+
+
+@pytest.mark.gpu
+def test_the_kv_cache_leaves_room_for_the_largest_step() -> None:
+    engine = Engine(EngineConfig(gpu_memory_utilization=0.3, max_num_batched_tokens=8192, max_num_seqs=256))
+    free, total = torch.cuda.mem_get_info()
+    assert total - free < 0.35 * total
+    assert engine.info.num_blocks > 0
