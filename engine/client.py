@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from time import monotonic
 
-from engine.errors import EngineError, QuireError
+from engine.errors import EngineError, QuireError, SlowReader
 from engine.types import EngineInfo, EngineStats, EngineView, Request, RequestOutput
+
+log = logging.getLogger("quire.client")
+
+MAX_BACKLOG = 2**18
+"""Tokens that a stream keeps for a reader, each with the alternatives reported beside it: some 20 MB."""
 
 
 class OutputStream:
@@ -16,15 +23,18 @@ class OutputStream:
 
     Iterating gives, each time, a list with at most one RequestOutput per request: what arrived since the last time,
     merged, so a slow reader gets fewer and larger pieces. It ends when every request of the group has ended, and raises
-    EngineError when the engine is gone. Call `close()` when done: what still runs is aborted.
+    EngineError when the engine is gone, SlowReader when more than MAX_BACKLOG waited to be read. Call `close()` when
+    done: what still runs is aborted.
     """
 
-    def __init__(self, client: EngineClient, ids: Iterable[str], call: str = "") -> None:
+    def __init__(self, client: EngineClient, ids: Iterable[str], tenant: str, call: str = "") -> None:
+        self.tenant = tenant
         self.call = call
         self.began = monotonic()
         self._client = client
         self._open = set(ids)
         self._pending: dict[str, RequestOutput] = {}
+        self._backlog = 0
         self._error: QuireError | None = None
         self._ready = asyncio.Event()
 
@@ -40,6 +50,7 @@ class OutputStream:
         if self._pending:
             outputs = list(self._pending.values())
             self._pending.clear()
+            self._backlog = 0
             return outputs
         if self._error is not None:
             raise self._error
@@ -53,6 +64,11 @@ class OutputStream:
         self._pending[output.id] = output if before is None else merge(before, output)
         if output.finish_reason is not None:
             self._open.discard(output.id)
+        self._backlog += len(output.new_ids) * (1 + (len(output.logprobs[0].top) if output.logprobs else 0))
+        if self._backlog > MAX_BACKLOG:
+            log.warning("request %s: %d tokens wait for a reader, and the answer is given up", output.id, self._backlog)
+            self._client.slow_readers += 1
+            self.give_up(SlowReader("the answer was not read in time, and was given up"))
         self._ready.set()
 
     def fail(self, error: QuireError) -> None:
@@ -108,6 +124,12 @@ class EngineClient(ABC):
         """Requests submitted again after a death, each time counted."""
         self.quarantined = 0
         """Requests given up because they end every engine."""
+        self.slow_readers = 0
+        """Answers given up because nobody read them."""
+        self.queued_tokens = 0
+        """Prompt tokens of open requests that no output has come of yet."""
+        self._queued: dict[str, int] = {}
+        self._open_of: Counter[str] = Counter()
         self._streams: dict[str, OutputStream] = {}
         self._dead: QuireError | None = None
         self._looking: asyncio.Future[EngineView] | None = None
@@ -142,25 +164,50 @@ class EngineClient(ABC):
     def num_open(self) -> int:
         return len(self._streams)
 
+    def num_open_of(self, tenant: str) -> int:
+        return self._open_of[tenant]
+
     def submit(self, requests: Sequence[Request], call: str = "") -> OutputStream:
-        """Submit a group; ids must be new. `call` names what they are for. Raises EngineError without an engine."""
+        """Submit a group, of one tenant; ids must be new. `call` names what they are for.
+
+        Raises EngineError when the engine is gone.
+        """
         if self._dead is not None:
             raise self._dead
-        stream = OutputStream(self, [request.id for request in requests], call)
+        stream = OutputStream(self, [request.id for request in requests], requests[0].tenant, call)
         for request in requests:
             assert request.id not in self._streams, f"request id {request.id} is in use"
             self._streams[request.id] = stream
+            self._queued[request.id] = len(request.prompt_ids)
+            self.queued_tokens += len(request.prompt_ids)
+        self._open_of[stream.tenant] += len(requests)
         self._send(requests)
         return stream
 
     def forget(self, request_id: str) -> None:
         """Abort a request and drop its outputs. Called by its stream."""
-        if self._streams.pop(request_id, None) is not None and self._dead is None:
+        if self._close(request_id) and self._dead is None:
             self._send_abort(request_id)
 
-    def cancel(self, request_id: str) -> int:
-        """End a request, or all those of a call, for somebody else: its reader sees finish_reason abort. How many."""
-        found = [each for each, stream in self._streams.items() if request_id in (each, stream.call)]
+    def _close(self, request_id: str) -> bool:
+        """It is open no more; whether it was."""
+        stream = self._streams.pop(request_id, None)
+        if stream is None:
+            return False
+        self.queued_tokens -= self._queued.pop(request_id, 0)
+        self._open_of[stream.tenant] -= 1
+        return True
+
+    def cancel(self, request_id: str, tenant: str | None = None) -> int:
+        """End a request, or all those of a call, for somebody else: its reader sees finish_reason abort. How many.
+
+        With a tenant, only if they are its own.
+        """
+        found = [
+            each
+            for each, stream in self._streams.items()
+            if request_id in (each, stream.call) and tenant in (None, stream.tenant)
+        ]
         self._deliver([RequestOutput(each, [], finish_reason="abort") for each in found], self.stats)
         for each in found:
             self._send_abort(each)
@@ -196,8 +243,9 @@ class EngineClient(ABC):
             stream = self._streams.get(output.id)
             if stream is None:
                 continue
+            self.queued_tokens -= self._queued.pop(output.id, 0)
             if output.finish_reason is not None:
-                del self._streams[output.id]
+                self._close(output.id)
             stream.push(output)
 
     def _fail(self, message: str) -> None:
@@ -205,7 +253,8 @@ class EngineClient(ABC):
         if self._dead is None:
             self._dead = EngineError(message)
             streams = {id(stream): stream for stream in self._streams.values()}
-            self._streams.clear()
+            for request_id in list(self._streams):
+                self._close(request_id)
             self._saw_nothing()
             for stream in streams.values():
                 stream.fail(self._dead)

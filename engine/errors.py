@@ -5,8 +5,10 @@ QuireError
 │   └── ContextLengthExceeded prompt longer than the model's context
 ├── ModelNotFound             a request names a model that is not served
 ├── RequestNotFound           no open request has that id
+├── RateLimited               more than a tenant may ask for in a minute
 ├── Overloaded                no room now, later perhaps
 │   └── QueueTimeout          did not start within the request's queue_timeout
+├── SlowReader                whoever reads an answer is too far behind
 ├── Timeout                   not complete within the request's timeout
 ├── EngineError               the engine failed a request, or is gone
 └── ConfigError               a bad flag, file or environment variable: names the key; ends the start
@@ -14,6 +16,8 @@ QuireError
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 
 class QuireError(Exception):
@@ -43,6 +47,15 @@ class RequestNotFound(QuireError):
     code = "request_not_found"
 
 
+class RateLimited(QuireError):
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, headers: Mapping[str, str]) -> None:
+        """`headers` say when to come back."""
+        super().__init__(message)
+        self.headers = headers
+
+
 class Overloaded(QuireError):
     code = "overloaded"
 
@@ -53,6 +66,10 @@ class QueueTimeout(Overloaded):
 
 class Timeout(QuireError):
     code = "timeout"
+
+
+class SlowReader(QuireError):
+    code = "slow_reader"
 
 
 class EngineError(QuireError):

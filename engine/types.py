@@ -12,6 +12,7 @@ from engine.errors import InvalidRequest
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["queued", "preempted", "prefill", "decode"]
 MAX_STOP_STRINGS = 4
+MAX_STOP_CHARACTERS = 1024
 _MOST_TOKENS = 2**31 - 1
 
 
@@ -79,6 +80,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
         if any(not text for text in self.stop):
             raise InvalidRequest("stop must not contain an empty string", param="stop")
+        if any(len(text) > MAX_STOP_CHARACTERS for text in self.stop):
+            raise InvalidRequest(f"stop must not contain more than {MAX_STOP_CHARACTERS} characters", param="stop")
         for bias in (self.logit_bias or {}).values():
             _within("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from engine.chat_template import ChatRenderer
 from engine.client import EngineClient
 from engine.tokenizer import Tokenizer
 from engine.types import EngineInfo
 from server import errors
+from server.bodies import BodyLimit
 from server.config import ServerConfig
 from server.doors import KeyGuard
 from server.message import ChatFormats
@@ -20,6 +22,7 @@ from server.metrics import Metrics
 from server.routes import chat, completions, engine, models, page, requests, status, tokenize
 from server.serving import Serving
 from server.structured import GrammarChecker
+from server.tenants import Tenants
 from server.version import VERSION
 from server.watch import Watchers
 
@@ -35,9 +38,10 @@ def create_app(
     """An ASGI application that serves one model; its lifespan starts the client and stops it.
 
     vocab_size is the model's: token ids run from 0 to vocab_size - 1. generation_defaults is what
-    generation_config.json says of temperature, top_p, top_k, min_p and repetition_penalty. The lifespan raises what
-    client.start() raises.
+    generation_config.json says of temperature, top_p, top_k, min_p and repetition_penalty. Raises ConfigError for keys
+    that cannot be used; the lifespan raises what client.start() raises.
     """
+    tenants = Tenants(config)
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     grammars = GrammarChecker(tokenizer, vocab_size)
 
@@ -59,6 +63,7 @@ def create_app(
                 metrics=metrics,
                 watchers=Watchers(client, metrics.recent),
                 fingerprint=_fingerprint(info),
+                tenants=tenants,
             )
             yield
         finally:
@@ -67,11 +72,25 @@ def create_app(
 
     app = FastAPI(title="Quire", version=VERSION, lifespan=lifespan, redirect_slashes=False, strict_content_type=False)
     errors.install(app)
-    if config.api_key:
-        app.add_middleware(KeyGuard, keys=config.api_key)
+    _add_doors(app, config, tenants)
     for module in (completions, chat, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     return app
+
+
+def _add_doors(app: FastAPI, config: ServerConfig, tenants: Tenants) -> None:
+    """The last one added is met first."""
+    app.add_middleware(BodyLimit, max_bytes=int(config.max_body_size * 2**20))
+    app.add_middleware(KeyGuard, tenants=tenants)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["*"],
+        )
 
 
 def _fingerprint(info: EngineInfo) -> str:

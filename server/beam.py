@@ -162,6 +162,8 @@ class BeamSearch:
                 seed=0,
                 cache_salt=job.cache_salt,
                 priority=job.priority,
+                tenant=job.tenant,
+                weight=job.weight,
             )
             for i, beam in enumerate(beams)
         ]

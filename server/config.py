@@ -39,8 +39,41 @@ class ServerConfig(EngineConfig):
         default_factory=list,
         description="Keys, one of which requests must show as a bearer token; default: none needed",
     )
+    api_key_file: Path | None = Field(
+        None, description="TOML file of keys with names, weights and limits of their own; see the README"
+    )
+    admin_api_key: list[str] = Field(
+        default_factory=list, description="Keys that may also watch the engine and cancel others' requests"
+    )
+    requests_per_minute: int | None = Field(
+        None, ge=1, description="Requests that each API key may make in a minute; default: any number"
+    )
+    tokens_per_minute: int | None = Field(
+        None, ge=1, description="Tokens, of prompts and answers, that each API key may use in a minute; default: any"
+    )
     share_prefix_cache: bool = Field(False, description="Let requests of different API keys share cached prefixes")
     max_queued_requests: int = Field(2048, ge=0, description="Requests that may wait for a slot; more are answered 503")
+    max_queued_tokens: int = Field(
+        4_000_000, ge=1, description="Prompt tokens of requests that wait; more are answered 503"
+    )
+    max_body_size: float = Field(16.0, gt=0, description="MiB of a request's body; larger ones are answered 413")
+    read_timeout: float = Field(
+        20.0, gt=0, description="Seconds in which a request's headers, and then each 16 KiB of its body, must come"
+    )
+    write_timeout: float = Field(
+        60.0, gt=0, description="Seconds that a client may leave its answer unread before it is cut off"
+    )
+    allowed_origins: list[str] = Field(
+        default_factory=list, description="Origins whose web pages may call the server (CORS); *: all; default: none"
+    )
+    allowed_methods: list[str] = Field(["*"], description="Methods that such pages may use")
+    allowed_headers: list[str] = Field(["*"], description="Headers that such pages may send")
+    allow_credentials: bool = Field(False, description="Such pages may send cookies")
+    ssl_certfile: Path | None = Field(None, description="PEM file of the certificate chain; serve HTTPS with it")
+    ssl_keyfile: Path | None = Field(None, description="PEM file of the certificate's key, if not in the same file")
+    ssl_ca_certs: Path | None = Field(
+        None, description="PEM file of authorities, one of which must have signed each client's certificate"
+    )
     strict: bool = Field(False, description="Refuse request fields without effect, instead of naming them in a header")
     trust_request_chat_template: bool = Field(False, description="Requests may bring a chat template of their own")
     tool_call_parser: ToolCallParser = Field("auto", description="Format of tool calls; auto: the chat template's")

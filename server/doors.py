@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from collections.abc import Sequence
-
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.errors import error_body
+from server.tenants import Tenant, Tenants
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 """What load balancers ask, and they have no key."""
 PAGE = "/web/"
 """The web page is open: it holds nothing, and asks for a key itself."""
+ADMIN_PREFIX = "/v1/engine/"
+"""Routes for those who run the server: where keys are needed, only an admin's opens them."""
 
 
 def is_open(path: str) -> bool:
@@ -25,34 +24,44 @@ def is_open(path: str) -> bool:
 class KeyGuard:
     """ASGI middleware that answers 401 without one of the keys, as `Authorization: Bearer KEY`.
 
-    Only hashes of the keys are kept, and all of them are compared, so that the time taken tells nothing. The hash of
-    the key that was shown is left in the scope, as `key_hash`.
+    The key's owner is left in the scope, as `tenant`: see `tenant_of`.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
         self._app = app
-        self._hashes = [_hash(key) for key in keys]
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_open(scope["path"]):
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return await send({"type": "websocket.close", "code": 1008})
+        if not self._tenants.closed or is_open(scope["path"]):
+            scope["tenant"] = self._tenants.anybody
             return await self._app(scope, receive, send)
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        shown = _hash(key.strip())
-        known = [hmac.compare_digest(shown, each) for each in self._hashes]
-        if scheme.lower() == "bearer" and any(known):
-            scope["key_hash"] = shown.hex()
+        tenant = self._tenants.find(key.strip())
+        if scheme.lower() != "bearer" or tenant is None:
+            message = (
+                "Incorrect API key provided" if key else "You didn't provide an API key: Authorization: Bearer KEY"
+            )
+            refusal = _refusal(401, message, "authentication_error", "invalid_api_key")
+        elif scope["path"].startswith(ADMIN_PREFIX) and not tenant.admin:
+            message = "This route needs an admin's API key: see --admin-api-key"
+            refusal = _refusal(403, message, "permission_error", "admin_key_needed")
+        else:
+            scope["tenant"] = tenant
             return await self._app(scope, receive, send)
-        message = "Incorrect API key provided" if key else "You didn't provide an API key: Authorization: Bearer KEY"
-        body = error_body(message, "authentication_error", None, "invalid_api_key")
-        response = Response(body, 401, {"WWW-Authenticate": "Bearer"}, "application/json")
-        return await response(scope, receive, send)
+        return await refusal(scope, receive, send)
 
 
-def tenant_salt(scope: Scope, cache_salt: str, *, share: bool) -> str:
-    """The prefix cache's salt: requests of different keys share no prefixes, so none can time another's prompts."""
-    owner = "" if share else scope.get("key_hash", "")
-    return f"{owner}/{cache_salt}" if owner else cache_salt
+def tenant_of(scope: Scope) -> Tenant:
+    """Whose request it is."""
+    tenant = scope["tenant"]
+    assert isinstance(tenant, Tenant)
+    return tenant
 
 
-def _hash(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _refusal(status: int, message: str, kind: str, code: str) -> Response:
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    return Response(error_body(message, kind, None, code), status, headers, "application/json")

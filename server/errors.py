@@ -20,6 +20,7 @@ from engine.errors import (
     ModelNotFound,
     Overloaded,
     QuireError,
+    RateLimited,
     RequestNotFound,
     Timeout,
 )
@@ -31,6 +32,7 @@ TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (InvalidRequest, 400, INVALID),
     (ModelNotFound, 404, "not_found_error"),
     (RequestNotFound, 404, "not_found_error"),
+    (RateLimited, 429, "rate_limit_error"),
     (Overloaded, 503, SERVER),
     (Timeout, 408, SERVER),
     (EngineError, 500, SERVER),
@@ -80,7 +82,9 @@ def _row(error: QuireError) -> tuple[int, str]:
 async def _quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
     status, kind = _row(error)
-    headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == HTTPStatus.SERVICE_UNAVAILABLE else None
+    headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    if isinstance(error, RateLimited):
+        headers = dict(error.headers)
     return _answer(status, error_body(error.message, kind, error.param, error.code), headers)
 
 

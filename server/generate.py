@@ -128,6 +128,8 @@ class Job:
     """Seconds in which any choice must have a token."""
     cache_salt: str = ""
     priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
     message: MessageFormat | None = None
     """How to read reasoning and tool calls out of the answers; None: all of it is content."""
 
@@ -266,6 +268,8 @@ class Generation:
                     seed=choice_seed(job.params.seed, index % n),
                     cache_salt=job.cache_salt,
                     priority=job.priority,
+                    tenant=job.tenant,
+                    weight=job.weight,
                 )
             )
         self._cut_short = False

@@ -39,6 +39,7 @@ SUPERVISION = (
     ("quire:engine_deaths", "Engines that died under way.", "deaths"),
     ("quire:request_replays", "Requests submitted again after a death.", "replays"),
     ("quire:quarantined_requests", "Requests given up because they end every engine.", "quarantined"),
+    ("quire:slow_readers", "Answers given up because nobody read them.", "slow_readers"),
 )
 
 

@@ -67,7 +67,12 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
 
 async def chat_prompt(body: ChatRequest, serving: Serving, tools: Sequence[dict[str, Any]] | None) -> Prompt:
     """The conversation as the model's template writes it. Raises InvalidRequest naming the parameter."""
-    renderer = serving.renderer
+    renderer, longest = serving.renderer, serving.info.max_model_len
+    if len(body.messages) > longest:  # each takes a token at least, and templates take their time
+        raise ContextLengthExceeded(
+            f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
+            param="messages",
+        )
     if body.chat_template is not None:
         if not serving.config.trust_request_chat_template:
             raise InvalidRequest(

@@ -10,13 +10,14 @@ from starlette.requests import Request
 
 from engine.chat_template import ChatRenderer
 from engine.client import EngineClient
-from engine.errors import ModelNotFound, Overloaded
+from engine.errors import ModelNotFound
 from engine.tokenizer import Tokenizer
 from engine.types import EngineInfo
 from server.config import ServerConfig
 from server.message import ChatFormats
 from server.metrics import Metrics
 from server.structured import GrammarChecker
+from server.tenants import Tenants
 from server.watch import Watchers
 
 
@@ -36,6 +37,7 @@ class Serving:
     metrics: Metrics
     watchers: Watchers
     fingerprint: str
+    tenants: Tenants
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:
@@ -46,14 +48,6 @@ class Serving:
         if asked not in names:
             raise ModelNotFound(f"The model `{asked}` does not exist.", param="model")
         return asked
-
-    def check_room(self, count: int) -> None:
-        """Raises Overloaded when `count` more requests would make the queue longer than it may be."""
-        waiting = self.client.num_open + count - self.config.max_num_seqs
-        if waiting > self.config.max_queued_requests:
-            raise Overloaded(
-                f"Too many requests wait already ({self.client.num_open} are open). Please try again later"
-            )
 
 
 def serving_of(request: Request) -> Serving:

@@ -38,6 +38,9 @@ MAX_NAMES = 20
 MAX_BAD_WORDS = 1024
 MAX_WORD = 128
 """Characters of a bad word."""
+MAX_SALT = 1024
+MAX_IDS = 1024
+"""Entries of logit_bias and of stop_token_ids: each of n answers carries its own."""
 
 
 class RequestBody(BaseModel):
@@ -103,13 +106,13 @@ class GenerationBody(RequestBody):
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_IDS)
     allowed_token_ids: list[int] | None = None
     bad_words: list[Annotated[str, Field(max_length=MAX_WORD)]] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     n: int = 1
     seed: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_IDS)
     min_tokens: int = Field(0, lt=2**31)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -138,7 +141,7 @@ class GenerationBody(RequestBody):
     """Seconds in which the answer must be complete; 408 otherwise."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Seconds in which the first token must have come; 503 otherwise."""
-    cache_salt: str = ""
+    cache_salt: str = Field("", max_length=MAX_SALT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
 
     @property

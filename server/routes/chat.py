@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from engine.tokenizer import Tokenizer
 from engine.types import Grammar
+from server.admission import GenerationRoute
 from server.answers.chat import ChatWriter
 from server.answers.head import Head, new_id
 from server.generate import Job
@@ -22,7 +23,7 @@ from server.serving import Serving, serving_of
 from server.structured import after_thinking, asked_grammar
 from server.tools.request import ToolUse, tool_use
 
-router = APIRouter()
+router = APIRouter(route_class=GenerationRoute)
 PROMPT_END = 32
 """Tokens among which the last mark of a prompt's thinking is."""
 

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.admission import GenerationRoute
 from server.answers.completion import CompletionWriter
 from server.answers.head import Head, new_id
 from server.generate import Job
@@ -18,7 +19,7 @@ from server.sampling import check_logprobs, sampling_params
 from server.serving import serving_of
 from server.structured import asked_grammar
 
-router = APIRouter()
+router = APIRouter(route_class=GenerationRoute)
 
 
 @router.post("/v1/completions", response_model=None)

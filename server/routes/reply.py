@@ -9,8 +9,9 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.admission import admit
 from server.beam import BeamSearch
-from server.doors import tenant_salt
+from server.doors import tenant_of
 from server.generate import Answer, ChoiceDelta, Generation, Job, Usage, fold
 from server.serving import Serving
 from server.sse import EventStream, closing_on_disconnect
@@ -44,20 +45,31 @@ async def reply(
 ) -> Response:
     """Submit the job and answer it.
 
-    Raises Overloaded when too many wait already, EngineError when the engine is gone or failed a whole answer.
+    Raises what `admit` raises, EngineError when the engine is gone or failed a whole answer.
     """
-    serving.check_room(len(job.prompts) * job.params.n)
-    salt = tenant_salt(request.scope, job.cache_salt, share=serving.config.share_prefix_cache)
-    job = replace(job, cache_salt=salt)
+    tenant = tenant_of(request.scope)
+    tenant.check_priority(job.priority)
+    salt = job.cache_salt if serving.config.share_prefix_cache else tenant.salt(job.cache_salt)
+    job = replace(job, cache_salt=salt, tenant=tenant.name, weight=tenant.weight)
+    reservation = admit(serving, tenant, job.prompts, job.params.n, job.params.max_tokens)
     generation: Generation | BeamSearch
-    if job.length_penalty is None:
-        generation = Generation(job, serving.client, serving.tokenizer, serving.metrics)
-    else:
-        room = serving.info.max_model_len
-        generation = BeamSearch(job, job.length_penalty, serving.client, serving.tokenizer, serving.metrics, room)
+    try:
+        if job.length_penalty is None:
+            generation = Generation(job, serving.client, serving.tokenizer, serving.metrics)
+        else:
+            room = serving.info.max_model_len
+            generation = BeamSearch(job, job.length_penalty, serving.client, serving.tokenizer, serving.metrics, room)
+    except Exception:
+        reservation.settle(0)
+        raise
+
+    def close() -> None:
+        generation.close()
+        reservation.settle(generation.usage.prompt_tokens + generation.usage.completion_tokens)
+
     if stream:
-        return EventStream(_events(generation, writer, continuous_usage), generation.close, headers)
-    async with closing_on_disconnect(request.receive, generation.close):
+        return EventStream(_events(generation, writer, continuous_usage), close, headers)
+    async with closing_on_disconnect(request.receive, close):
         answers = await fold(generation.deltas())
     if not generation.complete:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

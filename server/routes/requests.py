@@ -1,4 +1,4 @@
-"""DELETE /v1/requests/{request_id}: end a request of somebody else's."""
+"""DELETE /v1/requests/{request_id}: end a request from another connection."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 
 from engine.errors import RequestNotFound
+from server.doors import tenant_of
 from server.serving import serving_of
 
 router = APIRouter()
@@ -21,8 +22,10 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     """Cancel an open request. Its own caller gets what there is so far, with finish_reason "abort".
 
     The id is the answer's (chatcmpl-…, cmpl-…), for all its choices, or one choice's (chatcmpl-…-0).
+    Only an admin's API key cancels what came with another key.
     """
-    cancelled = serving_of(request).client.cancel(request_id)
+    tenant = tenant_of(request.scope)
+    cancelled = serving_of(request).client.cancel(request_id, None if tenant.admin else tenant.name)
     if not cancelled:
         raise RequestNotFound(f"No open request has the id `{request_id}`", param="request_id")
     return {"id": request_id, "object": "request", "cancelled": True, "sequences": cancelled}

@@ -43,6 +43,16 @@ BAD_INPUTS = [
     (completion(seed=2**80), "seed", "integer|at most"),
     (completion(stop=["a", "b", "c", "d", "e"]), "stop", "at most 4"),
     (completion(stop=""), "stop", "empty"),
+    (completion(stop=["a", "b" * 1025]), "stop", "more than 1024"),
+    (completion(stop_token_ids=[1] * 1025), "stop_token_ids", "at most 1024"),
+    (completion(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", "at most 1024"),
+    (chat(cache_salt="s" * 1025), "cache_salt", "at most 1024"),
+    (completion(prompt=["x"] * 100, n=100), "prompt", "100 prompts with n 100 are more than 2304 answers"),
+    (
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"title": "x" * 300_000}}}),
+        "response_format",
+        "longer than 262144 bytes",
+    ),
     (completion(stop=5), "stop", "valid string"),
     (completion(logprobs=21), "logprobs", "at most 20, got 21"),
     (completion(logprobs=-1), "logprobs", "greater than or equal to 0"),
@@ -85,7 +95,7 @@ BAD_INPUTS = [
     (chat(max_completion_tokens=513), "max_completion_tokens", "max_completion_tokens is too large: 513.*512"),
     (completion(length_penalty=2.0), "length_penalty", "use_beam_search"),
     (completion(stop="\ud800"), "stop", "surrogate"),
-    (completion(cache_salt="\ud800"), "cache_salt", "surrogate"),
+    (completion(cache_salt="\ud800"), "cache_salt", "unicode"),
     (completion(temperature=float("nan")), "temperature", "at least"),
     (completion(top_k=2**70), "top_k", "less than|integer"),
     (chat(min_tokens=2**70), "min_tokens", "less than|integer"),
@@ -131,7 +141,11 @@ async def test_bad_input_is_a_400_naming_the_parameter(
 
 
 async def test_too_long_a_prompt_names_both_numbers(house: House) -> None:
-    for path, body, count in ((COMPLETIONS, {"prompt": "x" * 512}, 512), (CHAT, {"messages": USER * 60}, 551)):
+    for path, body, count in (
+        (COMPLETIONS, {"prompt": "x" * 512}, 512),
+        (CHAT, {"messages": USER * 60}, 551),
+        (CHAT, {"messages": USER * 513}, 513),
+    ):
         error = (await house.post(path, body, 400))["error"]
         assert error["code"] == "context_length_exceeded"
         assert "512" in error["message"]
