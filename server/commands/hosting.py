@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import ssl
 import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from socket import AF_UNIX, socket
 
@@ -19,21 +21,36 @@ import uvloop
 from fastapi import FastAPI
 
 from engine.client import EngineClient
+from engine.errors import ConfigError
 from engine.model_files import read_generation_defaults, read_model_config, resolve_model
 from engine.supervisor import ProcessClient
 from engine.tokenizer import Tokenizer
 from server.app import create_app
 from server.config import ServerConfig
+from server.connection import Bounds, Connection
+
+OPEN_DOORS: dict[str, object] = {
+    **{"api_key": [], "api_key_file": None, "admin_api_key": []},
+    **{"requests_per_minute": None, "tokens_per_minute": None},
+    **{"ssl_certfile": None, "ssl_keyfile": None, "ssl_ca_certs": None},
+}
+"""Settings of a server that nobody else can reach."""
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn, told when to stop instead of catching signals itself, and telling when it listens."""
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
+        """Raises ConfigError for certificates that cannot be used."""
+        bounds = Bounds(config.read_timeout, config.write_timeout, app.state.serving.client)
+        tls = tls_context(config)
         super().__init__(
             uvicorn.Config(
                 app,
+                http=partial(Connection, bounds),  # type: ignore[arg-type]
+                ws="none",
                 lifespan="off",
+                ssl_context_factory=None if tls is None else lambda *_: tls,
                 log_config=None,
                 log_level=config.uvicorn_log_level,
                 access_log=not config.disable_access_log,
@@ -56,13 +73,39 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises ConfigError naming the setting."""
+    files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+    if config.ssl_certfile is None:
+        if any(files.values()):
+            raise ConfigError("ssl_certfile: is needed with ssl_keyfile and ssl_ca_certs")
+        return None
+    for name, path in files.items():
+        try:
+            if path is not None:
+                path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{name}: cannot read {path}: {error.strerror}") from None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"ssl_certfile: cannot be used with its key and authorities: {error}") from None
+    return context
+
+
 @asynccontextmanager
 async def running_app(config: ServerConfig, client: ProcessClient) -> AsyncIterator[FastAPI]:
     """The app of a client that has been launched, with its engine ready; both end with the block.
 
-    Its lifespan is entered here and not by uvicorn, which would log what starting the engine raises; this raises it.
+    Its lifespan is entered here and not by uvicorn, which would log what starting the engine raises; this raises it,
+    and ConfigError for doors that cannot be built, before the model is loaded.
     """
     try:
+        tls_context(config)
         app = await asyncio.to_thread(_build, config, client)
         async with app.router.lifespan_context(app):
             yield app
@@ -101,7 +144,7 @@ def local_server(config: ServerConfig) -> Iterator[LocalServer]:
     Raises what starting the engine raises.
     """
     # Keys guard doors that others can reach; this one has a path only we know.
-    config = config.model_copy(update={"api_key": []})
+    config = config.model_copy(update=OPEN_DOORS)
     client = ProcessClient(config)
     client.launch()
     with tempfile.TemporaryDirectory(prefix="quire-") as directory, socket(AF_UNIX) as listener:

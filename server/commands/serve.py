@@ -136,13 +136,15 @@ class Service:
         host, port = self._listener.getsockname()[:2]
         planned = predicted_tokens(self._config, machine)
         seconds = time.perf_counter() - self._started
-        print(announcement(self._config, info, url(host, port), seconds, planned), flush=True)
+        base = url(host, port, tls=self._config.ssl_certfile is not None)
+        print(announcement(self._config, info, base, seconds, planned), flush=True)
 
 
-def url(host: str, port: int) -> str:
+def url(host: str, port: int, *, tls: bool = False) -> str:
     """Where to reach a server that listens there: a wildcard address is reached by this machine's own."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 def announcement(config: ServerConfig, info: EngineInfo, base: str, seconds: float, planned: int | None = None) -> str:

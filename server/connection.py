@@ -1,0 +1,163 @@
+"""A client's connection: uvicorn's, with bounds on what it may send and on how long it may take, to read as well."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from engine.client import EngineClient
+from server.errors import INVALID, error_body
+
+log = logging.getLogger("quire.server")
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of a request line and its headers."""
+BODY_PIECE = 16 * 1024
+"""Bytes of a body that must come within the read timeout, again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    read_timeout: float
+    """Seconds for a request's head, and for each piece of its body."""
+    write_timeout: float
+    """Seconds that an answer may wait for its reader."""
+    client: EngineClient
+    """Counts those that have not read for so long."""
+
+
+class Connection(HttpToolsProtocol):
+    """Reading and answering are uvicorn's; this one ends what takes too long, with a timer and not a task.
+
+    uvicorn has no deadline for a request that trickles in, lets its headers grow without limit, and waits for ever for
+    a client that does not read.
+    """
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._bounds = bounds
+        self._in_head = False
+        self._received = 0
+        """Bytes of the head, or of the body since the timer was set."""
+        self._reading: asyncio.TimerHandle | None = None
+        """Runs while a request is being received."""
+        self._unread: asyncio.TimerHandle | None = None
+        """Runs while what was sent is not read."""
+        self._refusal = (400, "Invalid HTTP request")
+
+    # What a client sends
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._received += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._in_head and self._received > MAX_HEAD_BYTES:
+            self._refuse(431, f"The headers are larger than {MAX_HEAD_BYTES} bytes")
+        elif self._reading is None and not self._answering:
+            self._expect_head()  # blank lines, say, before a request that may never begin
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self._in_head:
+            self._expect_head()
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
+            self._refusal = (431, f"The headers are larger than {MAX_HEAD_BYTES} bytes")
+            raise ValueError(self._refusal)  # the parser stops, and uvicorn calls send_400_response
+        super().on_headers_complete()
+        self._in_head = False
+        self._set_reading_timer()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._received += len(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._stop_reading_timer()
+
+    def _expect_head(self) -> None:
+        self._in_head = True
+        self._set_reading_timer()
+
+    def _set_reading_timer(self) -> None:
+        self._stop_reading_timer()
+        self._received = 0
+        self._reading = self.loop.call_later(self._bounds.read_timeout, self._late)
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _late(self) -> None:
+        self._reading = None
+        ours_to_wait = bool(self.pipeline) or (self._in_head and self._answering)
+        moving = not self._in_head and self._answering and self._received >= BODY_PIECE
+        if ours_to_wait or moving:
+            self._set_reading_timer()
+        else:
+            self._refuse(408, f"The request did not come within {self._bounds.read_timeout:g} seconds")
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._refusal = (status, message)
+        self.send_400_response(message)
+
+    def send_400_response(self, msg: str) -> None:
+        """An OpenAI error body, if an answer may still begin; the connection is closed in any case."""
+        status, message = self._refusal
+        if (self._in_head and not self._answering) or (self._answering and not self.cycle.response_started):
+            body = error_body(message, INVALID, None, None)
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self.transport.close()
+
+    # What a client reads
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full: the application waits from here on, and tokens gather in its stream."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._bounds.write_timeout, self._cut_off)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread_timer()
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _cut_off(self) -> None:
+        log.warning("a client left its answer unread for %g s and was cut off", self._bounds.write_timeout)
+        self._bounds.client.slow_readers += 1
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_reading_timer()
+        self._stop_unread_timer()
+        super().connection_lost(exc)

@@ -1,0 +1,344 @@
+"""What strangers send to an open port, on real sockets: an error or a closed connection, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+
+from engine.errors import ConfigError
+from server.commands.hosting import HttpServer, tls_context
+from server.config import ServerConfig
+from server.connection import MAX_HEAD_BYTES
+from tests.server.fake import FakeEngine, hashed
+from tests.server.house import make_app
+
+LETTERS = hashed(b"abcdefgh")
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+class Port:
+    """A server on a free port of this machine."""
+
+    def __init__(self, number: int, tls: bool) -> None:
+        self.number = number
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{number}"
+
+    async def send(self, *pieces: bytes, pause: float = 0.0, end: bool = False) -> bytes:
+        """What comes back until the server closes the connection, or stays silent for a while."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.number)
+        answer = b""
+        try:
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(pause)
+            if end:
+                writer.write_eof()
+            while part := await asyncio.wait_for(reader.read(65536), 20):
+                answer += part
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+        return answer
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Port]:
+    app = make_app(engine, **options)
+    config = ServerConfig(served_model_name=["m"], **options)
+    async with app.router.lifespan_context(app):
+        ready = asyncio.Event()
+        server = HttpServer(app, config, ready.set)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            task = asyncio.create_task(server.serve(sockets=[listener]))
+            await ready.wait()
+            try:
+                yield Port(listener.getsockname()[1], config.ssl_certfile is not None)
+            finally:
+                server.should_exit = server.force_exit = True
+                await task
+
+
+def statuses(answer: bytes) -> list[int]:
+    return [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]]
+
+
+def completion(body: bytes, *headers: bytes) -> bytes:
+    lines = b"".join(header + b"\r\n" for header in headers)
+    return POST + lines + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+MALFORMED = {
+    "not HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+    "noise": bytes(range(256)) * 4,
+    "no version": b"GET /nowhere\r\n\r\n",
+    "another protocol": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "a version from the future": b"GET /health HTTP/9.9\r\n\r\n",
+    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a header without a colon": b"GET /health HTTP/1.1\r\nHost x\r\n\r\n",
+    "a space before the colon": b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n",
+    "a NUL in the path": b"GET /hea\0lth HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a NUL in a header": b"GET /health HTTP/1.1\r\nHost: x\0y\r\n\r\n",
+    "a negative length": POST + b"Content-Length: -1\r\n\r\n{}",
+    "a length that is no number": POST + b"Content-Length: ten\r\n\r\n{}",
+    "a length beyond 64 bits": POST + b"Content-Length: 99999999999999999999999\r\n\r\n{}",
+    "two lengths": POST + b"Content-Length: 2\r\nContent-Length: 5\r\n\r\n{}   ",
+    "a length and chunks": POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "a chunk of negative size": POST + b"Transfer-Encoding: chunked\r\n\r\n-2\r\n{}\r\n",
+    "a chunk beyond 64 bits": POST + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n{}\r\n",
+}
+BAD_BODIES = {
+    "invalid UTF-8": b'{"prompt": "\xff\xfe\xfa"}',
+    "an overlong NUL": b'{"prompt": "\xc0\x80"}',
+    "a NUL between tokens": b'{"prompt":\0"x"}',
+    "a NUL in a string": b'{"prompt": "a\0b"}',
+    "nothing": b"",
+    "deep lists": b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+    "deep objects": b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
+    "deep and open": b"[{" * 50_000,
+    "a negative number of tokens": b'{"prompt": "x", "max_tokens": -1}',
+    "a number of 4,000 digits": b'{"prompt": "x", "max_tokens": ' + b"9" * 4000 + b"}",
+    "a number of 5,000 digits": b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    "not a number": b'{"prompt": "x", "temperature": NaN}',
+    "too large": b'{"prompt": "' + b"x" * 2**20 + b'"}',
+}
+
+
+async def test_port_scans_of_the_obvious() -> None:
+    async with serving(FakeEngine(LETTERS), max_body_size=1) as port, httpx.AsyncClient(base_url=port.url) as http:
+        for name, data in MALFORMED.items():
+            answer = await port.send(data, end=True)
+            assert all(400 <= status < 500 for status in statuses(answer)), (name, answer)
+            if answer:
+                head, _, body = answer.partition(b"\r\n\r\n")
+                assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}, name
+                assert b"connection: close" in head
+        for name, body in BAD_BODIES.items():
+            answer = await port.send(completion(body))
+            (status,) = statuses(answer)
+            assert 400 <= status < 500, (name, answer)
+            error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+            assert set(error) == {"message", "type", "param", "code"}, name
+            assert not any(mark in error["message"] for mark in ("Traceback", ".py", "site-packages")), error
+        fine = completion(b'{"prompt": "a\\u0000b"}')  # a NUL that JSON spells is a character like any other
+        assert statuses(await port.send(fine)) == [200]
+        assert (await http.get("/health")).status_code == 200
+
+
+async def test_no_spelling_of_a_path_gets_around_the_keys() -> None:
+    async with serving(FakeEngine(LETTERS), api_key=["secret"]) as port:
+        for path in (
+            b"//health",
+            b"/health/../v1/models",
+            b"/web/../v1/models",
+            b"/web/%2e%2e/v1/models",
+            b"/health%00",
+        ):
+            answer = await port.send(b"GET " + path + b" HTTP/1.1\r\nConnection: close\r\n\r\n")
+            assert statuses(answer) in ([401], [404]), path
+            assert b"owned_by" not in answer
+        for target in (b"http://x/v1/models", b"*", b"/v1/models?api_key=secret", b"/v1/models#/health"):
+            answer = await port.send(b"GET " + target + b" HTTP/1.1\r\nConnection: close\r\n\r\n")
+            assert statuses(answer) in ([401], [400]), target
+
+
+async def test_heads_are_bounded_as_they_come() -> None:
+    async with serving(FakeEngine(LETTERS)) as port:
+        line = b"X-Filler: " + b"x" * 1000 + b"\r\n"
+        whole = b"GET /health HTTP/1.1\r\nHost: x\r\n" + line * 70 + b"\r\n"
+        for pieces in ([whole], [b"GET /health HTTP/1.1\r\n", *[line] * 70], [b"GET /" + b"x" * 70_000]):
+            answer = await port.send(*pieces)
+            assert statuses(answer) in ([431], []), "the error, or a connection that is reset under what is still sent"
+            if answer:
+                assert str(MAX_HEAD_BYTES) in json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+        assert statuses(await port.send(whole)) == [431]
+        small = b"GET /health HTTP/1.1\r\nConnection: close\r\n" + line * 60 + b"\r\n"
+        assert statuses(await port.send(small)) == [200]
+
+
+SLOW = {
+    "nothing": [b""],
+    "a head that never ends": [b"GET /health HTTP/1.1\r\n", *[b"X-A: b\r\n"] * 100],
+    "blank lines": [b"\r\n"] * 100,
+    "a body that never ends": [POST + b"Content-Length: 1000\r\n\r\n", *[b"x"] * 100],
+    "chunks that never end": [POST + b"Transfer-Encoding: chunked\r\n\r\n", *[b"1\r\nx\r\n"] * 100],
+    "a second request that never ends": [b"GET /health HTTP/1.1\r\n\r\n", *[b"G"], *[b"X"] * 100],
+    "a body that nobody reads": [b"POST /nowhere HTTP/1.1\r\nContent-Length: 9999999\r\n\r\n", *[b"x" * 30_000] * 100],
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+async def test_who_trickles_is_closed(name: str) -> None:
+    async with serving(FakeEngine(LETTERS), read_timeout=0.3) as port:
+        async with asyncio.timeout(20):  # the pieces take much longer
+            answer = await port.send(*SLOW[name], pause=0.05 if name != "a body that nobody reads" else 0.02)
+        assert statuses(answer) in ([408], [200, 408], [200, 400], [404], []), answer
+
+
+async def test_who_is_slow_but_moves_is_served() -> None:
+    """A body that comes in pieces, in more time than the limit for each; and one whose answer takes longer."""
+    body = b'{"prompt": "' + b"x" * 100_000 + b'"}'
+    head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    pieces = [body[i : i + 10_000] for i in range(0, len(body), 10_000)]
+    engine = FakeEngine(LETTERS, max_model_len=200_000, step_seconds=0.1)
+    async with serving(engine, read_timeout=1.0) as port:
+        answer = await port.send(head, *pieces, pause=0.25)
+        assert statuses(answer) == [200]
+
+
+async def test_a_stream_goes_on_while_its_client_begins_another_request() -> None:
+    """A pipelined head that never ends must not cost the answer before it."""
+    engine = FakeEngine(LETTERS, max_model_len=1000, step_seconds=0.05)
+    body = b'{"prompt": "x", "stream": true, "max_tokens": 30}'
+    async with serving(engine, read_timeout=0.2) as port:
+        answer = await port.send(POST + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"GET /hea")
+        assert answer.count(b"data: {") == 30
+        assert b"data: [DONE]" in answer
+        assert statuses(answer) == [200, 408]
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with serving(FakeEngine(LETTERS)) as port:
+        get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+        last = b"GET /nowhere HTTP/1.1\r\nConnection: close\r\n\r\n"
+        assert statuses(await port.send(get * 50 + last)) == [200] * 50 + [404]
+
+
+async def metric(url: str, name: str) -> float:
+    async with httpx.AsyncClient(base_url=url) as http:
+        lines = (await http.get("/metrics")).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+async def leave_unread(port: Port, body: dict[str, Any]) -> socket.socket:
+    """A client that asks, and reads nothing."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port.number))
+    data = json.dumps({"prompt": "x", "stream": True, **body}).encode()
+    await asyncio.get_running_loop().sock_sendall(sock, POST + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+    return sock
+
+
+async def idle(engine: FakeEngine) -> None:
+    async with asyncio.timeout(60):
+        while not engine.seen or engine.running or engine.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_who_does_not_read_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(LETTERS, max_model_len=10**9)
+    async with serving(engine, write_timeout=0.5) as port:
+        with await leave_unread(port, {"max_tokens": 10**9 - 10}):
+            await idle(engine)
+            assert engine.aborted == [engine.seen[0].id]
+        assert await metric(port.url, "quire:slow_readers_total") == 1
+        assert await metric(port.url, 'vllm:request_success_total{finished_reason="abort"') == 1
+    assert "left its answer unread for 0.5 s" in caplog.text
+
+
+async def test_what_waits_for_a_reader_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine that is far faster than its reader: the answer is given up, long before the time is."""
+    engine = FakeEngine(LETTERS, max_model_len=10**9, burst=1000)
+    async with serving(engine, write_timeout=3600, max_logprobs=200) as port:
+        with await leave_unread(port, {"max_tokens": 10**9 - 10, "logprobs": 200}) as sock:
+            await idle(engine)
+            assert await metric(port.url, "quire:slow_readers_total") == 1
+            assert "wait for a reader" in caplog.text
+            sock.setblocking(True)
+            last = await asyncio.to_thread(read_all, sock)
+            assert b'"code": "slow_reader"' in last
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """The end of what comes."""
+    sock.settimeout(60)
+    tail = b""
+    while not tail.endswith(b"\r\n0\r\n\r\n") and (part := sock.recv(1 << 20)):
+        tail = (tail + part)[-1000:]
+    return tail
+
+
+async def test_who_pauses_and_reads_on_misses_nothing() -> None:
+    engine = FakeEngine(LETTERS, max_model_len=10**6)
+    async with serving(engine) as port:
+        with await leave_unread(port, {"max_tokens": 30_000, "stream_options": {"include_usage": True}}) as sock:
+            await idle(engine)
+            sock.setblocking(True)
+            tail = await asyncio.to_thread(read_all, sock)
+            assert b'"completion_tokens":30000' in tail
+            assert b"data: [DONE]" in tail
+        assert await metric(port.url, "quire:slow_readers_total") == 0
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def certificates(authority: trustme.CA, tmp_path: Path) -> dict[str, Path]:
+    paths = {"ssl_certfile": tmp_path / "cert.pem", "ssl_keyfile": tmp_path / "key.pem"}
+    own = authority.issue_cert("127.0.0.1")
+    own.private_key_pem.write_to_path(paths["ssl_keyfile"])
+    for blob in own.cert_chain_pems:
+        blob.write_to_path(paths["ssl_certfile"], append=True)
+    return paths
+
+
+async def test_tls(authority: trustme.CA, certificates: dict[str, Path]) -> None:
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    async with serving(FakeEngine(LETTERS), **certificates) as port:
+        async with httpx.AsyncClient(base_url=port.url, verify=trusting) as http:
+            answer = await http.post("/v1/completions", json={"prompt": "x", "stream": True, "max_tokens": 100})
+            assert answer.text.endswith("data: [DONE]\n\n")
+        async with httpx.AsyncClient(base_url=port.url) as http:
+            with pytest.raises(httpx.ConnectError, match="certificate"):
+                await http.get("/health")
+        assert statuses(await port.send(b"GET /health HTTP/1.1\r\n\r\n")) == [], "plain HTTP gets no answer"
+
+
+async def test_tls_with_certificates_of_clients(
+    authority: trustme.CA, certificates: dict[str, Path], tmp_path: Path
+) -> None:
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    known, stranger = ssl.create_default_context(), ssl.create_default_context()
+    for context in (known, stranger):
+        authority.configure_trust(context)
+    authority.issue_cert("client@example.org").configure_cert(known)
+    trustme.CA().issue_cert("client@example.org").configure_cert(stranger)
+    async with serving(FakeEngine(LETTERS), **certificates, ssl_ca_certs=tmp_path / "ca.pem") as port:
+        async with httpx.AsyncClient(base_url=port.url, verify=known) as http:
+            assert (await http.get("/health")).status_code == 200
+        async with httpx.AsyncClient(base_url=port.url, verify=stranger) as http:
+            with pytest.raises(httpx.TransportError):
+                await http.get("/health")
+
+
+def test_certificates_that_cannot_be_used(certificates: dict[str, Path], tmp_path: Path) -> None:
+    junk = tmp_path / "junk.pem"
+    junk.write_text("junk")
+    for options, message in (
+        ({"ssl_keyfile": certificates["ssl_keyfile"]}, "ssl_certfile: is needed"),
+        ({"ssl_certfile": tmp_path / "none"}, "ssl_certfile: cannot read .*No such file"),
+        ({**certificates, "ssl_ca_certs": tmp_path / "none"}, "ssl_ca_certs: cannot read"),
+        ({**certificates, "ssl_keyfile": junk}, "ssl_certfile: cannot be used"),
+        ({"ssl_certfile": junk}, "ssl_certfile: cannot be used"),
+        ({**certificates, "ssl_ca_certs": junk}, "ssl_certfile: cannot be used"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            tls_context(ServerConfig(**options))
