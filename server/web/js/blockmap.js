@@ -14,6 +14,7 @@ const SHARED_KIND = 2;
 const OTHER_KIND = 3;
 const FIRST_HUE = 4;
 const KINDS = [["free", "Empty"], ["cached", "Cached, free to reuse"], ["shared", "Shared"], ["owned", "Held by one request"]];
+const LEAST_SHOWN = 512;
 const STEP = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
 /** uint16 codes of the pages, from an event's base64 of zlib. What they mean stands in engine/types.py. */
@@ -50,6 +51,7 @@ export class BlockMap {
     this.hues = hues;
     this.onPick = onPick;
     this.codes = new Uint16Array(0);
+    this.shown = 0; // pages on the map: as many as were ever in use, in powers of two
     this.requests = [];
     this.kinds = new Int32Array(0);
     this.highlight = null;
@@ -71,13 +73,15 @@ export class BlockMap {
 
   /** A new map; `requests` are those that codes refer to. */
   update(codes, requests) {
-    const sameSize = codes.length === this.codes.length;
+    const before = this.shown;
+    const used = codes.findLastIndex((code) => code !== 0) + 1;
+    this.shown = Math.min(codes.length, Math.max(before, LEAST_SHOWN, 2 ** Math.ceil(Math.log2(used || 1))));
     this.codes = codes;
     this.requests = requests;
-    if (!sameSize) this.#layout();
+    if (this.shown !== before) this.#layout();
     else this.#draw(false);
     this.#count();
-    if (this.cursor !== null) this.#tell();
+    this.#tell();
   }
 
   /** Shows one request's pages and fades the rest; null shows all alike. */
@@ -94,7 +98,7 @@ export class BlockMap {
 
   #layout() {
     const width = this.canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(this.canvas.parentElement).paddingLeft);
-    const pages = this.codes.length;
+    const pages = this.shown;
     if (!pages || width < 50) return;
     const most = innerWidth < 700 ? 280 : 330;
     const fitting = Math.floor(Math.sqrt((width * most) / pages));
@@ -115,7 +119,7 @@ export class BlockMap {
   /** What a square shows: where it stands for several pages, the one that is most in use. */
   #kindOf(cell) {
     let best = FREE_KIND;
-    const end = Math.min(this.codes.length, (cell + 1) * this.perCell);
+    const end = Math.min(this.shown, (cell + 1) * this.perCell);
     for (let page = cell * this.perCell; page < end; page++) {
       const code = this.codes[page];
       if (code === 0) continue;
@@ -236,11 +240,13 @@ export class BlockMap {
   #tell() {
     if (this.cursor === null || !this.codes.length) {
       const per = this.perCell > 1 ? `One square is ${this.perCell} pages. ` : "";
-      say($("page-readout"), `${per}Point at a page, or use the arrow keys, to see whose it is.`);
+      const rest = this.codes.length - this.shown;
+      const more = rest ? `The other ${rest.toLocaleString("en")} pages have been empty so far. ` : "";
+      say($("page-readout"), `${more}${per}Point at a page, or use the arrow keys, to see whose it is.`);
       return;
     }
     const first = this.cursor * this.perCell;
-    const last = Math.min(this.codes.length, first + this.perCell) - 1;
+    const last = Math.min(this.shown, first + this.perCell) - 1;
     const name = first === last ? `Page ${first}` : `Pages ${first} to ${last}`;
     say($("page-readout"), `${name}: ${this.#meaning(this.#codeIn(this.cursor))}`);
   }

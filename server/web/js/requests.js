@@ -83,10 +83,11 @@ export class Requests {
 
   async #cancel(id) {
     const { cancel } = this.rows.get(id);
-    cancel.disabled = true;
+    if (cancel.ariaDisabled) return;
+    cancel.ariaDisabled = "true"; // not disabled: that would take the focus away
     say(cancel, "…");
     if (await this.actions.cancel(id)) return; // the row goes with the request
-    cancel.disabled = false;
+    cancel.ariaDisabled = null;
     say(cancel, "Cancel");
   }
 

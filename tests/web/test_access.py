@@ -1,0 +1,96 @@
+"""Both views for everybody: axe-core finds nothing, nothing sticks out, the keyboard reaches all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from tests.e2e.server import Server
+from tests.web.browser import Browser
+from tests.web.test_dashboard import streams
+
+AXE = Path(__file__).with_name("axe.min.js")
+"""axe-core 4.14.1 of Deque Systems, under the Mozilla Public License 2.0; for tests alone."""
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+
+
+def violations(page: Browser) -> list[Any]:
+    # Injected over the protocol: the page's own policy lets no script in.
+    page.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text(encoding="utf-8")})
+    found = page.driver.execute_async_script(
+        "const done = arguments[1]; axe.run(document, {runOnly: arguments[0]}).then((found) => done("
+        "found.violations.map((each) => [each.id, each.help, each.nodes.map((node) => node.html.slice(0, 160)"
+        " + ' ' + (node.any[0]?.message ?? ''))])), (error) => done([String(error)]))",
+        RULES,
+    )
+    return list(found)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1440])
+def test_nothing_is_out_of_reach(browser: Browser, server: Server, theme: str, width: int) -> None:
+    browser.open(f"{server.url}/", width, 900)
+    browser.run(
+        "const select = document.getElementById('theme'); select.value = arguments[0];"
+        "select.dispatchEvent(new Event('change'))",
+        theme,
+    )
+    assert browser.run("return getComputedStyle(document.documentElement).colorScheme") == theme
+    assert violations(browser) == []
+    if width < 500:
+        browser.click("#settings-fold summary")
+    browser.click("#logprobs")
+    browser.fill("#max_tokens", "30")
+    browser.fill("#draft", "Tell me a story about a fox." + Keys.ENTER)
+    browser.until(lambda: "tokens" in browser.text("#log .message:last-child .note") and browser.one("#send"))
+    assert violations(browser) == []
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+    with streams(server, 3):
+        browser.run("location.hash = 'dashboard'")
+        browser.until(lambda: len(browser.all("#requests tbody tr")) == 3)
+        assert violations(browser) == []
+        assert browser.run("return document.documentElement.scrollWidth") <= width
+    browser.click("#key-button")
+    assert violations(browser) == []
+
+
+def test_the_system_s_theme_holds_until_another_is_chosen(browser: Browser, server: Server) -> None:
+    sheet = "return getComputedStyle(document.querySelector('.masthead')).backgroundColor"
+    seen = set()
+    for scheme in ("light", "dark"):
+        media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+        browser.open(f"{server.url}/")
+        seen.add(browser.run(sheet))
+    assert len(seen) == 2
+    browser.run("const s = document.getElementById('theme'); s.value = 'light'; s.dispatchEvent(new Event('change'))")
+    light = browser.run(sheet)
+    browser.driver.refresh()
+    assert browser.run(sheet) == light
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_keyboard_alone_suffices(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/")
+    focused = "const one = document.activeElement; return one.id || one.className || one.textContent.trim()"
+    reached = []
+    for _ in range(40):
+        browser.driver.switch_to.active_element.send_keys(Keys.TAB)
+        reached.append(browser.run(focused))
+    wanted = [
+        "skip",
+        "brand",
+        "to-playground",
+        "to-dashboard",
+        "key-button",
+        "theme",
+        "as-curl",
+        "clear",
+        "draft",
+        "send",
+    ]
+    assert [each for each in reached if each in wanted][: len(wanted)] == wanted
+    assert {"model", "temperature", "logprobs"} <= set(reached)

@@ -1,0 +1,168 @@
+"""The live view of the engine in a real browser, against the metrics and the streams themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from tests.e2e.server import Server
+from tests.web.browser import Browser
+
+TOTAL = 600
+"""Pages of the server's pool."""
+
+
+@contextmanager
+def streams(server: Server, count: int, **fields: Any) -> Iterator[list[list[Any]]]:
+    """So many streams that end when told to; the events of each, as they come."""
+    ended = threading.Event()
+    events: list[list[Any]] = [[] for _ in range(count)]
+    body = {"max_tokens": 1900, "ignore_eos": True, "stream": True, **fields}
+
+    def read(index: int) -> None:
+        prompt = f"Tale {index}: once upon a time there was a king who had {index} sons, and the eldest of them said"
+        sent = {"prompt": prompt, **body}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=120) as response:
+            for line in response.iter_lines():
+                if ended.is_set():
+                    return
+                if line.startswith("data: {"):
+                    events[index].append(json.loads(line[6:]))
+
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(read, index) for index in range(count)]
+        try:
+            yield events
+        finally:
+            ended.set()
+            for future in futures:
+                future.result()
+
+
+@pytest.fixture
+def page(browser: Browser, server: Server) -> Browser:
+    browser.open(f"{server.url}/#dashboard")
+    browser.until(lambda: browser.text("#live") == "Live" and browser.all("#facts dd"))
+    return browser
+
+
+def legend(page: Browser) -> list[int]:
+    """Pages that are empty, cached, shared, held by one request."""
+    counts = page.run("return [...document.querySelectorAll('#legend b')].map((each) => each.textContent)")
+    return [int(count.replace(",", "")) for count in counts]
+
+
+def colours(page: Browser) -> list[list[int]]:
+    """What the canvas shows in the middle of the lower edge of its first and last squares."""
+    return page.run(
+        "const canvas = document.getElementById('pages'), context = canvas.getContext('2d');"
+        "const last = canvas.height - 6;"
+        "return [[2, 2], [2, last]].map(([x, y]) => [...context.getImageData(x, y, 1, 1).data])"
+    )
+
+
+def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, server: Server) -> None:
+    with streams(server, 3) as events:
+        page.until(lambda: len(page.all("#requests tbody tr")) == 3 and legend(page)[3] > 20)
+        ids = {row.get_attribute("title") for row in page.all("#requests tbody .name")}
+        page.until(lambda: all(events))
+        assert ids == {f"{stream[0]['id']}-0" for stream in events}
+        assert {phase.text for phase in page.all("#requests .phase")} <= {"prefill", "decode"}
+        assert sum(legend(page)) == TOTAL
+        used, empty = colours(page)
+        assert used != empty
+        assert used[3] == empty[3] == 255
+        page.one("#pages").send_keys(Keys.ARROW_RIGHT, Keys.ARROW_DOWN, Keys.ARROW_UP)
+        page.until(lambda: page.text("#page-readout").startswith("Page 0: "))
+        # Whose page 0 is, the server says in its own words, too.
+        readout = page.text("#page-readout")
+        assert any(f"held by {each}" in readout for each in ids) or "cached" in readout
+        page.until(lambda: page.text(".figure.running dd") == "3")
+        held = server.metric("vllm:kv_cache_usage_perc") * TOTAL
+        assert abs(sum(legend(page)[2:]) - held) < 0.2 * TOTAL
+        page.until(lambda: any(text not in ("–", "0") for text in page.text(".chart .readings b").split()))
+    page.until(lambda: not page.all("#requests tbody tr"))
+    page.until(lambda: legend(page)[2:] == [0, 0])
+    assert legend(page)[1] > 0, "what was computed stays cached"
+
+
+def test_a_cancelled_request_ends_and_the_others_go_on(page: Browser, server: Server) -> None:
+    with streams(server, 2) as events:
+        page.until(lambda: len(page.all("#requests tbody tr")) == 2 and all(events))
+        victim = f"{events[0][0]['id']}-0"
+        row = next(row for row in page.all("#requests tbody tr") if victim in str(row.get_property("innerHTML")))
+        row.find_element("css selector", ".danger").send_keys(Keys.ENTER)
+        page.until(lambda: events[0][-1]["choices"][0]["finish_reason"] == "abort")
+        page.until(lambda: len(page.all("#requests tbody tr")) == 1)
+        focused = page.run("return document.activeElement.getAttribute('aria-label') ?? ''")
+        assert focused.startswith("Cancel request"), "the keyboard goes on at the next row"
+        before = len(events[1])
+        page.until(lambda: len(events[1]) > before)
+        assert events[1][-1]["choices"][0]["finish_reason"] is None
+
+
+def test_twins_share_pages(page: Browser, server: Server) -> None:
+    with streams(server, 2, prompt=[7] * 64) as events:
+        page.until(lambda: all(events) and legend(page)[2] >= 3)
+        page.until(lambda: "shared" in page.text("#requests tbody"))
+
+
+def test_a_dead_engine_is_told_of_and_its_streams_go_on(page: Browser, server: Server) -> None:
+    deaths = int(page.text(".figure.deaths dd"))
+    with streams(server, 1) as events:
+        page.until(lambda: all(events))
+        pid = server.engine_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        page.until(lambda: page.text(".figure.deaths dd") == str(deaths + 1))
+        before = len(events[0])
+        page.until(lambda: page.text("#live") == "Live" and len(page.all("#requests tbody tr")) == 1)
+        page.until(lambda: len(events[0]) > before)
+        assert int(page.text(".figure.replays dd")) >= 1
+
+
+def test_nobody_is_watched_while_another_view_shows(page: Browser, server: Server) -> None:
+    page.click("#to-playground")
+    page.one("#draft")
+    page.run("window.asked = 0; const real = fetch; window.fetch = (...all) => { asked++; return real(...all) }")
+    page.click("#to-dashboard")
+    page.until(lambda: page.run("return asked") == 1)
+    page.until(lambda: page.text("#live") == "Live")
+
+
+def test_a_key_is_asked_for_and_kept_only_when_told_to(browser: Browser, tmp_path: Path) -> None:
+    guarded = Server(tmp_path / "log", "--api-key", "open-sesame", "--num-kv-blocks", "200", "--threads", "1")
+    try:
+        browser.open(f"{guarded.url}/")
+        assert browser.one("#key-dialog").is_displayed()
+        browser.fill("#key", "wrong" + Keys.ENTER)
+        browser.until(lambda: browser.text("#key-why") == "Incorrect API key provided")
+        browser.fill("#key", "open-sesame" + Keys.ENTER)
+        browser.until(lambda: browser.text("#model") == "quire-demo")
+        browser.fill("#draft", "Tell me a story." + Keys.ENTER)
+        browser.until(lambda: "tokens" in browser.text("#log .message:last-child .note"))
+        browser.click("#to-dashboard")
+        browser.until(lambda: browser.text("#live") == "Live")
+        assert browser.run("return JSON.stringify({...localStorage})").count("open-sesame") == 0
+        browser.click("#key-button")
+        browser.click("#key-keep")
+        browser.one("#key").send_keys(Keys.ENTER)
+        browser.until(lambda: browser.run("return localStorage['quire.key']") == "open-sesame")
+        browser.click("#key-button")
+        browser.click("#key-forget")
+        assert browser.run("return localStorage['quire.key'] ?? null") is None
+        assert browser.one("#key-dialog").is_displayed(), "what is shown needs one again"
+        assert all("401" in error for error in browser.errors())
+    finally:
+        assert guarded.stop() == 0, (tmp_path / "log").read_text()
