@@ -1,20 +1,29 @@
 """`python -m engine.boot ADDRESS PULSE_FD`: the engine process, the configuration as a line of JSON on standard input.
 
 It imports torch last. Before that it starts what must work from the first moment on: the pulse by which the parent
-knows that this process is alive, and the watch by which this process knows that the parent is.
+knows that this process is alive, the watch by which this process knows that the parent is, and the sentry that tells
+signals from outside from faults of our own.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
 import threading
 
+from engine.death import FAULTS
 from engine.pulse import Pulse
+
+_PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """The parent holds the other end of our standard input: when that closes, it is gone, and so are we."""
+    """The parent holds the other end of our standard input: when that closes, it is gone, and so are we.
+
+    Linux ends us even when this thread cannot run, in a step that hangs.
+    """
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -22,6 +31,29 @@ def end_with_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def hold_faults() -> None:
+    """Before any other thread starts: threads inherit it. The kernel still ends a process by its own faults, as it
+    lets nobody put those off; only the same signals sent by a process wait for the sentry."""
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, FAULTS)
+
+
+def post_sentry(pulse: Pulse) -> None:
+    """Tell the parent who sends us such a signal, then die of it."""
+
+    def wait() -> None:
+        info = signal.sigwaitinfo(FAULTS)
+        if info.si_code <= 0 and info.si_pid != os.getpid():  # above 0 the kernel sent it
+            pulse.struck(info.si_pid)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {info.si_signo})
+        os.kill(os.getpid(), info.si_signo)
+
+    if hasattr(signal, "sigwaitinfo"):
+        threading.Thread(target=wait, name="sentry", daemon=True).start()
 
 
 def first_line() -> bytes:
@@ -34,8 +66,10 @@ def first_line() -> bytes:
 
 def main() -> None:
     address, descriptor = sys.argv[1], int(sys.argv[2])
+    hold_faults()
     line = first_line()
     pulse = Pulse(descriptor)
+    post_sentry(pulse)
     end_with_parent()
 
     from engine.config import EngineConfig

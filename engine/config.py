@@ -43,6 +43,6 @@ class EngineConfig(BaseSettings):
     enable_prefix_caching: bool = Field(True, description="Reuse the KV of prompts that start alike")
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
     engine_heartbeat_timeout: float = Field(10.0, gt=0, description="Seconds without a sign of life that end an engine")
-    engine_step_timeout: float = Field(300.0, gt=0, description="Seconds that one step of the engine may take")
+    engine_step_timeout: float = Field(120.0, gt=0, description="Seconds without progress in a step that end an engine")
     max_engine_starts: int = Field(5, ge=1, description="Failed starts in a row after which a dead engine is given up")
     seed: int = Field(0, description="Seed of dummy weights")

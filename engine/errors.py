@@ -11,6 +11,7 @@ QuireError
 ├── SlowReader                whoever reads an answer is too far behind
 ├── Timeout                   not complete within the request's timeout
 ├── EngineError               the engine failed a request, or is gone
+│   └── RequestQuarantined    the request ended several engines, and was given up
 └── ConfigError               a bad flag, file or environment variable: names the key; ends the start
     └── ModelError            the model's files cannot be found, read or understood
 """
@@ -74,6 +75,10 @@ class SlowReader(QuireError):
 
 class EngineError(QuireError):
     code = "engine_error"
+
+
+class RequestQuarantined(EngineError):
+    code = "request_quarantined"
 
 
 class ConfigError(QuireError):

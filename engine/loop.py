@@ -13,7 +13,7 @@ import zmq
 from engine.config import EngineConfig
 from engine.errors import QuireError
 from engine.model_files import read_model_config, resolve_model
-from engine.pulse import Pulse
+from engine.pulse import Pulse, Unwatched
 from engine.scheduler import Scheduler
 from engine.steps import Steps
 from engine.types import EngineInfo, EngineOutputs, EngineStats, EngineView, Request, RequestOutput
@@ -25,11 +25,12 @@ from engine.worker.startup import start_worker
 class Engine:
     """A model, its KV cache and a scheduler. Raises ConfigError for a configuration it cannot start with."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, pulse: Unwatched | None = None) -> None:
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
         model = read_model_config(path)
-        worker = start_worker(config, path, model)
+        pulse = pulse or Unwatched()
+        worker = start_worker(config, path, model, pulse.progress)
         plan = worker.plan
         self.runner = worker.runner
         self.scheduler = Scheduler(
@@ -41,7 +42,7 @@ class Engine:
             eos_token_ids=model.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead)
+        self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead, pulse)
         self.info = EngineInfo(
             model=config.model,
             dtype=worker.dtype,
@@ -90,16 +91,14 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
     socket.set(zmq.LINGER, 1000)
     socket.connect(address)
     try:
-        engine = Engine(config)
+        engine = Engine(config, pulse)
     except QuireError as error:
         _send(socket, Failed(error.message, error.param))
         return 1
     _send(socket, Ready(engine.info))
     while True:
         _receive(engine, socket)
-        pulse.begin_step()
         outputs = engine.step()
-        pulse.end_step()
         if outputs:
             _send(socket, Stepped(EngineOutputs(outputs, engine.stats)))
 

@@ -1,16 +1,17 @@
-"""One life of an engine process: started, spoken to, watched, and ended. What a death means is the supervisor's."""
+"""One life of an engine process: started, spoken to, watched, and ended. What its death means is the supervisor's."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -18,27 +19,38 @@ import zmq
 import zmq.asyncio
 
 from engine.config import EngineConfig
+from engine.death import Death, autopsy
+from engine.pulse import Beat, Began, Struck, decode_sign
+from engine.vitals import AbleClock, is_stopped, oom_kills
 from engine.wire import FromEngine, ToEngine, decode_from_engine, encode
 
 LAST_WORDS = 20
 """Lines of an engine's standard error that are kept."""
 _STOP_SECONDS = 5.0
 _WATCH_SECONDS = 0.25
+_SUSPICIOUS_SECONDS = 1.0
+"""Without progress, from which on it is looked at closely."""
 
 
 class EngineProcess:
-    """Starts the process at once; `connect()` before anything is sent. Its standard error is passed on and kept."""
+    """Starts the process at once; `connect()` before anything is sent. Its standard error is passed on and kept.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `on_begun` is called with the requests that it is about to compute for the first time.
+    """
+
+    def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
         self._config = config
+        self._on_begun = on_begun
         self._directory = tempfile.TemporaryDirectory(prefix="quire-")
         self._address = f"ipc://{Path(self._directory.name) / 'engine.sock'}"
         self._socket: zmq.asyncio.Socket | None = None
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
-        self._heard = time.monotonic()
-        self._step_ms = 0
-        self._hung: str | None = None
+        self._ready = False
+        self._oom_kills = oom_kills()
+        self._hung: Death | None = None
+        self._struck_by: int | None = None
         self._pulses, theirs = os.pipe()
+        self._signs = b""
         os.set_blocking(self._pulses, False)
         # -P: a folder named engine where the user stands must not be taken for ours. A session of its own: Ctrl-C in
         # the terminal is for the parent, which lets the engine finish what runs.
@@ -52,10 +64,15 @@ class EngineProcess:
         os.close(theirs)
         assert self._process.stdin is not None
         assert self._process.stderr is not None
-        self._process.stdin.write(config.model_dump_json(include=set(EngineConfig.model_fields)).encode() + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it is dead already: `ended()` will tell
+            self._process.stdin.write(config.model_dump_json(include=set(EngineConfig.model_fields)).encode() + b"\n")
+            self._process.stdin.flush()
         self._reader = threading.Thread(target=self._keep, args=(self._process.stderr,), daemon=True)
         self._reader.start()
+        self._clock = AbleClock(self.pid)
+        self._heard = self._checked = time.monotonic()
+        self._heard_able = self._moved_able = 0.0
+        self._stuck_ms = 0
 
     @property
     def pid(self) -> int:
@@ -84,26 +101,29 @@ class EngineProcess:
 
     async def receive(self) -> FromEngine:
         assert self._socket is not None
-        return decode_from_engine(await self._socket.recv())
+        message = decode_from_engine(await self._socket.recv())
+        self._ready = True
+        return message
 
-    async def ended(self) -> str:
-        """Wait until it has ended, and make it end when it is silent or a step takes too long. Says how it ended."""
+    async def ended(self) -> Death:
+        """Wait until it has ended, and make it end when it is silent or a step makes no progress."""
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
-        self._heard = time.monotonic()
-        loop.add_reader(self._pulses, self._on_pulse, gone)
+        loop.add_reader(self._pulses, self._on_signs, gone)
         try:
             while not gone.is_set():
                 try:
                     await asyncio.wait_for(gone.wait(), _WATCH_SECONDS)
                 except TimeoutError:
-                    self._on_pulse(gone)  # if it was us who slept, its pulses have waited
+                    self._on_signs(gone)  # if it was us who slept, its signs have waited
                     self._check_life()
         finally:
             loop.remove_reader(self._pulses)
         code = await asyncio.to_thread(self._process.wait)
         await asyncio.to_thread(self._reader.join, 1.0)
-        return self._hung or _describe(code)
+        now = oom_kills()
+        killed = None if now is None or self._oom_kills is None else now - self._oom_kills
+        return self._hung or autopsy(code, sender=self._struck_by, oom_kills=killed)
 
     async def stop(self) -> None:
         """End it, whatever it is doing: it holds nothing that must be saved."""
@@ -121,38 +141,57 @@ class EngineProcess:
         if self._socket is not None:
             self._socket.close()
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # it died before it read its configuration
+            self._process.stdin.close()
         os.close(self._pulses)
         self._directory.cleanup()
 
-    def _on_pulse(self, gone: asyncio.Event) -> None:
+    def _on_signs(self, gone: asyncio.Event) -> None:
         try:
-            beats = os.read(self._pulses, 65536)
+            read = os.read(self._pulses, 65536)
         except BlockingIOError:
             return
-        if not beats:
+        if not read:
             gone.set()
             return
+        *lines, self._signs = (self._signs + read).split(b"\n")
+        for line in lines:
+            match decode_sign(line):
+                case Beat(stuck_ms):
+                    self._on_beat(stuck_ms)
+                case Began(ids):
+                    self._on_begun(ids)
+                case Struck(sender):
+                    self._struck_by = sender
+
+    def _on_beat(self, stuck_ms: int) -> None:
         self._heard = time.monotonic()
-        self._step_ms = int(beats.split()[-1])
+        self._heard_able = self._clock.seconds
+        if stuck_ms <= self._stuck_ms:
+            self._moved_able = self._clock.seconds
+        self._stuck_ms = stuck_ms
 
     def _check_life(self) -> None:
-        if self.silence > self._config.engine_heartbeat_timeout:
-            self._hung = f"gave no sign of life for {self.silence:.0f} s"
-        elif self._step_ms > self._config.engine_step_timeout * 1000:
-            self._hung = f"hung in a step for {self._step_ms / 1000:.0f} s"
+        """Both bounds count only time in which the engine could have done something, and we would have seen it."""
+        now = time.monotonic()
+        elapsed, self._checked = min(now - self._checked, 2 * _WATCH_SECONDS), now
+        suspicious = max(self.silence, self._stuck_ms / 1000) > _SUSPICIOUS_SECONDS
+        self._clock.advance(elapsed, closely=suspicious)
+        silent = self._clock.seconds - self._heard_able
+        stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._moved_able)
+        if silent > self._config.engine_heartbeat_timeout and is_stopped(self.pid):
+            self._hung = Death(f"was stopped and gave no sign of life for {silent:.0f} s", outside=True)
+        elif silent > (self._config.engine_heartbeat_timeout if self._ready else self._config.engine_step_timeout):
+            self._hung = Death(f"gave no sign of life for {silent:.0f} s", outside=False)
+        elif stuck > self._config.engine_step_timeout:
+            self._hung = Death(f"hung in a step for {stuck:.0f} s", outside=False)
         if self._hung is not None:
             self._process.kill()
 
     def _keep(self, stream: IO[bytes]) -> None:
-        for line in stream:
-            text = line.decode(errors="replace").rstrip()
-            self._last_words.append(text)
-            print(text, file=sys.stderr, flush=True)
-
-
-def _describe(code: int) -> str:
-    if code >= 0:
-        return f"exited with code {code}"
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        with stream:
+            for line in stream:
+                text = line.decode(errors="replace").rstrip()
+                self._last_words.append(text)
+                with suppress(OSError, ValueError):  # nobody reads ours any more; the engine's must not fill up
+                    print(text, file=sys.stderr, flush=True)

@@ -1,37 +1,91 @@
-"""The engine process's sign of life."""
+"""What the engine process tells its parent even if it dies the next moment: lines of JSON on a pipe.
+
+The pipe closes with the process, however it ends, and that tells the parent too.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
+from collections.abc import Sequence
+
+import msgspec
 
 PULSE_SECONDS = 0.25
 
 
-class Pulse:
-    """Tells the parent, a few times a second, for how many milliseconds the current step has run (0: none runs).
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life, a few times a second."""
 
-    The file descriptor closes with this process, however it ends, and that tells the parent too.
-    """
+    stuck_ms: int
+    """Milliseconds since the current step began or last made progress; 0: no step runs."""
+
+
+class Began(msgspec.Struct, frozen=True, tag=True):
+    """These requests are about to be computed for the first time."""
+
+    ids: list[str]
+
+
+class Struck(msgspec.Struct, frozen=True, tag=True):
+    """A process has sent this one a deadly signal."""
+
+    sender: int
+
+
+Sign = Beat | Began | Struck
+_decoder = msgspec.json.Decoder(Sign)
+
+
+def decode_sign(line: bytes) -> Sign:
+    return _decoder.decode(line)
+
+
+class Unwatched:
+    """The pulse of an engine that has no process of its own."""
+
+    def begin_step(self, new_ids: Sequence[str]) -> None:
+        """A step is about to run; the requests of `new_ids` are in one for the first time."""
+
+    def progress(self) -> None:
+        """A part of the step is done."""
+
+    def end_step(self) -> None: ...
+
+
+class Pulse(Unwatched):
+    """Writes to `descriptor`, and beats from now on in a thread of its own."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._began: float | None = None
+        self._lock = threading.Lock()
+        self._moved: float | None = None
         threading.Thread(target=self._beat, name="pulse", daemon=True).start()
 
-    def begin_step(self) -> None:
-        self._began = time.monotonic()
+    def begin_step(self, new_ids: Sequence[str]) -> None:
+        if new_ids:
+            self._tell(Began(list(new_ids)))
+        self._moved = time.monotonic()
+
+    def progress(self) -> None:
+        self._moved = time.monotonic()
 
     def end_step(self) -> None:
-        self._began = None
+        self._moved = None
+
+    def struck(self, sender: int) -> None:
+        self._tell(Struck(sender))
 
     def _beat(self) -> None:
         while True:
-            began = self._began
-            elapsed = 0 if began is None else int((time.monotonic() - began) * 1000)
-            try:
-                os.write(self._descriptor, b"%d\n" % elapsed)
-            except OSError:  # nobody reads any more
-                os._exit(0)
+            moved = self._moved
+            self._tell(Beat(0 if moved is None else max(1, int((time.monotonic() - moved) * 1000))))
             time.sleep(PULSE_SECONDS)
+
+    def _tell(self, sign: Sign) -> None:
+        try:
+            with self._lock:
+                os.write(self._descriptor, msgspec.json.encode(sign) + b"\n")
+        except OSError:  # nobody reads any more
+            os._exit(0)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from engine.pulse import Unwatched
 from engine.scheduler import Scheduler
 from engine.types import Batch, RequestOutput, StepOutput
 
@@ -25,10 +26,13 @@ class Steps:
     found one step late, and the token computed in vain is dropped.
     """
 
-    def __init__(self, scheduler: Scheduler, launch: Callable[[Batch], Pending], ahead: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, launch: Callable[[Batch], Pending], ahead: int, pulse: Unwatched
+    ) -> None:
         self._scheduler = scheduler
         self._launch = launch
         self._ahead = ahead
+        self._pulse = pulse
         self._under_way: deque[tuple[Batch, Pending]] = deque()
 
     @property
@@ -41,6 +45,7 @@ class Steps:
         Returns what came of that, and of adds and aborts.
         """
         batch = self._scheduler.schedule()
+        self._pulse.begin_step([] if batch is None else batch.admitted_ids)
         if batch is not None:
             self._under_way.append((batch, self._launch(batch)))
         if len(self._under_way) > (0 if batch is None else self._ahead):
@@ -48,4 +53,5 @@ class Steps:
             self._scheduler.apply(oldest, pending.result())
         elif not self.busy:
             self._scheduler.pool.audit()
+        self._pulse.end_step()
         return self._scheduler.take_outputs()

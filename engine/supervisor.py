@@ -17,7 +17,8 @@ import msgspec
 
 from engine.client import EngineClient
 from engine.config import EngineConfig
-from engine.errors import ConfigError, EngineError
+from engine.death import Death
+from engine.errors import ConfigError, EngineError, RequestQuarantined
 from engine.process import EngineProcess
 from engine.replay import Replay
 from engine.types import EngineInfo, EngineStats, Request, RequestOutput
@@ -27,7 +28,6 @@ log = logging.getLogger("quire.supervisor")
 
 _BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 _COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps")
-QUARANTINED = "this request ended the engine each time it was tried alone, and was given up"
 
 
 @dataclass(slots=True)
@@ -36,6 +36,12 @@ class _Open:
 
     request: Request
     emitted: list[int] = field(default_factory=list)
+    cached_tokens: int | None = None
+    """What the first engine to compute it found cached: a replay finds other things, which are none of the client's."""
+
+
+class _KilledInStart(EngineError):
+    """From outside."""
 
 
 class ProcessClient(EngineClient):
@@ -49,10 +55,17 @@ class ProcessClient(EngineClient):
         self._journal: dict[str, _Open] = {}
         self._replay = Replay()
         self._earlier = EngineStats()
+        self._ended: asyncio.Task[Death] | None = None
         self._task: asyncio.Task[None] | None = None
+        self._failures = 0
+        """Lives in a row that came to nothing."""
 
     def launch(self) -> None:
-        self._process = EngineProcess(self._config)
+        """Raises EngineError when the system has no room for another process."""
+        try:
+            self._process = EngineProcess(self._config, self._replay.begin)
+        except OSError as error:
+            raise EngineError(f"no engine process could be started: {error.strerror}") from error
 
     @property
     def pid(self) -> int | None:
@@ -66,23 +79,21 @@ class ProcessClient(EngineClient):
         return self._ready and process is not None and process.silence < self._config.engine_heartbeat_timeout
 
     async def start(self) -> EngineInfo:
-        if self._process is None:
-            self.launch()
-        assert self._process is not None
-        ended = asyncio.create_task(self._process.ended())
         try:
-            info = await self._until_ready(self._process, ended)
+            info = await self._bring_up(tries=1)
         except BaseException:
-            ended.cancel()
             await self.stop()
             raise
-        self._task = asyncio.create_task(self._supervise_or_fail(self._process, ended))
+        self._task = asyncio.create_task(self._supervise_or_fail())
         return info
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._ended is not None:
+            self._ended.cancel()
+            await asyncio.gather(self._ended, return_exceptions=True)
         if self._process is not None:
             process, self._process, self._ready = self._process, None, False
             await process.stop()
@@ -118,14 +129,40 @@ class ProcessClient(EngineClient):
         if self._journal.pop(request_id, None) is not None:
             self._replay.end(request_id)
 
-    async def _until_ready(self, process: EngineProcess, ended: asyncio.Task[str]) -> EngineInfo:
-        """Raises ConfigError with what the engine says it cannot start with, EngineError with its last words."""
+    async def _bring_up(self, tries: int) -> EngineInfo:
+        """Start engines until one is ready. Those that fail by their own doing count, and the last one's error is
+        raised: ConfigError with what it says it cannot start with, EngineError with its last words."""
+        while True:
+            await asyncio.sleep(_BACKOFF_SECONDS[min(self._failures, len(_BACKOFF_SECONDS) - 1)])
+            try:
+                if self._process is None:
+                    self.launch()
+                return await self._until_ready()
+            except _KilledInStart as error:
+                log.warning("%s; starting another", error)
+            except (ConfigError, EngineError) as error:
+                self._failures += 1
+                if self._failures >= tries:
+                    raise
+                log.error("engine start %d of %d failed: %s", self._failures, tries, error)
+            await self._let_go()
+
+    async def _until_ready(self) -> EngineInfo:
+        process = self._process
+        assert process is not None
         process.connect()
+        self._ended = ended = asyncio.create_task(process.ended())
         first = asyncio.ensure_future(process.receive())
-        await asyncio.wait((ended, first), return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait((ended, first), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not first.done():
+                first.cancel()
         if not first.done():
-            first.cancel()
-            raise EngineError(f"the engine {ended.result()} while it started. Its last words:\n{process.last_words}")
+            death = ended.result()
+            if death.outside:
+                raise _KilledInStart(f"the engine {death.how} while it started")
+            raise EngineError(f"the engine {death.how} while it started. Its last words:\n{process.last_words}")
         message = first.result()
         if isinstance(message, Failed):
             raise ConfigError(message.message, param=message.param)
@@ -133,43 +170,42 @@ class ProcessClient(EngineClient):
         self._ready = True
         return message.info
 
-    async def _supervise_or_fail(self, process: EngineProcess, ended: asyncio.Task[str]) -> None:
-        """No stream may wait for ever because its supervisor tripped over something."""
+    async def _let_go(self) -> None:
+        """Of a process that has ended, or is about to."""
+        process, self._process = self._process, None
+        if process is not None:
+            assert self._ended is not None
+            await self._ended
+            process.close()
+
+    async def _supervise_or_fail(self) -> None:
+        """No stream may wait for ever because its supervisor gave up, or tripped over something."""
         try:
-            await self._supervise(process, ended)
+            await self._supervise()
+        except (ConfigError, EngineError) as error:
+            self._fail(f"the engine could not be brought back: {error}")
         except Exception as error:
             log.exception("the supervisor failed")
             self._fail(f"the engine's supervisor failed: {type(error).__name__}")
 
-    async def _supervise(self, process: EngineProcess, ended: asyncio.Task[str]) -> None:
-        """See one engine after another to its end; give up when several in a row do not even start."""
-        failures = 0
+    async def _supervise(self) -> None:
+        """See one engine after another to its end. Raises when several in a row do not even start."""
         while True:
-            if self._ready:
-                self._release()
-                failures = 0
-                how = await self._live(process, ended)
-                self._bury(how)
-            process.close()
-            await asyncio.sleep(_BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)])
+            self._release()
+            death = await self._live()
+            self._bury(death)
+            if self._failures >= self._config.max_engine_starts:
+                raise EngineError(f"it {death.how} with nothing to do, {self._failures} times in a row")
+            await self._let_go()
             began = time.monotonic()
-            process = self._process = EngineProcess(self._config)
-            ended = asyncio.create_task(process.ended())
-            try:
-                await self._until_ready(process, ended)
-                log.warning("a new engine is ready after %.1f s", time.monotonic() - began)
-            except (ConfigError, EngineError) as error:
-                failures += 1
-                log.error("engine start %d of %d failed: %s", failures, self._config.max_engine_starts, error)
-                await asyncio.wait([ended])
-                if failures >= self._config.max_engine_starts:
-                    process.close()
-                    self._process = None
-                    self._fail(f"the engine could not be brought back: {error}")
-                    return
+            await self._bring_up(self._config.max_engine_starts)
+            log.warning("a new engine is ready after %.1f s", time.monotonic() - began)
 
-    async def _live(self, process: EngineProcess, ended: asyncio.Task[str]) -> str:
-        """Hand out what an engine sends until it has ended; how it did."""
+    async def _live(self) -> Death:
+        """Hand out what an engine sends until it has ended."""
+        process, ended = self._process, self._ended
+        assert process is not None
+        assert ended is not None
         receiving = asyncio.create_task(self._receive(process))
         try:
             await asyncio.wait((ended, receiving), return_when=asyncio.FIRST_COMPLETED)
@@ -178,8 +214,6 @@ class ProcessClient(EngineClient):
             return await ended
         finally:
             receiving.cancel()
-            if not ended.done():
-                ended.cancel()
 
     async def _receive(self, process: EngineProcess) -> None:
         while True:
@@ -189,37 +223,47 @@ class ProcessClient(EngineClient):
                 self._saw(message.view)
                 continue
             assert isinstance(message, Stepped)
-            outputs = message.outputs.outputs
-            for output in outputs:
-                self._record(output)
+            outputs = [self._record(output) for output in message.outputs.outputs]
+            self._failures = 0
             self._release()
             self._deliver(outputs, _plus(self._earlier, message.outputs.stats))
 
-    def _record(self, output: RequestOutput) -> None:
+    def _record(self, output: RequestOutput) -> RequestOutput:
+        """Note what came of a request, and say what its client is told."""
         entry = self._journal.get(output.id)
         if entry is None:
-            return
+            return output
         if output.finish_reason is not None:
             self._forget_request(output.id)
         elif output.new_ids:
             entry.emitted += output.new_ids
-            self._replay.progress(output.id)
+            self._replay.progress(output.id, len(output.new_ids))
+        if entry.cached_tokens is None:
+            entry.cached_tokens = output.cached_tokens
+        elif entry.cached_tokens != output.cached_tokens:
+            output = msgspec.structs.replace(output, cached_tokens=entry.cached_tokens)
+        return output
 
-    def _bury(self, how: str) -> None:
-        """An engine is dead: account for it, and give up what killed several by itself."""
+    def _bury(self, death: Death) -> None:
+        """An engine is dead: account for it, and give up what ended several by itself."""
         self._ready = False
         self._saw_nothing()
         self.deaths += 1
         self._earlier = msgspec.structs.replace(self.stats, running=0, waiting=0, used_blocks=0, cached_blocks=0)
         self.stats = self._earlier
-        given_up = self._replay.engine_died()
-        self.replays += len(self._journal) - len(given_up)
-        log.warning("the engine %s; %d open requests go on with a new one", how, len(self._journal) - len(given_up))
-        for request_id in given_up:
-            self.quarantined += 1
-            log.error("request %s: %s", request_id, QUARANTINED)
-            self._journal.pop(request_id)
-            self._deliver([RequestOutput(request_id, [], finish_reason="error", error=QUARANTINED)], self.stats)
+        if not death.outside and self._replay.idle:
+            self._failures += 1  # it ends all by itself: as bad as not to start
+        for request_id in self._replay.engine_died(outside=death.outside):
+            self._quarantine(request_id)
+        self.replays += len(self._journal)
+        log.warning("the engine %s; %d open requests go on with a new one", death.how, len(self._journal))
+
+    def _quarantine(self, request_id: str) -> None:
+        """Its stream ends with an error; what else runs for that call is aborted."""
+        self.quarantined += 1
+        error = RequestQuarantined("this request ended the engine each time it was tried alone, and was given up")
+        log.error("request %s: %s", request_id, error)
+        self._streams[request_id].give_up(error)
 
 
 def _plus(earlier: EngineStats, now: EngineStats) -> EngineStats:

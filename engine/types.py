@@ -263,6 +263,12 @@ class Batch:
     rows: list[Row]
     admissions: list[Admission] = field(default_factory=list)
 
+    @property
+    def admitted_ids(self) -> list[str]:
+        """Of the requests that are in a step for the first time, or again after a preemption."""
+        slots = {admission.slot for admission in self.admissions}
+        return [row.request_id for row in self.rows if row.slot in slots] if slots else []
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

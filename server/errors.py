@@ -22,6 +22,7 @@ from engine.errors import (
     QuireError,
     RateLimited,
     RequestNotFound,
+    RequestQuarantined,
     Timeout,
 )
 
@@ -85,6 +86,8 @@ async def _quire_error(request: Request, error: Exception) -> Response:
     headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     if isinstance(error, RateLimited):
         headers = dict(error.headers)
+    if isinstance(error, RequestQuarantined):
+        headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
     return _answer(status, error_body(error.message, kind, error.param, error.code), headers)
 
 

@@ -315,6 +315,9 @@ class Generation:
                 step = [delta for output in outputs if (delta := self._push(output, now)) is not None]
                 if step:
                     yield step
+        except EngineError:
+            self._finish("error")
+            raise
         finally:
             self.close()
 
@@ -369,10 +372,14 @@ class Generation:
         """Abort what still runs; `deltas` ends. Does nothing the second time."""
         self._deadlines.cancel()
         self._stream.close()
+        self._finish(self._deadlines.passed or "abort")
+
+    def _finish(self, reason: str) -> None:
+        """End what has not ended yet."""
         for choice in self._choices.values():
             if not choice.finished:
                 self._cut_short = True
-                self._end(choice, self._deadlines.passed or "abort")
+                self._end(choice, reason)
 
 
 async def fold(steps: AsyncIterator[list[ChoiceDelta]]) -> list[Answer]:

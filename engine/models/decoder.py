@@ -6,6 +6,7 @@ to a DecoderSpec; nothing else of it is code.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +71,20 @@ def base_spec(config: ModelConfig) -> dict[str, Any]:
 class Decoder:
     """Weights and the forward pass. Fill it by way of `parameters()` before use."""
 
-    def __init__(self, spec: DecoderSpec, backend: Backend, *, device: torch.device, max_model_len: int) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        backend: Backend,
+        *,
+        device: torch.device,
+        max_model_len: int,
+        progress: Callable[[], None],
+    ) -> None:
+        """`progress` is called after every layer and before logits are computed."""
         self.spec = spec
         self.device = device
         self.max_model_len = max_model_len
+        self._progress = progress
         self._backend = backend
         self._cos_sin = rope_table(spec.rope, spec.head_dim, max_model_len).to(device)
         self._layers = [_Layer(spec, backend, index) for index in range(spec.num_layers)]
@@ -104,11 +115,13 @@ class Decoder:
         for layer, (k_cache, v_cache) in zip(self._layers, kv_cache, strict=True):
             last = layer is self._layers[-1]
             x, residual = layer.forward(x, residual, self._cos_sin, metadata, k_cache, v_cache, rows if last else None)
+            self._progress()
         assert residual is not None
         return self._backend.add_rms_norm(x, residual, self._norm, self.spec.norm_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] to [R, vocab] float32."""
+        self._progress()
         return self._head(hidden)
 
     def _put_embedding(self, tensor: Tensor) -> None:

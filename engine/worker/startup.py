@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,8 +43,11 @@ class Worker:
     """How many steps may be under way while the next one is decided."""
 
 
-def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) -> Worker:
-    """Load the model at `path` and cut its KV cache. Raises ConfigError, naming the key at fault."""
+def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, progress: Callable[[], None]) -> Worker:
+    """Load the model at `path` and cut its KV cache. Raises ConfigError, naming the key at fault.
+
+    `progress` is called after every layer of every step: a step may be long, a layer that takes for ever hangs.
+    """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     check_positions(model_config, config.max_model_len)
@@ -57,7 +61,7 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig) ->
     if config.deterministic and device.type == "cuda":  # a CPU's results never depend on the batch
         backend, why = fixed_order(backend), f"{why}; deterministic"
     with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
-        model, weight_bytes = load_model(config, path, model_config, backend, dtype, device)
+        model, weight_bytes = load_model(config, path, model_config, backend, dtype, device, progress)
     step_bytes = 0
     if device.type == "cuda":
         tokens = config.max_num_batched_tokens
@@ -131,11 +135,12 @@ def load_model(
     backend: Backend,
     dtype: torch.dtype,
     device: torch.device,
+    progress: Callable[[], None],
 ) -> tuple[Decoder, int]:
     """The model with its weights, and their bytes."""
     # The context's length is fitted later, with the weights loaded; until then it can be as long as the model allows.
     length = config.max_model_len or model_config.max_position
-    model = Decoder(decoder_spec(model_config), backend, device=device, max_model_len=length)
+    model = Decoder(decoder_spec(model_config), backend, device=device, max_model_len=length, progress=progress)
     table = model.parameters()
     stream = (
         dummy_stream(table, config.seed, dtype, device) if config.load_format == "dummy" else safetensors_stream(path)

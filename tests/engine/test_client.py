@@ -3,16 +3,17 @@
 import asyncio
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from engine.client import EngineClient, OutputStream, merge
+from engine.client import EngineClient, merge
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.local import LocalClient
 from engine.supervisor import ProcessClient
-from engine.types import RequestOutput, SamplingParams
+from engine.types import EngineStats, RequestOutput, SamplingParams
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 
@@ -68,31 +69,36 @@ async def test_a_configuration_that_cannot_start_says_which_key(tmp_path: Path) 
     assert error.value.param == "model"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
+class Killing(ProcessClient):
+    """Sends its engine a signal when the first tokens come."""
+
+    number = 0
+
+    def _deliver(self, outputs: Iterable[RequestOutput], stats: EngineStats) -> None:
+        super()._deliver(outputs, stats)
+        if self.number and self.pid is not None:
+            os.kill(self.pid, self.number)
+            self.number = 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM])
 async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
-    settings = EngineConfig(model=str(model), num_kv_blocks=64, threads=1, engine_heartbeat_timeout=3)
-    client = ProcessClient(settings)
+    settings = EngineConfig(model=str(model), num_kv_blocks=128, threads=1, engine_heartbeat_timeout=3)
+    client = Killing(settings)
     await client.start()
 
-    def ask(name: str) -> OutputStream:
-        kinds = [request(f"{name}-{i}", range(3, 60 + i), max_tokens=200, temperature=i / 2, seed=i) for i in range(3)]
-        return client.submit(kinds)
-
-    async def collect(stream: OutputStream) -> dict[str, list[int]]:
+    async def ask(name: str) -> dict[str, list[int]]:
+        kinds = [request(f"{name}-{i}", range(3, 60 + i), max_tokens=400, temperature=i / 2, seed=i) for i in range(3)]
         found: dict[str, list[int]] = {}
-        async for outputs in stream:
+        async for outputs in client.submit(kinds):
             for output in outputs:
                 found.setdefault(output.id[-1], []).extend(output.new_ids)
         return found
 
-    wanted = await collect(ask("undisturbed"))
-    stream = ask("disturbed")
-    first = {output.id[-1]: list(output.new_ids) for output in await anext(stream)}
+    wanted = await ask("undisturbed")
     generated = client.stats.generation_tokens
-    assert client.pid is not None
-    os.kill(client.pid, number)
-    rest = await collect(stream)
-    assert {i: first.get(i, []) + rest[i] for i in rest} == wanted
+    client.number = number
+    assert await ask("disturbed") == wanted
     assert (client.deaths, client.replays, client.quarantined) == (1, 3, 0)
     assert client.stats.generation_tokens >= generated, "counters never go back"
     assert client.alive

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from engine.config import EngineConfig
 from engine.loop import Engine
+from engine.pulse import Unwatched
 from engine.scheduler import Scheduler
 from engine.steps import Steps
 from engine.types import Batch, Grammar, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprob
@@ -140,7 +141,7 @@ def serve(traffic: list[Arrival], launch_on: AsyncDevice, ahead: int) -> dict[st
         max_num_batched_tokens=10,
         eos_token_ids=(EOS,),
     )
-    steps = Steps(scheduler, launch_on.launch, ahead)
+    steps = Steps(scheduler, launch_on.launch, ahead, Unwatched())
     outputs: dict[str, list[RequestOutput]] = {}
     adds: dict[int, list[Request]] = {}
     aborts: dict[int, list[str]] = {}
@@ -213,7 +214,7 @@ def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=1, max_num_batched_tokens=10
     )
-    steps = Steps(scheduler, launch, 1)
+    steps = Steps(scheduler, launch, 1, Unwatched())
     scheduler.add(request("only", [0, 1, 2], max_tokens=5))
     outputs = []
     while steps.busy:
@@ -246,7 +247,7 @@ def requests() -> list[Request]:
 
 def answers(requests: list[Request], ahead: int, **options: object) -> tuple[dict[str, Answer], int]:
     engine = Engine(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options))
-    engine._steps = Steps(engine.scheduler, engine.runner.launch, ahead)
+    engine._steps = Steps(engine.scheduler, engine.runner.launch, ahead, Unwatched())
     got = run(engine, requests)
     return got, engine.stats.preemptions
 
@@ -269,7 +270,7 @@ def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
     second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
     wanted = run(engine, [second])["second"].ids
     first = request("first", [5, 6, 7], grammar=Grammar("regex", "[a-z]{40}"))
-    steps = Steps(engine.scheduler, engine.runner.launch, 2)
+    steps = Steps(engine.scheduler, engine.runner.launch, 2, Unwatched())
     engine.add(first)
     steps.step()
     engine.abort("first")
