@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -23,9 +24,16 @@ def free_port() -> int:
 
 
 class Server:
-    """Starts `quire serve ARGS` on a free port of the loopback interface and waits until it answers."""
+    """`quire serve ARGS` on a free port of the loopback interface; waits until it answers, unless told not to."""
 
-    def __init__(self, log: Path, *args: str, quire: Path | None = None) -> None:
+    def __init__(
+        self,
+        log: Path,
+        *args: str,
+        quire: Path | None = None,
+        wait: bool = True,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
@@ -35,12 +43,17 @@ class Server:
                 [str(quire), "serve", *args, "--port", str(self.port)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {}),
             )
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it is ready."""
         deadline = time.monotonic() + _PATIENCE
         while not self.healthy():
-            assert self.process.poll() is None, f"the server ended: {log.read_text()}"
-            assert time.monotonic() < deadline, f"the server did not start: {log.read_text()}"
+            assert self.process.poll() is None, f"the server ended: {self.log.read_text()}"
+            assert time.monotonic() < deadline, f"the server did not start: {self.log.read_text()}"
             time.sleep(0.05)
 
     def healthy(self) -> bool:
@@ -58,7 +71,7 @@ class Server:
         """Of the engine of the moment; None between two."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         # A dead child that nobody has waited for has no command line any more.
-        engines = [pid for pid in children if b"engine.boot" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        engines = [pid for pid in children if b"engine.boot" in _command(pid)]
         return int(engines[0]) if engines else None
 
     def stop(self, number: int = signal.SIGINT) -> int:
@@ -69,3 +82,10 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise
+
+
+def _command(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has been waited for meanwhile
+        return b""

@@ -8,69 +8,24 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import msgspec
 import pytest
 
 from tests.e2e.server import Server
+from tests.e2e.streams import KINDS, answer
 
 STREAMS = 64
 KILLS = int(os.environ.get("TEST_KILLS", "8"))
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"prompt": "Once upon a time", "temperature": 0},
-    "seeded": {"prompt": "The old woman said", "temperature": 1.0, "seed": 5},
-    "two": {"prompt": "A fox and a crow", "temperature": 0.9, "seed": 6, "n": 2},
-    "stop": {"prompt": "The king had three", "temperature": 0.8, "seed": 7, "stop": ["the", "ing"]},
-    "logprobs": {"prompt": "In the forest", "temperature": 0.7, "seed": 8, "logprobs": 3},
-    "penalties": {"prompt": "The bear", "temperature": 1.0, "seed": 9, "frequency_penalty": 0.6, "top_p": 0.9},
-    "echo": {"prompt": "Little Hans", "temperature": 0, "echo": True, "logprobs": 1},
-    "json": {
-        "prompt": "A person:",
-        "temperature": 1.0,
-        "seed": 10,
-        "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
-    },
-}
+FLAGS = ("--threads", "1", "--engine-heartbeat-timeout", "3", "--tool-call-parser", "hermes")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server") / "log", "--engine-heartbeat-timeout", "3")
+    server = Server(tmp_path_factory.mktemp("server") / "log", *FLAGS)
     yield server
     assert server.stop() == 0
-
-
-async def answer(client: httpx.AsyncClient, kind: str) -> dict[int, list[Any]]:
-    """Everything a stream says, by choice: text, finish reason, log probabilities; and the completion tokens."""
-    body = {"max_tokens": 120} | KINDS[kind] | {"stream": True, "stream_options": {"include_usage": True}}
-    found: dict[int, list[Any]] = {}
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200, (await response.aread()).decode()
-        done = False
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                done = done or line == "data: [DONE]"
-                continue
-            chunk = msgspec.json.decode(line.removeprefix("data: "))
-            assert "error" not in chunk, chunk
-            if chunk.get("usage"):
-                found[-1] = [chunk["usage"]["completion_tokens"]]
-            for choice in chunk["choices"]:
-                text, reason, logprobs = found.setdefault(choice["index"], ["", None, []])
-                logprobs += (choice["logprobs"] or {}).get("token_logprobs", [])
-                found[choice["index"]] = [text + choice["text"], choice["finish_reason"] or reason, logprobs]
-        assert done
-    return found
 
 
 async def kill_engines(server: Server, rng: random.Random, kills: int) -> int:
@@ -92,7 +47,7 @@ async def kill_engines(server: Server, rng: random.Random, kills: int) -> int:
 async def test_no_stream_notices_that_engines_die(server: Server) -> None:
     limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as client:
-        expected = {kind: await answer(client, kind) for kind in KINDS}
+        expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
         killer = asyncio.create_task(kill_engines(server, random.Random(1), KILLS))
         answered = 0
 
@@ -101,7 +56,7 @@ async def test_no_stream_notices_that_engines_die(server: Server) -> None:
             kinds = list(KINDS)
             while True:
                 kind = kinds[number % len(kinds)]
-                assert await answer(client, kind) == expected[kind], kind
+                assert await answer(client, KINDS[kind]) == expected[kind], kind
                 answered += 1
                 number += 1
                 if killer.done():
@@ -113,14 +68,25 @@ async def test_no_stream_notices_that_engines_die(server: Server) -> None:
     assert server.metric("quire:quarantined_requests_total") == 0
 
 
-async def test_an_engine_killed_while_the_server_drains(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log")
+async def test_kills_while_the_server_starts_and_drains(tmp_path: Path) -> None:
+    """Before it ever was ready, as many as would end its start by faults of its own; and with all kinds open."""
+    log = tmp_path / "log"
+    server = Server(log, *FLAGS, wait=False)
+    killed: set[int] = set()
+    for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL):
+        while (pid := server.engine_pid()) is None or pid in killed:  # noqa: ASYNC110, there is no event to wait for
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1 * len(killed))
+        os.kill(pid, number)
+        killed.add(pid)
+    await asyncio.to_thread(server.wait)
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
-        expected = await answer(client, "seeded")
-        streams = [asyncio.create_task(answer(client, "seeded")) for _ in range(4)]
-        while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110, there is no event to wait for
+        expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+        streams = [asyncio.create_task(answer(client, asked)) for asked in KINDS.values()]
+        while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
         os.kill(server.engine_pid(), signal.SIGKILL)
-        assert await asyncio.gather(*streams) == [expected] * 4
+        assert await asyncio.gather(*streams) == list(expected.values())
     assert await asyncio.to_thread(server.process.wait, 60) == 0
+    assert log.read_text().count("; starting another") == len(killed)

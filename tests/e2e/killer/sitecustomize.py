@@ -1,0 +1,45 @@
+"""A folder to put on PYTHONPATH: with it, engine processes die of certain requests, and nothing else changes.
+
+A request whose seed is one of SEEDS ends the engine in that way when it has `min_tokens` tokens and is computed again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def _raise() -> None:
+    raise RuntimeError("a bug in the engine")
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "exception": _raise,
+    "exit": lambda: os._exit(5),
+    "hang": threading.Event().wait,
+    "silence": lambda: ctypes.PyDLL(None).pause(),  # with the interpreter's lock held: not even a heartbeat
+}
+SEEDS = {way: 666_000 + index for index, way in enumerate(WAYS)}
+
+if "engine.boot" in sys.orig_argv:
+    from engine.scheduler import Scheduler
+    from engine.types import Batch, StepOutput
+
+    apply = Scheduler.apply
+    deadly = {SEEDS[way]: act for way, act in WAYS.items()}
+
+    def apply_or_die(self: Scheduler, batch: Batch, output: StepOutput) -> None:
+        """Within the step, and before anything of it is told to anybody."""
+        for row in batch.rows:
+            sequence = self._sequences.get(row.request_id)
+            if sequence is not None and sequence.num_output >= sequence.request.params.min_tokens:
+                deadly.get(sequence.request.params.seed, lambda: None)()
+        apply(self, batch, output)
+
+    Scheduler.apply = apply_or_die  # type: ignore[method-assign]
