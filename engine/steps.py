@@ -26,9 +26,7 @@ class Steps:
     found one step late, and the token computed in vain is dropped.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, launch: Callable[[Batch], Pending], ahead: int, pulse: Unwatched
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, launch: Callable[[Batch], Pending], ahead: int, pulse: Unwatched) -> None:
         self._scheduler = scheduler
         self._launch = launch
         self._ahead = ahead

@@ -19,7 +19,7 @@ from tests.e2e.streams import COMPLETIONS, KINDS, answer
 
 PATHS = (str(Path(__file__).with_name("killer")), os.environ.get("PYTHONPATH", ""))
 ENV = {"PYTHONPATH": os.pathsep.join(path for path in PATHS if path)}
-FLAGS = ("--threads", "1", "--engine-heartbeat-timeout", "3", "--engine-step-timeout", "5", "--tool-call-parser", "hermes")
+FLAGS = ("--threads=1", "--engine-heartbeat-timeout=3", "--engine-step-timeout=5", "--tool-call-parser=hermes")
 MESSAGE = "this request ended the engine each time it was tried alone, and was given up"
 
 
