@@ -183,6 +183,7 @@ class ProcessClient(EngineClient):
         try:
             await self._supervise()
         except (ConfigError, EngineError) as error:
+            log.error("the engine could not be brought back: %s", error)
             self._fail(f"the engine could not be brought back: {error}")
         except Exception as error:
             log.exception("the supervisor failed")
