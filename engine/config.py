@@ -27,7 +27,9 @@ class EngineConfig(BaseSettings):
         "auto", description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 on CPU for float16"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
-    attention_backend: str = Field("auto", description="Attention kernels: auto, flash, torch_varlen, cpu or reference")
+    attention_backend: str = Field(
+        "auto", description="Attention kernels: auto, flash, torch_varlen, triton, cpu, reference"
+    )
     deterministic: bool = Field(
         False, description="On a GPU: tokens that do not depend on the batch, to the bit, slower; on a CPU always so"
     )

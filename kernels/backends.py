@@ -9,9 +9,16 @@ from torch import device, dtype
 
 from kernels.attention import Backend
 
-_PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "torch_varlen")}
+_PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "torch_varlen", "triton")}
 """By kind of device, the fastest first. The reference follows everywhere."""
-BACKENDS = ("flash", "torch_varlen", "cpu", "reference")
+_MODULES = {
+    "flash": "kernels.flash",
+    "torch_varlen": "kernels.torch_varlen",
+    "triton": "kernels.triton_paged",
+    "cpu": "kernels.cpu",
+    "reference": "kernels.reference",
+}
+BACKENDS = tuple(_MODULES)
 
 
 def select_backend(device: device, dtype: dtype, head_dim: int, name: str = "auto") -> tuple[Backend, str]:
@@ -22,19 +29,29 @@ def select_backend(device: device, dtype: dtype, head_dim: int, name: str = "aut
     if name != "auto":
         if name not in BACKENDS:
             raise ValueError(f"unknown attention backend {name!r}; one of auto, {', '.join(BACKENDS)}")
-        backend = _load(name)
-        if (reason := backend.cannot_serve(device, dtype, head_dim)) is not None:
+        backend, reason = _find(name, device, dtype, head_dim)
+        if backend is None:
             raise ValueError(f"{name}: {reason}")
         return backend, f"{backend.description()}; asked for"
-    passed_over = []
-    for name in (*_PREFERRED.get(device.type, ()), "reference"):
-        backend = _load(name)
-        reason = backend.cannot_serve(device, dtype, head_dim)
-        if reason is None:
-            break
+    passed_over: list[str] = []
+    for name in _PREFERRED.get(device.type, ()):
+        backend, reason = _find(name, device, dtype, head_dim)
+        if backend is not None:
+            return backend, "; ".join([backend.description(), *passed_over])
         passed_over.append(f"{name}: {reason}")
-    return backend, "; ".join([backend.description(), *passed_over])
+    reference = _load("reference")
+    return reference, "; ".join([reference.description(), *passed_over])
+
+
+def _find(name: str, device: device, dtype: dtype, head_dim: int) -> tuple[Backend | None, str]:
+    """The backend, or None and why it cannot serve."""
+    try:
+        backend = _load(name)
+    except ModuleNotFoundError as error:
+        return None, f"the Python package {error.name} is not installed"
+    reason = backend.cannot_serve(device, dtype, head_dim)
+    return (backend, "") if reason is None else (None, reason)
 
 
 def _load(name: str) -> Backend:
-    return cast(Backend, import_module(f"kernels.{name}"))
+    return cast(Backend, import_module(_MODULES[name]))

@@ -1,11 +1,17 @@
 """What the backends on flash-attn's kernels share: pages of 256 tokens, laid out [page, token, KV head, head_dim], and
-every function beside attention."""
+every function beside attention: Triton's fused ones on a GPU, where Triton is installed."""
 
 from __future__ import annotations
 
-import torch
+from functools import cache
+from types import ModuleType
 
-from kernels.reference import add_rms_norm, argmax, pack_linear, rms_norm, rope_store, silu_mul, store_kv
+import torch
+from torch import Tensor
+
+from kernels import reference
+from kernels.attention import AttentionMetadata
+from kernels.reference import argmax, pack_linear
 
 __all__ = [
     "BLOCK_SIZE",
@@ -39,3 +45,54 @@ def flash_cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int) 
         return f"takes head sizes up to {_MOST_HEAD_DIM} in steps of 8, not {head_dim}"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"needs compute capability 8.0, this GPU has {major}.{minor}"
+
+
+@cache
+def _fused() -> ModuleType:
+    try:
+        from kernels import triton_fused
+    except ModuleNotFoundError:  # there is no Triton for this platform
+        return reference
+    return triton_fused
+
+
+def _for(x: Tensor) -> ModuleType:
+    return _fused() if x.is_cuda else reference
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out: Tensor = _for(x).rms_norm(x, weight, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = _for(x).add_rms_norm(x, residual, weight, eps)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    out: Tensor = _for(gate_up).silu_mul(gate_up)
+    return out
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    _for(k).store_kv(k, v, k_cache, v_cache, slots)
+
+
+def rope_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    head_dim: int,
+    rotate: bool = True,
+) -> Tensor:
+    out: Tensor = _for(qkv).rope_store(
+        qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, metadata, head_dim=head_dim, rotate=rotate
+    )
+    return out

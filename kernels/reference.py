@@ -107,6 +107,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up for gate_up [T, 2 * F], in the tanh approximation (Hendrycks and Gimpel, 2016)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def rope_store(
     qkv: Tensor,
     cos_sin: Tensor,

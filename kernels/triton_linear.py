@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import Backend, Linear
+from kernels.triton_sizes import cdiv
 
 _ROWS = 64
 _INNER = 64
@@ -27,7 +28,7 @@ _WIDE_OUTS = 8192
 """From so many outputs on, tiles are twice as wide: there are enough of them."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x,
     weight,
@@ -79,7 +80,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
         rows = x.shape[0]
         out = x.new_empty((rows, outs), dtype=torch.float32 if wide else x.dtype)
         if rows:
-            grid = (triton.cdiv(rows, _ROWS) * triton.cdiv(outs, block_n),)
+            grid = (cdiv(rows, _ROWS) * cdiv(outs, block_n),)
             _linear_kernel[grid](
                 x, weight, weight if bias is None else bias, out, rows, outs, inner, bias is not None,
                 _ROWS, block_n, _INNER, num_warps=4, num_stages=3,

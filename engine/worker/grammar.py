@@ -103,9 +103,8 @@ def constrain(adjusted: Tensor, unmodified: Tensor, allowed: Tensor) -> Tensor:
     grammar wins: that row takes its unmodified logits.
     """
     allowed = allowed[:, : adjusted.shape[1]].to(adjusted.device, non_blocking=True)
-    nothing = torch.tensor(-torch.inf, dtype=adjusted.dtype, device=adjusted.device)
-    found = torch.where(allowed, adjusted, nothing)
-    stuck = found.amax(-1) == nothing
-    if bool(stuck.any()):
-        found[stuck] = torch.where(allowed[stuck], unmodified[stuck], nothing)
-    return found
+    found = torch.where(allowed, adjusted, -torch.inf)
+    stuck = found.amax(-1, keepdim=True) == -torch.inf
+    if found.device.type == "cpu" and not bool(stuck.any()):  # a GPU does not wait to know
+        return found
+    return torch.where(stuck & allowed, unmodified, found)

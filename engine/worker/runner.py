@@ -7,11 +7,12 @@ from torch import Tensor
 
 from engine.models.decoder import Decoder, KVCache
 from engine.types import Admission, Batch, Row
+from engine.worker.device_sampler import choose_sampler
 from engine.worker.grammar import SlotGrammars
 from engine.worker.graphs import Capture, DecodeGraphs
 from engine.worker.inputs import Picks, Slots
 from engine.worker.pending import PendingStep, Pick, PromptChunk
-from engine.worker.sampler import SamplingRow, logprob_tensors, sample
+from engine.worker.sampler import SamplingRow, logprob_tensors
 from engine.worker.transfer import Download
 
 _LOGIT_ROWS = 256
@@ -35,6 +36,7 @@ class Runner:
         self._grammars = grammars
         self._eos = eos_token_ids
         self._graphs = None if capture is None else DecodeGraphs(self._decode, capture, slots)
+        self._sample = choose_sampler(slots.device, model.argmax)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
     @torch.inference_mode()
@@ -86,11 +88,11 @@ class Runner:
         logits = self._model.logits(hidden)
         unmodified = logits[asked] if asked else None
         rows = [
-            SamplingRow(owner.params, owner.seed, length, owner.num_prompt, self._slots.token_ids[row.slot, :length])
+            SamplingRow(owner.params, owner.seed, length, owner.num_prompt, self._slots.token_ids, row.slot)
             for row, owner, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
         ]
         mask = self._grammars.mask([row.slot for row in picks.rows])
-        picked = sample(logits, rows, self._eos, mask, self._model.argmax)
+        picked = self._sample(logits, rows, self._eos, mask)
         self._slots.token_ids[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
         if unmodified is None:
             return [picked]

@@ -1,4 +1,5 @@
-"""Picking tokens: a pure function of logits, parameters, the tokens so far, and one uniform number per token.
+"""Picking tokens: a pure function of logits, parameters, the tokens so far, and one uniform number per token. What
+engine/worker/device_sampler.py does on a GPU is held to this.
 
 The number comes from (seed, position) by SplitMix64 (Steele et al., 2014), the pick is by inverse CDF in vocabulary
 order, and no step mixes rows. So a token does not depend on the batch, and is drawn again alike after a preemption or
@@ -31,8 +32,14 @@ class SamplingRow:
     position: int
     """Of the token to pick, in its sequence."""
     num_prompt: int
-    token_ids: Tensor
-    """[position] int32, the tokens so far, on the logits' device."""
+    table: Tensor
+    """[slots, most tokens] int32: every slot's tokens, on the logits' device."""
+    slot: int
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[position] int32, the tokens so far."""
+        return self.table[self.slot, : self.position]
 
 
 def sample(

@@ -30,7 +30,7 @@ def row(
     position: int = 5, seed: int = 0, tokens: list[int] | None = None, prompt: int = 3, **params: object
 ) -> SamplingRow:
     ids = torch.tensor(tokens if tokens is not None else list(range(position)), dtype=torch.int32)
-    return SamplingRow(SamplingParams(**params), seed, len(ids), prompt, ids)
+    return SamplingRow(SamplingParams(**params), seed, len(ids), prompt, ids[None], 0)
 
 
 def noise(*shape: int) -> torch.Tensor:

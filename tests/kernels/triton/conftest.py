@@ -1,0 +1,66 @@
+"""The Triton kernels' tests: compiled where there is a GPU; else under Triton's interpreter, in a process of their own.
+
+Triton reads TRITON_INTERPRET when it is imported, for good, and other tests share a process with this folder. So
+tests/kernels/test_triton.py starts one with the variable set, and without it and a GPU nothing here is collected.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETED and not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not INTERPRETED:
+        for item in items:
+            if item.path.is_relative_to(HERE):
+                item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(20)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _bfloat16_as_on_a_gpu() -> None:
+    """The interpreter keeps bfloat16 as uint16; (seen in 3.6 and 3.7) tl.dot multiplies those, and casts cut off."""
+    if not INTERPRETED:
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+
+    def wide(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object) -> TensorHandle:
+        return dot(self, wide(a), wide(b), *rest)
+
+    def cast_impl(self: InterpreterBuilder, source: TensorHandle, target: tl.dtype) -> TensorHandle:
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+            return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
+        if source.dtype.scalar == tl.bfloat16 and target.scalar == tl.float32:
+            return wide(source)
+        return cast(self, source, target)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl

@@ -1,0 +1,187 @@
+"""Triton's paged attention against the float64 reference, and the bitwise contract of fixed splits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import reference, triton_paged
+from kernels.attention import AttentionMetadata
+from tests.kernels.ragged import Part, attend, error, page, random_part
+from tests.kernels.triton.conftest import INTERPRETED
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2}
+DTYPES = list(TOLERANCE)
+DECODE = [(1, 1), (17, 1), (330, 1), (64, 1)]  # (context, queries)
+MIXED = [(270, 1), (5, 5), (16, 16), (60, 33), (33, 2)]
+
+
+class Paged:
+    """The backend with pages of some size, taking and returning tensors of the CPU."""
+
+    def __init__(self, size: int, device: torch.device, *, fixed: bool = False) -> None:
+        self.BLOCK_SIZE = size
+        self._device = device
+        self._fixed = fixed
+
+    def kv_cache_shape(self, num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        return (num_blocks, self.BLOCK_SIZE, kv_heads, dim)
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        there = [x.to(self._device) for x in (k, v, k_cache, v_cache, slots)]
+        triton_paged.store_kv(*there)
+        k_cache.copy_(there[2])
+        v_cache.copy_(there[3])
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, **rules: Any
+    ) -> Tensor:
+        attention = triton_paged.deterministic_attention if self._fixed else triton_paged.paged_attention
+        there = [x.to(self._device) for x in (q, k_cache, v_cache)]
+        return attention(*there, to_device(metadata, self._device), **rules).cpu()
+
+
+def check(
+    backend: Paged,
+    mix: list[tuple[int, int]],
+    dtype: torch.dtype,
+    *,
+    heads: int = 3,
+    kv_heads: int = 1,
+    dim: int = 64,
+    tolerance: float | None = None,
+    **rules: Any,
+) -> None:
+    generator = torch.Generator().manual_seed(20)
+    parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in mix]
+    expected = attend(reference, [part.to(torch.float64) for part in parts], **rules)
+    for row, (mine, judge) in enumerate(zip(attend(backend, parts, **rules), expected, strict=True)):
+        assert error(mine, judge) < (tolerance or TOLERANCE[dtype]), f"sequence {row}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [16, 256])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_head_dims_and_pages(device: torch.device, dim: int, size: int, dtype: torch.dtype) -> None:
+    for mix in (DECODE, MIXED):
+        check(Paged(size, device), mix, dtype, dim=dim)
+
+
+@pytest.mark.parametrize("mix", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (16, None), (100, 5.0), (4096, None), (None, 5.0)])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_windows_and_softcap(
+    device: torch.device, mix: list[tuple[int, int]], window: int | None, softcap: float | None, fixed: bool
+) -> None:
+    check(Paged(16, device, fixed=fixed), mix, torch.bfloat16, window=window, softcap=softcap)
+    check(Paged(256, device, fixed=fixed), mix[::2], torch.float32, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (20, 4), (71, 1)])
+def test_grouped_heads(device: torch.device, heads: int, kv_heads: int) -> None:
+    check(Paged(16, device), DECODE[:3], torch.bfloat16, heads=heads, kv_heads=kv_heads)
+    check(Paged(16, device), MIXED[:3], torch.bfloat16, heads=heads, kv_heads=kv_heads)
+
+
+def test_long_contexts_are_split(device: torch.device) -> None:
+    for fixed in (False, True):
+        backend = Paged(16, device, fixed=fixed)
+        check(backend, [(1100, 1), (3, 1)], torch.bfloat16, heads=2, kv_heads=1)
+        check(backend, [(600, 3)], torch.bfloat16, heads=2, kv_heads=1)
+        check(backend, [(1030, 1), (40, 1)], torch.bfloat16, heads=2, kv_heads=1, window=600)
+
+
+def test_large_scores(device: torch.device) -> None:
+    """In the hundreds, where float32 itself knows them to about 1e-5: the weights stay finite."""
+    check(Paged(16, device), MIXED, torch.float32, tolerance=2e-4, scale=20.0)
+
+
+def test_scores_far_below_zero(device: torch.device) -> None:
+    """The peak of a tile, not 0, anchors its exponentials."""
+    q, k = torch.full((1, 1, 16), 30.0), torch.full((300, 1, 16), -30.0)
+    v = torch.arange(300.0)[:, None, None].expand(300, 1, 16).contiguous()
+    assert torch.allclose(attend(Paged(16, device), [Part(q, k, v)])[0], torch.tensor(149.5))
+
+
+def test_strided_layers(device: torch.device, generator: torch.Generator) -> None:
+    """A layer's cache may be a slice of one tensor for all layers, pages outermost."""
+    backend = Paged(16, device)
+    part = random_part(70, 5, 4, 2, 32, torch.bfloat16, generator)
+    k_cache, v_cache, metadata = (x.to(device) if isinstance(x, Tensor) else x for x in page(backend, [part]))
+    k_layers, v_layers = (torch.stack([c, torch.zeros_like(c)], dim=1) for c in (k_cache, v_cache))
+    q, there = part.q.to(device), to_device(metadata, device)
+    straight = triton_paged.paged_attention(q, k_cache, v_cache, there, scale=0.2)
+    assert torch.equal(straight, triton_paged.paged_attention(q, k_layers[:, 0], v_layers[:, 0], there, scale=0.2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (510, 9.0)])
+def test_fixed_splits_do_not_depend_on_the_batch(
+    device: torch.device,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decoded alone, in chunks of any kind, or as one prompt, a row has the same bits, stored in parts or merged."""
+    backend = Paged(16, device, fixed=True)
+    part = random_part(520, 18, 2, 1, 32, dtype, generator)
+    whole = attend(backend, [part], window=window, softcap=softcap)[0]
+    other = random_part(20, 1, 2, 1, 32, dtype, generator)
+    for begin, end, beside in ((0, 1, 0), (0, 11, 0), (11, 13, 2), (9, 10, 0), (17, 18, 33)):
+        parts = [*[other] * beside, part.rows(begin, end)]
+        chunk = attend(backend, parts, seed=end, window=window, softcap=softcap)[-1]
+        assert torch.equal(chunk, whole[begin:end]), (begin, end, beside)
+    monkeypatch.setattr(triton_paged, "_processors", lambda device: 0)
+    assert torch.equal(attend(backend, [other, part], window=window, softcap=softcap)[1], whole)
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 530), st.integers(1, 20)), min_size=1, max_size=3),
+    seed=st.integers(0, 2**20),
+    dtype=st.sampled_from(DTYPES),
+    dim=st.sampled_from([16, 64, 80]),
+    heads=st.sampled_from([(1, 1), (3, 1), (4, 2), (14, 2)]),
+    size=st.sampled_from([16, 32, 256]),
+    window=st.none() | st.integers(1, 600),
+)
+def test_any_mix(
+    lengths: list[tuple[int, int]],
+    seed: int,
+    dtype: torch.dtype,
+    dim: int,
+    heads: tuple[int, int],
+    size: int,
+    window: int | None,
+) -> None:
+    """Even and fixed splits agree with the reference, and fixed ones, to the bit, with each sequence alone."""
+    generator, device = torch.Generator().manual_seed(seed), torch.device("cpu" if INTERPRETED else "cuda")
+    parts = [random_part(context, min(context, queries), *heads, dim, dtype, generator) for context, queries in lengths]
+    expected = attend(reference, [part.to(torch.float64) for part in parts], window=window)
+    for fixed in (False, True):
+        backend = Paged(size, device, fixed=fixed)
+        together = attend(backend, parts, window=window, seed=seed)
+        for mine, judge in zip(together, expected, strict=True):
+            assert error(mine, judge) < TOLERANCE[dtype]
+    last = attend(backend, [parts[-1].rows(len(parts[-1].q) - 1, len(parts[-1].q))], window=window)[0]
+    assert torch.equal(last[0], together[-1][-1])
+
+
+def test_a_full_gpu_is_not_split_but_for_long_contexts() -> None:
+    assert triton_paged.even_splits(1, 8000, one_token=True) == 1
+    assert triton_paged.even_splits(1, 60000, one_token=True) == 8
+    assert triton_paged.even_splits(1, 60000, one_token=False) == 1
+    assert triton_paged.even_splits(33, 300, one_token=True) == 2
+    assert triton_paged.even_splits(33, 60000, one_token=True) == 32
+
+
+def to_device(metadata: AttentionMetadata, device: torch.device) -> AttentionMetadata:
+    fields = {name: getattr(metadata, name) for name in AttentionMetadata.__slots__}
+    return AttentionMetadata(**{k: v.to(device) if isinstance(v, Tensor) else v for k, v in fields.items()})

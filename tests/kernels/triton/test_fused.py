@@ -1,0 +1,110 @@
+"""Norms, gates, rope and KV store in Triton against the reference in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import reference, triton_fused
+from tests.kernels.ragged import error, page, random_part
+from tests.kernels.triton.test_attention import Paged, to_device
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 576), (3, 50), (2, 3, 64), (0, 64)])
+def test_rms_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+    x, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape[-1:]))
+    got = triton_fused.rms_norm(x.to(device), weight.to(device), 1e-5).cpu()
+    assert got.shape == shape
+    if len(x):
+        assert error(got, reference.rms_norm(x.double(), weight.double(), 1e-5)) < TOLERANCE[dtype]
+        apart = x.mT.contiguous().mT.to(device)
+        assert torch.equal(triton_fused.rms_norm(apart, weight.to(device), 1e-5).cpu(), got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 576), (7, 50)])
+def test_add_rms_norm(
+    device: torch.device, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x, residual, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape, shape[1:]))
+    total = x + residual
+    expected = reference.rms_norm(total.double(), weight.double(), 1e-5)
+    normed, summed = triton_fused.add_rms_norm(x.to(device), residual.to(device), weight.to(device), 1e-5)
+    assert torch.equal(summed.cpu(), total)
+    assert error(normed.cpu(), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
+@pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (2, 3, 64), (0, 64)])
+def test_gates(
+    device: torch.device, shape: tuple[int, ...], gate: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    x = (torch.randn(shape, generator=generator) * 8).to(dtype)
+    got = getattr(triton_fused, gate)(x.to(device)).cpu()
+    assert got.shape == (*shape[:-1], shape[-1] // 2)
+    if len(x):
+        assert error(got, getattr(reference, gate)(x.double())) < TOLERANCE[dtype]
+
+
+def test_gates_at_the_ends(device: torch.device) -> None:
+    gate = torch.tensor([[0.0, 100.0, 1e30, torch.inf, -20.0, -100.0, torch.nan]])
+    got = triton_fused.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(device))[0].cpu()
+    assert got[:4].tolist() == [0.0, 100.0, float(gate[0, 2]), torch.inf]
+    assert float(got[4]) == pytest.approx(-20 / (1 + 485165195.4), rel=1e-5)
+    assert abs(float(got[5])) < 1e-30
+    assert got[6].isnan()
+
+
+def tables(positions: int, dim: int) -> Tensor:
+    angles = torch.outer(torch.arange(positions).double(), 10000.0 ** -(torch.arange(0, dim, 2).double() / dim))
+    return torch.cat([angles.cos(), angles.sin()], dim=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "size"), [(64, 16), (80, 256), (96, 16)])
+@pytest.mark.parametrize(("normed", "rotate"), [("", True), ("qk", True), ("qk", False), ("q", True)])
+def test_rope_store(
+    device: torch.device,
+    dim: int,
+    size: int,
+    normed: str,
+    rotate: bool,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> None:
+    """Queries are returned, keys and values lie in their slots, and no other slot is touched."""
+    heads, kv_heads, backend = 6, 2, Paged(size, device)
+    parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (9, 9), (300, 2)]]
+    k_cache, v_cache, metadata = page(backend, parts)
+    qkv = torch.randn((len(metadata.slots), (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
+    norms = [(1 + torch.randn(dim, generator=generator) / 4).to(dtype) if name in normed else None for name in "qk"]
+    table = tables(300, dim)
+
+    def run(module: object, kind: torch.dtype, where: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        caches = [cache.to(where, kind, copy=True) for cache in (k_cache, v_cache)]
+        weights = [None if norm is None else norm.to(where, kind) for norm in norms]
+        angles = table.to(where, torch.float64 if kind == torch.float64 else torch.float32)
+        there = to_device(metadata, where)
+        q = module.rope_store(qkv.to(where, kind), angles, *weights, 1e-5, *caches, there, head_dim=dim, rotate=rotate)
+        return q.cpu(), caches[0].cpu(), caches[1].cpu()
+
+    expected = run(reference, torch.float64, torch.device("cpu"))
+    for got, judge in zip(run(triton_fused, dtype, device), expected, strict=True):
+        assert got.shape == judge.shape
+        assert torch.equal(got.isnan(), judge.isnan())
+        assert error(got.nan_to_num(0), judge.nan_to_num(0)) < 1.5 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_store_kv(device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> None:
+    part = random_part(70, 70, 2, 2, 48, dtype, generator)
+    got, expected = page(Paged(16, device), [part]), page(reference, [part])
+    for mine, judge in zip(got[:2], expected[:2], strict=True):
+        assert torch.equal(mine.isnan(), judge.isnan())
+        assert torch.equal(mine.nan_to_num(0), judge.nan_to_num(0))

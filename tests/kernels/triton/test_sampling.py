@@ -1,0 +1,179 @@
+"""Sampling on the device against engine/worker/sampler.py: the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.types import SamplingParams
+from engine.worker.device_sampler import sample_on_device
+from engine.worker.grammar import GrammarMask
+from engine.worker.sampler import SamplingRow, sample, uniforms
+from kernels.triton_sampling import _uniform
+from tests.kernels.triton.conftest import INTERPRETED
+
+EOS = (2,)
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.3},
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_p": 0.4},
+    {"top_p": 0.999},
+    {"min_p": 0.2},
+    {"top_p": 0.95, "top_k": 200},
+    {"temperature": 0.5, "top_p": 0.8, "top_k": 20, "min_p": 0.05},
+    {"top_k": 10**6, "temperature": 2.0},
+    {"top_p": 0.000001},
+]
+
+
+def noise(rows: int, vocab: int, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab + rows)) * scale
+
+
+def check(
+    logits: torch.Tensor,
+    params: list[dict[str, Any]],
+    history: torch.Tensor | None = None,
+    mask: GrammarMask | None = None,
+) -> list[int]:
+    """Both samplers on rows of these parameters, row i owning slot i of the history; returns the tokens."""
+    table = torch.zeros((len(params), 40), dtype=torch.int32) if history is None else history
+    positions = [table.shape[1] - 3 - index % 4 for index in range(len(params))]
+
+    def rows(where: torch.Tensor) -> list[SamplingRow]:
+        return [
+            SamplingRow(SamplingParams(**each), index * 7919 - 3, position, position // 2, where, index)
+            for index, (each, position) in enumerate(zip(params, positions, strict=True))
+        ]
+
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    there = table.to(device)
+    got = sample_on_device(logits.to(device, copy=True), rows(there), EOS, mask).tolist()
+    assert got == sample(logits.clone(), rows(table), EOS, mask).tolist()
+    return got
+
+
+@pytest.mark.parametrize(("vocab", "scale"), [(50, 3.0), (4097, 3.0), (9001, 1.0)])
+def test_filters_and_draws(vocab: int, scale: float) -> None:
+    check(noise(24, vocab, scale), KINDS * 2)
+
+
+def test_a_flat_distribution_is_cut_without_candidates() -> None:
+    """More tokens than candidates fit lie above the cut."""
+    logits = noise(2, 8300, 0.01)
+    check(logits, [{"top_p": 0.9, "top_k": 7000}, {"top_p": 0.5}])
+
+
+def test_equal_logits_are_kept_together_and_the_first_is_the_greedy_pick() -> None:
+    logits = torch.zeros(6, 5000)
+    logits[:, [700, 4500, 4999]] = 5.0
+    kinds = [
+        {"temperature": 0.0},
+        {"top_k": 1},
+        {"top_k": 2},
+        {"top_p": 0.01},
+        {"min_p": 1.0},
+        {"top_k": 3, "top_p": 0.5},
+    ]
+    assert check(logits, kinds)[0] == 700
+
+
+def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
+    logits = noise(6, 5000)
+    table = torch.zeros((6, 8), dtype=torch.int32)
+    rows = [SamplingRow(SamplingParams(**KINDS[-6:][i]), i, 5, 2, table, i) for i in range(6)]
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    together = sample_on_device(logits.to(device, copy=True), rows, EOS).tolist()
+    assert together == [
+        int(sample_on_device(logits[i : i + 1].to(device, copy=True), [rows[i]], EOS)) for i in range(6)
+    ]
+
+
+def test_changes_to_logits() -> None:
+    history = torch.randint(0, 30, (12, 40), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    tails = [tuple(history[i, 37 - i % 4 - 2 : 37 - i % 4].tolist()) for i in range(12)]
+    kinds = [
+        {"repetition_penalty": 1.5, "temperature": 0.0},
+        {"repetition_penalty": 0.6},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"repetition_penalty": 1.2, "presence_penalty": -1.0, "frequency_penalty": -0.5, "top_k": 5},
+        {"logit_bias": {3: 100.0, 4: -100.0}, "temperature": 0.0},
+        {"logit_bias": {3: 5.0, 7: 5.0}, "bad_words_ids": ((3,),), "min_tokens": 30, "max_tokens": 40},
+        {"allowed_token_ids": (1, 5, 29), "logit_bias": {5: 2.0}},
+        {"bad_words_ids": tuple((*tails[7], token) for token in range(25)), "temperature": 0.0},
+        {"bad_words_ids": tuple((token, tails[8][1], 3) for token in range(30)), "logit_bias": {3: 50.0}},
+        {"min_tokens": 30, "max_tokens": 40, "stop_token_ids": (4, 5), "logit_bias": {2: 60.0, 4: 60.0}},
+        {"min_tokens": 30, "max_tokens": 40, "ignore_eos": True, "logit_bias": {2: 60.0}},
+        {"bad_words_ids": (tuple(range(30)),)},
+    ]
+    got = check(noise(12, 30), kinds, history)
+    assert got[4] == 3
+    assert got[7] >= 25
+    assert got[8] != 3
+    assert got[10] == 2
+
+
+def test_grammar_masks() -> None:
+    """A row whose own bans leave nothing of the grammar takes its unmodified logits."""
+    allowed = torch.zeros(2, 64, dtype=torch.bool)
+    allowed[0, [4, 9]] = True
+    allowed[1, 7] = True
+    kinds = [{}, {"temperature": 0.8}, {"allowed_token_ids": (3,), "temperature": 1.3}]
+    got = check(noise(3, 50), kinds, mask=GrammarMask([1, 2], allowed))
+    assert got[1] in (4, 9)
+    assert got[2] == 7
+
+
+def test_a_request_that_forbids_everything_still_gets_a_token_of_the_vocabulary() -> None:
+    table = torch.zeros((1, 8), dtype=torch.int32)
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    for params in ({"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}):
+        row = SamplingRow(SamplingParams(**params, allowed_token_ids=(4,), bad_words_ids=((4,),)), 0, 5, 2, table, 0)
+        assert 0 <= int(sample_on_device(noise(1, 10).to(device), [row], EOS)) < 10
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    vocab=st.integers(1, 6000),
+    scale=st.sampled_from([0.1, 1.0, 5.0, 30.0]),
+    params=st.lists(
+        st.fixed_dictionaries(
+            {
+                "temperature": st.sampled_from([0.0, 0.1, 0.7, 1.0, 2.0]),
+                "top_k": st.sampled_from([0, 1, 2, 40, 3000]),
+                "top_p": st.sampled_from([1e-9, 0.1, 0.9, 0.99, 1.0]),
+                "min_p": st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+            }
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_any_parameters(vocab: int, scale: float, params: list[dict[str, Any]]) -> None:
+    check(noise(len(params), vocab, scale), params)
+
+
+def test_uniforms() -> None:
+    """The device draws the number that the host does."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def draw(out, seeds, positions):
+        i = tl.program_id(0)
+        tl.store(out + i, _uniform(tl.load(seeds + i), tl.load(positions + i)))
+
+    table = torch.zeros((1, 1), dtype=torch.int32)
+    keys = [(0, 0), (1, 0), (-1, 7), (2**63 - 1, 10**6), (-(2**63), 1)]
+    rows = [SamplingRow(SamplingParams(), seed, position, 0, table, 0) for seed, position in keys]
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+    out = torch.empty(len(keys), dtype=torch.float64, device=device)
+    draw[len(keys),](out, *(torch.tensor(part, device=device) for part in zip(*keys, strict=True)))
+    assert out.tolist() == uniforms(rows).tolist()
