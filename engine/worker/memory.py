@@ -12,7 +12,8 @@ from engine.errors import ConfigError
 from engine.models.decoder import Decoder, DecoderSpec, KVCache
 from engine.plan import GIB, available_host_bytes, device_kv_budget, host_kv_budget
 from engine.types import SamplingParams
-from engine.worker.sampler import SamplingRow, sample
+from engine.worker.device_sampler import choose_sampler
+from engine.worker.sampler import SamplingRow
 from kernels.attention import AttentionMetadata, Backend
 
 _CPU_REFUSAL = "can't allocate memory"
@@ -56,8 +57,8 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig, dtype: 
     ids = torch.zeros(seqs * length, dtype=torch.int32, device=device)
     picks = min(config.max_num_seqs, len(ids))
     hidden = model.forward(ids, metadata, pages * model.spec.num_layers, torch.arange(picks, device=device))
-    row = SamplingRow(SamplingParams(top_p=0.5), 0, length, length, ids[:length])
-    sample(model.logits(hidden), [row] * picks, (), None, model.argmax)
+    row = SamplingRow(SamplingParams(top_p=0.5), 0, length, length, ids[None], 0)
+    choose_sampler(device, model.argmax)(model.logits(hidden), [row] * picks, (), None)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     del pages, hidden
