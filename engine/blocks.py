@@ -1,8 +1,8 @@
 """The pool of KV pages: ids with reference counts, and which of them hold the KV of which token prefix. No tensors.
 
-A full page is known by a hash of everything before and in it, so equal prefixes find each other's pages (automatic
-prefix caching). A page nobody holds keeps its content, and its hash, until it is needed for something else: pages
-without a hash go first, then the least recently freed.
+A page is known by a hash of everything before and in it, so equal prefixes find each other's pages (automatic prefix
+caching); a large page also by those of its beginnings, a piece at a time. A page nobody holds keeps its content, and
+its hashes, until it is needed for something else: pages without any go first, then the least recently freed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def root_hash(salt: str) -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """16 bytes that stand for a page's tokens and all before them."""
+    """16 bytes that stand for these tokens and all before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
@@ -31,7 +31,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._hash_of: dict[int, bytes] = {}
+        self._hashes_of: dict[int, list[bytes]] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
@@ -44,8 +44,8 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Pages whose content can be found by its hash, held or free."""
-        return len(self._block_of)
+        """Pages whose content can be found by a hash, held or free."""
+        return len(self._hashes_of)
 
     @property
     def references(self) -> Sequence[int]:
@@ -55,7 +55,7 @@ class BlockPool:
     @property
     def cached(self) -> Collection[int]:
         """The pages whose content can be found, held or free."""
-        return self._hash_of.keys()
+        return self._hashes_of.keys()
 
     def allocate(self, count: int) -> list[int]:
         """`count` pages of undefined content, one reference each. The caller has checked num_free."""
@@ -90,11 +90,11 @@ class BlockPool:
             self._references[block] += 1
 
     def register(self, block: int, digest: bytes) -> None:
-        """Make a full page findable. If another page holds the same content already, that one stays the known one."""
+        """Make a page's content up to some token findable. If another page holds it already, that one stays known."""
         assert self._references[block] > 0, "registering a page that nobody holds"
-        if digest not in self._block_of and block not in self._hash_of:
+        if digest not in self._block_of:
             self._block_of[digest] = block
-            self._hash_of[block] = digest
+            self._hashes_of.setdefault(block, []).append(digest)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference of each back; pages at the end of a prefix are reused before those at its beginning."""
@@ -103,15 +103,15 @@ class BlockPool:
             assert self._references[block] >= 0, f"page {block} was released twice"
             if self._references[block] == 0:
                 self._free[block] = None
-                if block not in self._hash_of:
+                if block not in self._hashes_of:
                     self._free.move_to_end(block, last=False)
 
     def audit(self) -> None:
         """Assert what must hold between any two calls."""
         assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
-        assert {digest: block for block, digest in self._hash_of.items()} == self._block_of
+        known = {digest: block for block, digests in self._hashes_of.items() for digest in digests}
+        assert known == self._block_of
 
     def _forget(self, block: int) -> None:
-        digest = self._hash_of.pop(block, None)
-        if digest is not None:
+        for digest in self._hashes_of.pop(block, ()):
             del self._block_of[digest]

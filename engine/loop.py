@@ -21,6 +21,9 @@ from engine.view import view_of
 from engine.wire import Abort, Failed, FromEngine, Look, Ready, Seen, Stepped, Submit, decode_to_engine, encode
 from engine.worker.startup import start_worker
 
+PREFIX_PIECE = 16
+"""Tokens by which cached prefixes are matched on larger pages."""
+
 
 class Engine:
     """A model, its KV cache and a scheduler. Raises ConfigError for a configuration it cannot start with."""
@@ -41,6 +44,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             eos_token_ids=model.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching,
+            prefix_piece=min(plan.block_size, PREFIX_PIECE),
         )
         self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead, pulse)
         self.info = EngineInfo(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from engine.blocks import BlockPool
 from engine.fairness import FairQueue
 from engine.sequence import Sequence, Status
-from engine.types import Admission, Batch, EngineStats, FinishReason, Request, RequestOutput, Row, StepOutput
+from engine.types import Admission, Batch, EngineStats, FinishReason, PageCopy, Request, RequestOutput, Row, StepOutput
 
 
 class Scheduler:
@@ -27,9 +27,16 @@ class Scheduler:
         max_num_batched_tokens: int,
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
+        prefix_piece: int | None = None,
     ) -> None:
+        """`prefix_piece`: tokens by which cached prefixes are matched, a divisor of block_size; default: that."""
         self.pool = BlockPool(num_blocks)
         self._block_size = block_size
+        self._piece = prefix_piece or block_size
+        assert block_size % self._piece == 0
+        self._pieces = block_size // self._piece
+        self._written: dict[int, int] = {}
+        """Pages that the step being decided will write, and from which of their tokens on."""
         self._max_model_len = max_model_len
         self._max_tokens = max_num_batched_tokens
         self._eos = frozenset(eos_token_ids)
@@ -99,13 +106,15 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """The next step, counted as done from here on; None when there is nothing to compute (for now)."""
+        self._written.clear()
         planned, budget = self._plan_running()
         rows = [self._commit(seq, count) for seq, count in planned.items()]
-        admissions = self._admit(rows, budget)
+        copies: list[PageCopy] = []
+        admissions = self._admit(rows, copies, budget)
         if not rows:
             return None
         self._steps += 1
-        return Batch(rows, admissions)
+        return Batch(rows, admissions, copies)
 
     def apply(self, batch: Batch, output: StepOutput) -> None:
         """Learn what a step computed. Batches are applied in the order they were scheduled."""
@@ -142,8 +151,9 @@ class Scheduler:
                 budget -= count
         return planned, budget
 
-    def _admit(self, rows: list[Row], budget: int) -> list[Admission]:
-        """Move waiting sequences to free slots while budget and pages last; never preempts. Appends their rows."""
+    def _admit(self, rows: list[Row], copies: list[PageCopy], budget: int) -> list[Admission]:
+        """Move waiting sequences to free slots while budget and pages last; never preempts. Appends their rows, and
+        the copies of pages that they share only the beginning of."""
         admissions = []
         while budget > 0 and self._slots and (seq := self._waiting.peek()) is not None:
             cached = self._cached_prefix(seq)
@@ -153,8 +163,10 @@ class Scheduler:
                 break
             self._waiting.remove(seq)
             self._start(seq, cached)
+            copies += self._fork(seq)
+            self._count_hits(seq)
             count = min(seq.pending, budget)
-            seq.blocks += self.pool.allocate(self._blocks_for(seq.computed + count) - len(cached))
+            seq.blocks += self.pool.allocate(self._blocks_for(seq.computed + count) - len(seq.blocks))
             budget -= count
             rows.append(self._commit(seq, count))
             assert seq.slot is not None
@@ -167,16 +179,39 @@ class Scheduler:
         """Cached pages of a waiting sequence's tokens, all but its last token's: that one must be computed."""
         if not self._caching or seq.owes_prompt_logprobs:
             return []
-        return self.pool.lookup(seq.digests((len(seq.tokens) - 1) // self._block_size, self._block_size))
+        digests = seq.digests((len(seq.tokens) - 1) // self._piece, self._piece)
+        return self.pool.lookup(digests[self._pieces - 1 :: self._pieces])
+
+    def _fork(self, seq: Sequence) -> list[PageCopy]:
+        """Where some page begins as the sequence's next one does, give it a page of its own with a copy of that.
+
+        Copies are made before the step computes anything, so what it will write itself cannot be copied.
+        """
+        if self._pieces == 1 or not self._caching or seq.owes_prompt_logprobs:
+            return []
+        first = len(seq.blocks) * self._pieces
+        digests = seq.digests((len(seq.tokens) - 1) // self._piece, self._piece)[first : first + self._pieces - 1]
+        for count in range(len(digests), 0, -1):
+            found = self.pool.lookup(digests[count - 1 : count])
+            # Held while the page for the copy is taken, so that it is not that page itself.
+            if found and count * self._piece <= self._written.get(found[0], self._block_size):
+                seq.blocks += self.pool.allocate(1)
+                seq.computed += count * self._piece
+                # The page that is allocated may be the one found, if nobody holds it: then all is in place.
+                copy = PageCopy(found[0], seq.blocks[-1], count * self._piece)
+                return [] if copy.source == copy.target else [copy]
+        return []
 
     def _start(self, seq: Sequence, cached: list[int]) -> None:
         self.pool.share(cached)
         seq.blocks = list(cached)
-        seq.known_blocks = len(cached)
+        seq.known_pieces = len(cached) * self._pieces
         seq.computed = len(cached) * self._block_size
         seq.status = Status.RUNNING
         seq.slot = self._slots.pop()
         self._running.append(seq)
+
+    def _count_hits(self, seq: Sequence) -> None:
         if seq.cached_tokens is None:
             seq.cached_tokens = min(seq.computed, seq.num_prompt)
             self._queries += seq.num_prompt
@@ -197,10 +232,12 @@ class Scheduler:
         sample = seq.computed == len(seq.tokens) + seq.in_flight
         seq.in_flight += sample
         if self._caching:
-            full = min(seq.computed, len(seq.tokens)) // self._block_size
-            for index, digest in enumerate(seq.digests(full, self._block_size)[seq.known_blocks :], seq.known_blocks):
-                self.pool.register(seq.blocks[index], digest)
-            seq.known_blocks = full
+            full = min(seq.computed, len(seq.tokens)) // self._piece
+            for index, digest in enumerate(seq.digests(full, self._piece)[seq.known_pieces :], seq.known_pieces):
+                self.pool.register(seq.blocks[index // self._pieces], digest)
+            seq.known_pieces = full
+            for index in range(start // self._block_size, self._blocks_for(seq.computed)):
+                self._written[seq.blocks[index]] = max(start - index * self._block_size, 0)
         return Row(seq.request.id, seq.slot, start, count, new_blocks, sample)
 
     def _learn(self, seq: Sequence, output: StepOutput) -> None:

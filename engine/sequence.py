@@ -38,8 +38,8 @@ class Sequence:
         self.blocks: list[int] = []
         self.sent_blocks = 0
         """Pages at the front that the device has been told of."""
-        self.known_blocks = 0
-        """Pages at the front whose hash the pool knows."""
+        self.known_pieces = 0
+        """Pieces at the front whose hash the pool knows."""
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when it was first admitted."""
         self.charged = 0
@@ -67,13 +67,13 @@ class Sequence:
         """Of those that run, the smaller goes first."""
         return (self.request.priority, self.arrival)
 
-    def digests(self, count: int, block_size: int) -> SequenceOf[bytes]:
-        """Hashes of the first `count` full pages; all their tokens are known."""
-        assert count * block_size <= len(self.tokens), "hashing tokens that are not known yet"
+    def digests(self, count: int, size: int) -> SequenceOf[bytes]:
+        """Hashes of the first `count` pieces of `size` tokens, always the same size; all their tokens are known."""
+        assert count * size <= len(self.tokens), "hashing tokens that are not known yet"
         while len(self._digests) < count:
-            begin = len(self._digests) * block_size
+            begin = len(self._digests) * size
             parent = self._digests[-1] if self._digests else self._root
-            self._digests.append(block_hash(parent, self.tokens[begin : begin + block_size]))
+            self._digests.append(block_hash(parent, self.tokens[begin : begin + size]))
         return self._digests[:count]
 
     def restart(self) -> None:
@@ -83,4 +83,4 @@ class Sequence:
         self.slot = None
         self.blocks = []
         self.sent_blocks = 0
-        self.known_blocks = 0
+        self.known_pieces = 0

@@ -257,11 +257,22 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class PageCopy:
+    """The keys and values of the first `tokens` tokens of page `source` go to page `target` too, in every layer."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One step: decided by the scheduler, executed by the runner, told of to nobody else."""
 
     rows: list[Row]
     admissions: list[Admission] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
+    """To be made in this order, before any row is computed."""
 
     @property
     def admitted_ids(self) -> list[str]:

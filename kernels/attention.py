@@ -54,7 +54,8 @@ class Backend(Protocol):
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: dtype) -> tuple[int, ...]:
         """Shape of one layer's key cache and of its value cache; the first axis is the page.
 
-        The layout inside a page is the backend's own, but its element count is always BLOCK_SIZE * K * D.
+        The layout inside a page is the backend's own, but its element count is always BLOCK_SIZE * K * D, and pages of
+        more than 16 tokens are [tokens, ...], so that a page's beginning can be copied.
         """
 
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -49,6 +49,9 @@ class Runner:
         for admission in batch.admissions:
             self._slots.admit(admission)
             self._grammars.admit(admission)
+        for copy in batch.copies:  # only of large pages, which lie token by token in every layout
+            for cache in (cache for layer in self._kv_cache for cache in layer):
+                cache[copy.target, : copy.tokens] = cache[copy.source, : copy.tokens]
         self._slots.take_pages(batch.rows)
         picks = self._slots.picks(batch)
         chunks: list[PromptChunk] = []

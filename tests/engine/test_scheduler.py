@@ -36,8 +36,9 @@ def next_token(tokens: list[int]) -> int:
 class FakeDevice:
     """Slots with token ids and page tables, pages with the tokens whose KV they hold."""
 
-    def __init__(self) -> None:
-        self.pages: dict[int, list[tuple[int, ...] | None]] = {b: [None] * BLOCK for b in range(NUM_BLOCKS)}
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
+        self.pages: dict[int, list[tuple[int, ...] | None]] = {b: [None] * block for b in range(NUM_BLOCKS)}
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
 
@@ -45,19 +46,23 @@ class FakeDevice:
         for admission in batch.admissions:
             self.tokens[admission.slot] = list(admission.token_ids)
             self.tables[admission.slot] = []
+        for copy in batch.copies:
+            assert 0 < copy.tokens < self.block
+            assert None not in self.pages[copy.source][: copy.tokens], "a copy of what is not there yet"
+            self.pages[copy.target][: copy.tokens] = self.pages[copy.source][: copy.tokens]
         assert len({row.slot for row in batch.rows}) == len(batch.rows), "two rows in one slot"
         for row in batch.rows:
             assert row.count > 0
             table, tokens = self.tables[row.slot], self.tokens[row.slot]
             table += row.new_blocks
             for position in range(row.start, row.start + row.count):
-                self.pages[table[position // BLOCK]][position % BLOCK] = tuple(tokens[: position + 1])
+                self.pages[table[position // self.block]][position % self.block] = tuple(tokens[: position + 1])
         picked, prompt_logprobs = {}, {}
         for row in batch.rows:
             table, tokens = self.tables[row.slot], self.tokens[row.slot]
             end = row.start + row.count
             for position in range(end):  # after the step every earlier token's KV is in place, and no other's
-                held = self.pages[table[position // BLOCK]][position % BLOCK]
+                held = self.pages[table[position // self.block]][position % self.block]
                 assert held == tuple(tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
             prompt_logprobs[row.request_id] = [
                 TokenLogprob(token, 0.0, 1, []) for token in tokens[row.start + 1 : end + 1]
@@ -83,17 +88,22 @@ def expected_tokens(request: Request) -> list[int]:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
+    block = BLOCK
+    piece = BLOCK
+    num_blocks = NUM_BLOCKS
+
     def __init__(self) -> None:
         super().__init__()
         self.scheduler = Scheduler(
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK,
+            num_blocks=self.num_blocks,
+            block_size=self.block,
+            prefix_piece=self.piece,
             max_model_len=CONTEXT,
             max_num_seqs=SLOTS,
             max_num_batched_tokens=10,
             eos_token_ids=(EOS,),
         )
-        self.device = FakeDevice()
+        self.device = FakeDevice(self.block)
         self.under_way: deque[tuple[Batch, StepOutput]] = deque()
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -195,6 +205,18 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 
 
+class LargePages(SchedulerMachine):
+    """Prefixes are matched within pages, and their beginnings copied."""
+
+    block = 12
+    piece = 2
+    num_blocks = 5
+
+
+TestLargePages = LargePages.TestCase
+TestLargePages.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
 def scheduler(**options: int) -> Scheduler:
     defaults = {
         "num_blocks": NUM_BLOCKS,
@@ -261,3 +283,56 @@ def test_abort_frees_pages_at_once(count: int) -> None:
         some.abort("never heard of")
     assert some.stats().used_blocks == 0
     assert [output.finish_reason for output in some.take_outputs()] == ["abort"] * count
+
+
+def of(name: str, prompt: list[int], **params: int) -> Request:
+    return Request(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=0)
+
+
+def large_pages(**options: int) -> tuple[Scheduler, FakeDevice]:
+    options = {"block_size": 16, "prefix_piece": 4, "num_blocks": 6, "max_num_batched_tokens": 100} | options
+    return scheduler(**options), FakeDevice(16)
+
+
+def step(on: Scheduler, device: FakeDevice) -> Batch:
+    batch = on.schedule()
+    assert batch is not None
+    on.apply(batch, device.execute(batch))
+    return batch
+
+
+def test_a_page_is_forked_where_prompts_part() -> None:
+    """Also while the first request still writes to that page, whose beginning no longer changes."""
+    pages, device = large_pages()
+    first = list(range(27))
+    pages.add(of("first", first, max_tokens=8))
+    step(pages, device)
+    step(pages, device)
+    pages.add(of("second", [*first[:25], 99, 98], max_tokens=2))
+    batch = step(pages, device)
+    assert [(copy.tokens, row.start) for copy in batch.copies for row in batch.rows[1:]] == [(8, 24)]
+    assert pages.stats().prefix_hits == 24
+    while pages.busy:
+        step(pages, device)
+    pages.add(of("third", [*first[:20], 7], max_tokens=2))
+    assert [copy.tokens for copy in step(pages, device).copies] == [4], "after its owners have ended"
+
+
+def test_what_the_step_itself_computes_is_not_copied() -> None:
+    pages, device = large_pages()
+    prompt = list(range(14))
+    pages.add(of("first", prompt, max_tokens=2))
+    pages.add(of("second", [*prompt[:12], 99], max_tokens=2))
+    assert step(pages, device).copies == []
+
+
+def test_the_last_free_page_goes_on_where_it_is() -> None:
+    """It is the one to copy from, and the one to copy to."""
+    pages, device = large_pages(num_blocks=3)
+    pages.add(of("old", list(range(13)), max_tokens=1))
+    step(pages, device)
+    pages.add(of("long", list(range(100, 131)), max_tokens=1))
+    pages.add(of("again", [*range(12), 50, 51], max_tokens=1))
+    batch = step(pages, device)
+    assert [(row.request_id, row.start) for row in batch.rows] == [("long", 0), ("again", 12)]
+    assert batch.copies == []
