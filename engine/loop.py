@@ -36,6 +36,7 @@ class Engine:
         worker = start_worker(config, path, model, pulse.progress)
         plan = worker.plan
         self.runner = worker.runner
+        self.grammars = worker.grammars
         self.scheduler = Scheduler(
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
@@ -100,6 +101,7 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
         _send(socket, Failed(error.message, error.param))
         return 1
     _send(socket, Ready(engine.info))
+    engine.grammars.prepare()
     while True:
         _receive(engine, socket)
         outputs = engine.step()

@@ -24,6 +24,15 @@ class Grammar(msgspec.Struct, frozen=True):
     """A JSON schema, a regular expression of Rust's kind, or llguidance's Lark."""
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """Most tokens of a model's thinking; once they are used up, the token that ends it is picked."""
+
+    tokens: int
+    end_id: int
+    begin_id: int | None
+    """The token that begins the thinking, if the model decides whether it thinks; None: the answer begins inside."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a value out of range."""
 
@@ -48,6 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     grammar: Grammar | None = None
     """The answer ends when it is complete, whatever min_tokens and ignore_eos say."""
+    thinking: ThinkingBudget | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

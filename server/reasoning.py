@@ -6,6 +6,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.errors import InvalidRequest
+from engine.tokenizer import Tokenizer
+from engine.types import ThinkingBudget
 from server.tools.source import Source, Steps, held_back
 
 
@@ -43,6 +46,24 @@ def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
         if row.end in template if choice == "auto" else row.name == choice:
             return row
     return None
+
+
+def thinking_budget(
+    tokens: int | None, format: ReasoningFormat | None, begun: bool | None, tokenizer: Tokenizer
+) -> ThinkingBudget | None:
+    """thinking_token_budget for the engine; None, as for -1, where nothing is to be limited. `begun` is
+    ReasoningFormat.begun of the prompt. Raises InvalidRequest."""
+    if tokens is None or tokens < 0 or begun is False:
+        return None
+    begin = end = None
+    if format is not None:
+        begin, end = (tokenizer.backend.token_to_id(mark) for mark in (format.begin, format.end))
+    if end is None or (begin is None and begun is None):
+        raise InvalidRequest(
+            "thinking_token_budget is not available: this model has no tokens known here that begin and end thinking",
+            param="thinking_token_budget",
+        )
+    return ThinkingBudget(tokens, end, None if begun else begin)
 
 
 class ReasoningParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,15 +28,24 @@ class GrammarMask:
 
 
 class SlotGrammars:
-    """The matcher of every slot whose request has a grammar. `load` is called for the first of them."""
+    """The matcher of every slot whose request has a grammar. `load` is called once, for the first of them or before."""
 
     def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
         self._load = load
-        self._compiler: GrammarCompiler | None = None
+        self._loading: Future[GrammarCompiler] | None = None
         self._executor: LLExecutor | None = None
         self._owners: dict[int, Admission] = {}
         self._matchers: dict[int, LLMatcher] = {}
         self._unusable: dict[int, str] = {}
+
+    def prepare(self) -> Future[GrammarCompiler]:
+        """Load the compiler in a thread: for a vocabulary of 150,000 tokens it takes a second, in which a running
+        stream would stand still."""
+        if self._loading is None:
+            pool = ThreadPoolExecutor(1, "grammars")
+            self._loading = pool.submit(self._load)
+            pool.shutdown(wait=False)
+        return self._loading
 
     def admit(self, admission: Admission) -> None:
         """A slot's new owner: its matcher starts after what was generated so far."""
@@ -46,9 +56,7 @@ class SlotGrammars:
         if grammar is None:
             return
         try:
-            if self._compiler is None:
-                self._compiler = self._load()
-            self._matchers[slot] = self._compiler.matcher(grammar)
+            self._matchers[slot] = self.prepare().result().matcher(grammar)
         except QuireError as error:
             self._unusable[slot] = error.message
         else:
@@ -62,9 +70,8 @@ class SlotGrammars:
         from llguidance import LLExecutor
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
-        assert self._compiler is not None
         self._executor = self._executor or LLExecutor()
-        words = allocate_token_bitmask(len(rows), self._compiler.vocab_size)
+        words = allocate_token_bitmask(len(rows), self.prepare().result().vocab_size)
         matchers = [self._matchers[slots[row]] for row in rows]
         fill_next_token_bitmask_par(self._executor, [(matcher, i) for i, matcher in enumerate(matchers)], words)
         for i, (row, matcher) in enumerate(zip(rows, matchers, strict=True)):

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.types import SamplingParams, TokenLogprob
+from engine.types import SamplingParams, ThinkingBudget, TokenLogprob
 from engine.worker.grammar import GrammarMask, constrain
 from kernels import reference
 
@@ -90,6 +90,21 @@ def adjust(logits: Tensor, row: SamplingRow, eos_token_ids: tuple[int, ...]) -> 
     if params.presence_penalty or params.frequency_penalty:
         ids, counts = row.token_ids[row.num_prompt :].long().unique(return_counts=True)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    if params.thinking is not None:
+        end_thinking(logits, row, params.thinking)
+
+
+def end_thinking(logits: Tensor, row: SamplingRow, budget: ThinkingBudget) -> None:
+    """Leave only the token that ends the thinking, where that is under way and has used up its budget."""
+    answer = row.token_ids[row.num_prompt :]
+    if len(answer) - (budget.begin_id is not None) < budget.tokens:
+        return
+    due = ~(answer == budget.end_id).any()
+    if budget.begin_id is not None:  # the beginning counts itself: tokens from it on
+        due &= (answer == budget.begin_id).cumsum(0).bool().sum() > budget.tokens
+    end = torch.full_like(logits, -torch.inf)
+    end[budget.end_id] = 0.0
+    torch.where(due, end, logits, out=logits)
 
 
 def _last_of_bad_words(row: SamplingRow) -> list[int]:

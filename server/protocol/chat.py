@@ -55,6 +55,8 @@ class ChatRequest(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """A variable of the template; "none" also sets its enable_thinking to false."""
     include_reasoning: bool = True
+    thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
+    """Most tokens of thinking; -1: no limit."""
 
     @property
     def implied_variables(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
 NOT_WITH_BEAM_SEARCH = (
     *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
     *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "queue_timeout"),
-    *("repetition_detection", "include_stop_str_in_output"),
+    *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget"),
 )
 """Parameters that beam search cannot honour."""
 MAX_NAMES = 20
@@ -172,9 +172,8 @@ class GenerationBody(RequestBody):
             raise InvalidRequest("temperature has no effect on beam search: leave it out", param="temperature")
         fields = type(self).model_fields
         for name in NOT_WITH_BEAM_SEARCH:
-            if name in self.model_fields_set and getattr(self, name) != fields[name].get_default(
-                call_default_factory=True
-            ):
+            field = fields.get(name)
+            if field is not None and getattr(self, name) != field.get_default(call_default_factory=True):
                 raise InvalidRequest(f"{name} is not available with use_beam_search", param=name)
 
 

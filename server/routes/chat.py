@@ -17,6 +17,7 @@ from server.message import MessageFormat
 from server.prompts import Prompt, chat_prompt
 from server.protocol.chat import ChatRequest
 from server.protocol.common import ignored_header
+from server.reasoning import thinking_budget
 from server.routes.reply import reply
 from server.sampling import check_logprobs, sampling_params
 from server.serving import Serving, serving_of
@@ -52,7 +53,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     prompt = await chat_prompt(body, serving, tools.shown)
     message = message_format(body, tools, prompt, serving)
     grammar = await serving.grammars.checked(answer_grammar(body, tools, message, serving.tokenizer))
-    params = msgspec.structs.replace(params, grammar=grammar)
+    begun = None if message is None else message.begun
+    thinking = thinking_budget(body.thinking_token_budget, serving.formats.reasoning, begun, serving.tokenizer)
+    params = msgspec.structs.replace(params, grammar=grammar, thinking=thinking)
     head = Head(new_id("chatcmpl"), model, serving.fingerprint)
     job = Job(
         head.id,

@@ -9,7 +9,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.loop import Engine
-from engine.types import Request
+from engine.types import Request, ThinkingBudget
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -21,6 +21,7 @@ SETTINGS = (
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7, "min_tokens": 10},
     {"temperature": 1.5, "allowed_token_ids": tuple(range(3, 13)), "bad_words_ids": ((4,), (5, 6), (7, 8, 9))},
+    {"temperature": 1.0, "thinking": ThinkingBudget(6, end_id=3, begin_id=None)},
 )
 
 

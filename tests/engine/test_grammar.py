@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest, ModelError
 from engine.grammar import GrammarCompiler, Vocabulary, choice_grammar, json_grammar, json_rule, vocabulary_of
 from engine.loop import Engine
-from engine.types import Grammar, Request
-from engine.worker.grammar import constrain
+from engine.types import Admission, Grammar, Request, SamplingParams
+from engine.worker.grammar import SlotGrammars, constrain
 from tests.engine.harness import Answer, request, run
 from tests.texts import Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
 from tests.tiny_models import save_tiny_model
@@ -266,6 +267,24 @@ def test_a_start_without_grammars_does_not_pay(model: Path, tmp_path: Path) -> N
     engine = start(tmp_path)
     assert run(engine, [request("a", [65], max_tokens=2)])["a"].finish_reason == "length"
     assert run(engine, [request("a", [65], grammar=DATE)])["a"].finish_reason == "error"
+
+
+def test_the_compiler_is_loaded_once_and_in_a_thread() -> None:
+    threads: list[int] = []
+
+    def load() -> GrammarCompiler:
+        threads.append(threading.get_ident())
+        return GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 320, EOS))
+
+    slots = SlotGrammars(load)
+    slots.prepare().result()
+    for slot in range(2):
+        slots.admit(Admission(slot, [65], 1, SamplingParams(grammar=DATE), 0))
+    mask = slots.mask([0, 1])
+    assert mask is not None
+    assert mask.rows == [0, 1]
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
 
 
 @pytest.mark.parametrize(

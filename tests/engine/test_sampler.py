@@ -11,7 +11,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from engine.types import SamplingParams
+from engine.types import SamplingParams, ThinkingBudget
 from engine.worker.sampler import (
     SamplingRow,
     adjust,
@@ -95,6 +95,37 @@ def test_bias_and_minimum_length() -> None:
     assert torch.equal(found, wanted)
     adjust(found := torch.zeros(20), row(position=5, prompt=3, min_tokens=2), EOS)
     assert torch.equal(found, torch.zeros(20))
+
+
+@pytest.mark.parametrize(
+    ("answer", "begin", "ends"),
+    [
+        ([7, 7], None, False),
+        ([7, 7, 7], None, True),
+        ([7, 7, 7, 7], None, True),
+        ([7, 9, 7, 7], None, False),
+        ([7, 7, 7, 9, 7], None, False),
+        ([8, 7, 7], 8, False),
+        ([8, 7, 7, 7], 8, True),
+        ([7, 8, 7, 7], 8, False),
+        ([7, 8, 7, 7, 7], 8, True),
+        ([8, 7, 9, 7, 7], 8, False),
+        ([7, 7, 7, 7, 7], 8, False),
+        ([], None, False),
+    ],
+)
+def test_thinking_ends_when_its_budget_is_used_up(answer: list[int], begin: int | None, ends: bool) -> None:
+    budget = ThinkingBudget(3, end_id=9, begin_id=begin)
+    wanted = noise(20)
+    adjust(found := wanted.clone(), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=budget, logit_bias={9: -99}), EOS)
+    assert (found > -torch.inf).nonzero().flatten().tolist() == ([9] if ends else list(range(20)))
+
+
+@pytest.mark.parametrize(("answer", "begin", "ends"), [([], None, True), ([], 8, False), ([8], 8, True)])
+def test_no_thinking_at_all(answer: list[int], begin: int | None, ends: bool) -> None:
+    thinking = ThinkingBudget(0, end_id=9, begin_id=begin)
+    adjust(found := noise(20), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=thinking), EOS)
+    assert ((found > -torch.inf).sum() == 1) == ends
 
 
 def test_only_allowed_tokens() -> None:

@@ -85,7 +85,7 @@ async def test_a_chat_by_beam_search() -> None:
         body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 4, "use_beam_search": True}
         answer = await house.post(CHAT, body)
         assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-        ignoring = await house.post(CHAT, {**body, "ignore_eos": True})
+        ignoring = await house.post(CHAT, {**body, "ignore_eos": True, "echo": False})
         assert [choice["finish_reason"] for choice in ignoring["choices"]] == ["length"] * 2
 
 

@@ -10,12 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.chat_template import ChatRenderer
+from engine.errors import InvalidRequest
+from engine.types import ThinkingBudget
 from server.config import ReasoningParser as Choices
-from server.reasoning import TABLE, ReasoningFormat, ReasoningParser, reasoning_format
+from server.reasoning import TABLE, ReasoningFormat, ReasoningParser, reasoning_format, thinking_budget
 from tests.server.fake import FakeEngine, scripted
 from tests.server.house import House, open_house
 from tests.server.test_tools import all_cuts, in_pieces
-from tests.texts import CHATML, shared
+from tests.texts import CHATML, byte_level_tokenizer, shared
 
 EOS = 258
 PATH = "/v1/chat/completions"
@@ -217,3 +219,26 @@ async def test_earlier_thinking_goes_to_the_template() -> None:
         turns = [*HELLO, {"role": "assistant", "content": "4", "reasoning": "2+2"}, *HELLO]
         await house.post(PATH, {"messages": turns})
         assert b"assistant:2+2:4;" in bytes(house.engine.seen[-1].prompt_ids)
+
+
+def test_a_thinking_budget_for_the_engine() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    format = ReasoningFormat("marked by tokens", "<|bos|>", "<|im_start|>")
+    assert thinking_budget(5, format, True, tokenizer) == ThinkingBudget(5, 257, None)
+    assert thinking_budget(0, format, None, tokenizer) == ThinkingBudget(0, 257, 256)
+    assert thinking_budget(5, format, False, tokenizer) is None
+    assert thinking_budget(-1, format, None, tokenizer) is None
+    assert thinking_budget(None, None, None, tokenizer) is None
+    half = ReasoningFormat("ended by a token", "<think>", "<|im_start|>")
+    assert thinking_budget(5, half, True, tokenizer) == ThinkingBudget(5, 257, None)
+    for unknown in (None, half, THINK):
+        with pytest.raises(InvalidRequest, match="thinking_token_budget"):
+            thinking_budget(5, unknown, None, tokenizer)
+
+
+async def test_a_thinking_budget_that_cannot_be_kept_is_refused() -> None:
+    async with thinker("<think>hm</think>Yes.") as house:
+        for budget in (5, -2):
+            error = await house.post(PATH, {"messages": HELLO, "thinking_token_budget": budget}, 400)
+            assert error["error"]["param"] == "thinking_token_budget"
+        await house.post(PATH, {"messages": HELLO, "thinking_token_budget": -1})
