@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from time import monotonic
 
 from engine.errors import EngineError, QuireError, SlowReader
-from engine.types import EngineInfo, EngineStats, EngineView, Request, RequestOutput
+from engine.history import History
+from engine.types import EngineInfo, EngineStats, EngineView, Request, RequestOutput, StepRecord
 
 log = logging.getLogger("quire.client")
 
@@ -77,11 +78,11 @@ class OutputStream:
         self._error = error
         self._ready.set()
 
-    def abort(self, request_id: str) -> None:
-        """End one request of the group now; nothing more is heard of it."""
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """End one request of the group now; nothing more is heard of it. `reason` is for its history."""
         if request_id in self._open:
             self._open.discard(request_id)
-            self._client.forget(request_id)
+            self._client.forget(request_id, reason)
             self._ready.set()
 
     def give_up(self, error: QuireError) -> bool:
@@ -130,6 +131,7 @@ class EngineClient(ABC):
         """Prompt tokens of open requests that no output has come of yet."""
         self._queued: dict[str, int] = {}
         self._open_of: Counter[str] = Counter()
+        self.history = History()
         self._streams: dict[str, OutputStream] = {}
         self._dead: QuireError | None = None
         self._looking: asyncio.Future[EngineView] | None = None
@@ -180,14 +182,17 @@ class EngineClient(ABC):
             self._streams[request.id] = stream
             self._queued[request.id] = len(request.prompt_ids)
             self.queued_tokens += len(request.prompt_ids)
+            self.history.submitted(request)
         self._open_of[stream.tenant] += len(requests)
         self._send(requests)
         return stream
 
-    def forget(self, request_id: str) -> None:
+    def forget(self, request_id: str, reason: str = "abort") -> None:
         """Abort a request and drop its outputs. Called by its stream."""
-        if self._close(request_id) and self._dead is None:
-            self._send_abort(request_id)
+        if self._close(request_id):
+            self.history.aborted(request_id, reason)
+            if self._dead is None:
+                self._send_abort(request_id)
 
     def _close(self, request_id: str) -> bool:
         """It is open no more; whether it was."""
@@ -237,8 +242,9 @@ class EngineClient(ABC):
         if looking is not None:
             looking.cancel()
 
-    def _deliver(self, outputs: Iterable[RequestOutput], stats: EngineStats) -> None:
+    def _deliver(self, outputs: Sequence[RequestOutput], stats: EngineStats, step: StepRecord | None = None) -> None:
         self.stats = stats
+        self.history.stepped(outputs, step)
         for output in outputs:
             stream = self._streams.get(output.id)
             if stream is None:
@@ -252,6 +258,7 @@ class EngineClient(ABC):
         """The engine is gone: every open stream ends with an error."""
         if self._dead is None:
             self._dead = EngineError(message)
+            self.history.engine_died(for_good=True)
             streams = {id(stream): stream for stream in self._streams.values()}
             for request_id in list(self._streams):
                 self._close(request_id)

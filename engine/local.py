@@ -61,7 +61,7 @@ class LocalClient(EngineClient):
             except Exception as error:
                 self._fail(f"the engine failed: {type(error).__name__}: {error}")
                 raise
-            self._deliver(outputs, engine.stats)
+            self._deliver(outputs, engine.stats, engine.last_step)
             if engine.busy:
                 await asyncio.sleep(0)
             else:

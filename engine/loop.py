@@ -16,7 +16,7 @@ from engine.model_files import read_model_config, resolve_model
 from engine.pulse import Pulse, Unwatched
 from engine.scheduler import Scheduler
 from engine.steps import Steps
-from engine.types import EngineInfo, EngineOutputs, EngineStats, EngineView, Request, RequestOutput
+from engine.types import EngineInfo, EngineOutputs, EngineStats, EngineView, Request, RequestOutput, StepRecord
 from engine.view import view_of
 from engine.wire import Abort, Failed, FromEngine, Look, Ready, Seen, Stepped, Submit, decode_to_engine, encode
 from engine.worker.startup import start_worker
@@ -60,6 +60,7 @@ class Engine:
             weight_bytes=worker.weight_bytes,
             load_seconds=time.perf_counter() - began,
             arithmetic=plan.arithmetic,
+            deterministic=config.deterministic or worker.device == "cpu",
         )
 
     def add(self, request: Request) -> None:
@@ -83,6 +84,11 @@ class Engine:
         """Use a moment without requests for what later ones will need; False when there is nothing left to do."""
         return self.runner.warm_up()
 
+    @property
+    def last_step(self) -> StepRecord | None:
+        """Of the step that the last call of step() learnt from; None when it did not."""
+        return self._steps.last
+
     def step(self) -> list[RequestOutput]:
         """One step, if there is one; what came of it, and of adds and aborts."""
         return self._steps.step()
@@ -105,8 +111,8 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
     while True:
         _receive(engine, socket)
         outputs = engine.step()
-        if outputs:
-            _send(socket, Stepped(EngineOutputs(outputs, engine.stats)))
+        if outputs or engine.last_step is not None:
+            _send(socket, Stepped(EngineOutputs(outputs, engine.stats, engine.last_step)))
 
 
 def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:

@@ -46,6 +46,7 @@ class Scheduler:
         self._waiting = FairQueue()
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._outputs: list[RequestOutput] = []
+        self._preempted: list[str] = []
         self._arrivals = 0
         self._preemptions = self._queries = self._hits = self._prompt_tokens = self._generated = self._steps = 0
 
@@ -114,7 +115,8 @@ class Scheduler:
         if not rows:
             return None
         self._steps += 1
-        return Batch(rows, admissions, copies)
+        preempted, self._preempted = self._preempted, []
+        return Batch(rows, admissions, copies, preempted)
 
     def apply(self, batch: Batch, output: StepOutput) -> None:
         """Learn what a step computed. Batches are applied in the order they were scheduled."""
@@ -283,6 +285,7 @@ class Scheduler:
         self._leave(seq)
         seq.restart()
         self._waiting.push(seq)
+        self._preempted.append(seq.request.id)
         self._preemptions += 1
 
     def _end(self, seq: Sequence) -> None:

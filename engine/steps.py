@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol
 
+from engine.history import step_record
 from engine.pulse import Unwatched
 from engine.scheduler import Scheduler
-from engine.types import Batch, RequestOutput, StepOutput
+from engine.types import Batch, RequestOutput, StepOutput, StepRecord
 
 
 class Pending(Protocol):
@@ -16,6 +19,14 @@ class Pending(Protocol):
 
     def result(self) -> StepOutput:
         """What it computed; waits until that has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    batch: Batch
+    pending: Pending
+    began: float
+    decided: float
 
 
 class Steps:
@@ -31,7 +42,10 @@ class Steps:
         self._launch = launch
         self._ahead = ahead
         self._pulse = pulse
-        self._under_way: deque[tuple[Batch, Pending]] = deque()
+        self._under_way: deque[_Launched] = deque()
+        self._learnt = 0
+        self.last: StepRecord | None = None
+        """Of the step that step() learnt from, if it did."""
 
     @property
     def busy(self) -> bool:
@@ -42,14 +56,23 @@ class Steps:
 
         Returns what came of that, and of adds and aborts.
         """
+        self.last = None
+        began = monotonic()
         batch = self._scheduler.schedule()
         self._pulse.begin_step([] if batch is None else batch.admitted_ids)
         if batch is not None:
-            self._under_way.append((batch, self._launch(batch)))
+            decided = monotonic()
+            self._under_way.append(_Launched(batch, self._launch(batch), began, decided))
         if len(self._under_way) > (0 if batch is None else self._ahead):
-            oldest, pending = self._under_way.popleft()
-            self._scheduler.apply(oldest, pending.result())
+            self._learn(self._under_way.popleft())
         elif not self.busy:
             self._scheduler.pool.audit()
         self._pulse.end_step()
         return self._scheduler.take_outputs()
+
+    def _learn(self, step: _Launched) -> None:
+        output = step.pending.result()
+        computed = monotonic()
+        self._scheduler.apply(step.batch, output)
+        self._learnt += 1
+        self.last = step_record(step.batch, self._learnt, (step.began, step.decided, computed, monotonic()))

@@ -227,7 +227,7 @@ class ProcessClient(EngineClient):
             outputs = [self._record(output) for output in message.outputs.outputs]
             self._failures = 0
             self._release()
-            self._deliver(outputs, _plus(self._earlier, message.outputs.stats))
+            self._deliver(outputs, _plus(self._earlier, message.outputs.stats), message.outputs.step)
 
     def _record(self, output: RequestOutput) -> RequestOutput:
         """Note what came of a request, and say what its client is told."""
@@ -250,6 +250,7 @@ class ProcessClient(EngineClient):
         self._ready = False
         self._saw_nothing()
         self.deaths += 1
+        self.history.engine_died()
         self._earlier = msgspec.structs.replace(self.stats, running=0, waiting=0, used_blocks=0, cached_blocks=0)
         self.stats = self._earlier
         if not death.outside and self._replay.idle:

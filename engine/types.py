@@ -230,6 +230,27 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_seconds: float
     arithmetic: str
     """The KV sizing in one line."""
+    deterministic: bool = False
+    """Whether a request's tokens depend on nothing else that runs; `quire verify` checks it."""
+
+
+class StepRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One step: what it computed, and when. Times are seconds of time.monotonic(), one clock for all processes."""
+
+    number: int
+    """Of the engine's life, from 1."""
+    began: float
+    decided: float
+    """The scheduler has a batch."""
+    computed: float
+    """The runner's tokens are here."""
+    ended: float
+    """The scheduler has learnt them."""
+    rows: int
+    tokens: int
+    chunks: list[tuple[str, int, int]]
+    """(request, first token, tokens) of the rows that are no plain decode; those that are give an output each."""
+    preempted: list[str]
 
 
 class EngineOutputs(msgspec.Struct, frozen=True, array_like=True):
@@ -237,6 +258,8 @@ class EngineOutputs(msgspec.Struct, frozen=True, array_like=True):
 
     outputs: list[RequestOutput]
     stats: EngineStats
+    step: StepRecord | None = None
+    """None where only adds and aborts gave outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +306,8 @@ class Batch:
     admissions: list[Admission] = field(default_factory=list)
     copies: list[PageCopy] = field(default_factory=list)
     """To be made in this order, before any row is computed."""
+    preempted: list[str] = field(default_factory=list)
+    """Requests that had to give their pages up for it."""
 
     @property
     def admitted_ids(self) -> list[str]:

@@ -19,10 +19,11 @@ from server.config import ServerConfig
 from server.doors import KeyGuard
 from server.message import ChatFormats
 from server.metrics import Metrics
-from server.routes import chat, completions, engine, models, page, requests, status, tokenize
+from server.routes import chat, completions, engine, explain, models, page, requests, status, tokenize, trace
 from server.serving import Serving
 from server.structured import GrammarChecker
 from server.tenants import Tenants
+from server.trail import Ledger, TrailKeeper
 from server.version import VERSION
 from server.watch import Watchers
 
@@ -42,6 +43,7 @@ def create_app(
     that cannot be used; the lifespan raises what client.start() raises.
     """
     tenants = Tenants(config)
+    client.history.keep = config.request_history
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     grammars = GrammarChecker(tokenizer, vocab_size)
 
@@ -62,6 +64,7 @@ def create_app(
                 vocab_size=vocab_size,
                 metrics=metrics,
                 watchers=Watchers(client, metrics.recent),
+                ledger=Ledger(config.request_history),
                 fingerprint=_fingerprint(info),
                 tenants=tenants,
             )
@@ -73,7 +76,7 @@ def create_app(
     app = FastAPI(title="Quire", version=VERSION, lifespan=lifespan, redirect_slashes=False, strict_content_type=False)
     errors.install(app)
     _add_doors(app, config, tenants)
-    for module in (completions, chat, models, tokenize, requests, engine, status, page):
+    for module in (completions, chat, models, tokenize, requests, explain, trace, engine, status, page):
         app.include_router(module.router)
     return app
 
@@ -91,9 +94,12 @@ def _add_doors(app: FastAPI, config: ServerConfig, tenants: Tenants) -> None:
             allow_credentials=config.allow_credentials,
             expose_headers=["*"],
         )
+    app.add_middleware(TrailKeeper, ended=[])
 
 
 def _fingerprint(info: EngineInfo) -> str:
-    """Equal as long as model, type, device and Quire's version are: what decides a seed's tokens."""
+    """Equal as long as model, type, device and Quire's version are: what decides a seed's tokens. It ends in what else
+    may decide them: nothing, or the batch (see `quire verify`)."""
     parts = (VERSION, info.model, info.dtype, info.device, info.backend)
-    return "fp_" + hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
+    return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"

@@ -16,6 +16,8 @@ COMMANDS = {
     "chat": "chat in the terminal, with a running server or an engine of its own",
     "run": "answer a file of OpenAI batch requests offline",
     "plan": "what fits on a GPU or this machine, and how fast it can be at most, from config.json alone",
+    "verify": "check that tokens do not depend on what else is running, here and with this model",
+    "trace": "record some seconds of a running server's engine, for ui.perfetto.dev",
     "bench": "measure a server, Quire or another: throughput, latencies, time to start",
 }
 

@@ -74,6 +74,7 @@ class ServerConfig(EngineConfig):
     ssl_ca_certs: Path | None = Field(
         None, description="PEM file of authorities, one of which must have signed each client's certificate"
     )
+    request_history: int = Field(1000, ge=0, description="Ended requests that can still be explained")
     strict: bool = Field(False, description="Refuse request fields without effect, instead of naming them in a header")
     trust_request_chat_template: bool = Field(False, description="Requests may bring a chat template of their own")
     tool_call_parser: ToolCallParser = Field("auto", description="Format of tool calls; auto: the chat template's")

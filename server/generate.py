@@ -338,7 +338,7 @@ class Generation:
                 self._metrics.next_token(now - choice.last_at)
             choice.last_at = now
         if delta is not None and delta.finish_reason is not None:
-            self._stream.abort(output.id)  # does nothing when it was the engine that finished
+            self._stream.abort(output.id, delta.finish_reason)  # does nothing when it was the engine that finished
             self._end(choice, delta.finish_reason)
         return delta
 

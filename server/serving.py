@@ -18,6 +18,7 @@ from server.message import ChatFormats
 from server.metrics import Metrics
 from server.structured import GrammarChecker
 from server.tenants import Tenants
+from server.trail import Ledger
 from server.watch import Watchers
 
 
@@ -36,6 +37,7 @@ class Serving:
     """The model's: token ids run from 0 to vocab_size - 1."""
     metrics: Metrics
     watchers: Watchers
+    ledger: Ledger
     fingerprint: str
     tenants: Tenants
     created: int = field(default_factory=lambda: int(time.time()))

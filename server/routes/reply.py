@@ -52,6 +52,7 @@ async def reply(
     salt = job.cache_salt if serving.config.share_prefix_cache else tenant.salt(job.cache_salt)
     job = replace(job, cache_salt=salt, tenant=tenant.name, weight=tenant.weight)
     reservation = admit(serving, tenant, job.prompts, job.params.n, job.params.max_tokens)
+    serving.ledger.begin(request.scope, job.id, serving.config.model_names[0])
     generation: Generation | BeamSearch
     try:
         if job.length_penalty is None:

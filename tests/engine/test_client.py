@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.local import LocalClient
 from engine.supervisor import ProcessClient
-from engine.types import EngineStats, RequestOutput, SamplingParams
+from engine.types import EngineStats, RequestOutput, SamplingParams, StepRecord
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 
@@ -74,8 +74,8 @@ class Killing(ProcessClient):
 
     number = 0
 
-    def _deliver(self, outputs: Iterable[RequestOutput], stats: EngineStats) -> None:
-        super()._deliver(outputs, stats)
+    def _deliver(self, outputs: Sequence[RequestOutput], stats: EngineStats, step: StepRecord | None = None) -> None:
+        super()._deliver(outputs, stats, step)
         if self.number and self.pid is not None:
             os.kill(self.pid, self.number)
             self.number = 0

@@ -1,0 +1,119 @@
+"""What is known of an HTTP request beside its answer: its id, who sent it, when it came and went."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.doors import tenant_of
+
+HEADER = "X-Request-Id"
+_SOUND = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+@dataclass(slots=True)
+class Trail:
+    """Times are of time.monotonic()."""
+
+    request_id: str
+    """The caller's X-Request-Id, or one of ours."""
+    method: str
+    path: str
+    traceparent: str | None
+    created: float = field(default_factory=time.time)
+    arrived: float = field(default_factory=time.monotonic)
+    owner: str = ""
+    """Name of the API key's owner; empty without keys."""
+    status: int | None = None
+    ended: float | None = None
+    job: str | None = None
+    """Id of the answer (chatcmpl-…, cmpl-…), which its sequences' ids begin with."""
+    model: str | None = None
+
+
+def trail_of(scope: Scope) -> Trail:
+    trail = scope["trail"]
+    assert isinstance(trail, Trail)
+    return trail
+
+
+class Ledger:
+    """The trails of answers that were begun last. A caller sees those made with its own key, an admin all."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._jobs: dict[str, Trail] = {}
+        self._order: deque[Trail] = deque()
+
+    def begin(self, scope: Scope, job: str, model: str) -> None:
+        """An answer is on its way."""
+        trail = trail_of(scope)
+        trail.job, trail.model, trail.owner = job, model, tenant_of(scope).name
+        if self._keep:
+            self._jobs[job] = trail
+            self._order.append(trail)
+        while len(self._order) > self._keep:
+            del self._jobs[self._order.popleft().job or ""]
+
+    def find(self, name: str, caller: Scope) -> Trail | None:
+        """By the answer's id, or by X-Request-Id: of several with the same one, the last. None: not for this caller."""
+        trail = self._jobs.get(name)
+        if trail is None:
+            named = (each for each in reversed(self._order) if each.request_id == name)
+            trail = next((each for each in named if may_see(caller, each)), None)
+        return trail if trail is not None and may_see(caller, trail) else None
+
+    def may_name(self, sequence: str, caller: Scope) -> bool:
+        """Whether a sequence of the engine belongs to an answer of this caller's."""
+        return self.find("-".join(sequence.split("-")[:2]), caller) is not None
+
+
+def may_see(caller: Scope, trail: Trail) -> bool:
+    tenant = tenant_of(caller)
+    return tenant.admin or trail.owner == tenant.name
+
+
+class TrailKeeper:
+    """ASGI middleware, the outermost: every request gets a trail, every response its X-Request-Id."""
+
+    def __init__(self, app: ASGIApp, ended: Sequence[Callable[[Trail], None]]) -> None:
+        """`ended` are told of each trail when its response is complete, or has failed."""
+        self._app = app
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+        name = request_id(headers.get(HEADER))
+        trail = Trail(name, scope["method"], scope["path"], headers.get("traceparent"))
+        scope["trail"] = trail
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                trail.status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = name
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            trail.ended = time.monotonic()
+            if (tenant := scope.get("tenant")) is not None:
+                trail.owner = tenant.name
+            for tell in self._ended:
+                tell(trail)
+
+
+def request_id(given: str | None) -> str:
+    """The caller's, if it is fit for logs and headers; otherwise one of ours."""
+    if given is not None and _SOUND.fullmatch(given):
+        return given
+    return f"req-{secrets.token_hex(16)}"

@@ -1,0 +1,99 @@
+"""Explanations of the real engine: phases add up, chunks and batch mates are those that were, deaths are told of."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = Server(log, "--max-num-batched-tokens", "64", "--num-kv-blocks", "40", "--max-model-len", "512")
+    yield server
+    assert server.stop() == 0
+
+
+async def complete(client: httpx.AsyncClient, **body: Any) -> tuple[str, float]:
+    """The answer's id, and the seconds that it took."""
+    began = time.monotonic()
+    response = await client.post("/v1/completions", json={"temperature": 0, "ignore_eos": True} | body)
+    assert response.status_code == 200, response.text
+    return response.json()["id"], time.monotonic() - began
+
+
+async def explain(client: httpx.AsyncClient, name: str) -> Any:
+    response = await client.get(f"/v1/requests/{name}/explain")
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def check_sums(found: Any) -> None:
+    assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], rel=0.05)
+
+
+async def test_a_lone_request(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
+        name, seconds = await complete(client, prompt=list(range(10, 210)), max_tokens=50)
+        found = await explain(client, name)
+        check_sums(found)
+        assert found["wall_ms"] <= seconds * 1000
+        (own,) = found["sequences"]
+        assert [(each["first_token"], each["tokens"]) for each in own["chunks"]] == [
+            (0, 64),
+            (64, 64),
+            (128, 64),
+            (192, 8),
+        ]
+        assert (own["prompt_tokens"], own["cached_tokens"], own["output_tokens"]) == (200, 0, 50)
+        assert [(each["steps"], each["mates"]) for each in own["batches"]] == [(53, [])]
+        assert own["first_token_ms"] < found["wall_ms"]
+        repeated, _ = await complete(client, prompt=list(range(10, 210)), max_tokens=2)
+        (own,) = (await explain(client, repeated))["sequences"]
+        assert own["cached_tokens"] == 192
+        assert [(each["first_token"], each["tokens"]) for each in own["chunks"]] == [(192, 8)]
+
+
+async def test_mates_queues_and_preemptions(server: Server) -> None:
+    """40 pages hold 640 tokens, five times 150 are asked for: some wait, some are preempted, all are explained."""
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        done = await asyncio.gather(
+            *(complete(client, prompt=list(range(20 + i, 60 + i)), max_tokens=150) for i in range(5))
+        )
+        names = [name for name, _ in done]
+        all_found = [await explain(client, name) for name in names]
+    for found in all_found:
+        check_sums(found)
+        (own,) = found["sequences"]
+        assert own["output_tokens"] == 150
+        mates = {mate.rsplit("-", 1)[0] for batch in own["batches"] for mate in batch["mates"]}
+        assert mates <= set(names) - {found["id"]}
+        assert mates
+    sequences = [found["sequences"][0] for found in all_found]
+    assert server.metric("vllm:num_preemptions_total") == sum(own["preemptions"] for own in sequences) > 0
+    for own in sequences:
+        assert ("preempted" in own["phases_ms"]) == (own["preemptions"] > 0)
+
+
+async def test_it_survives_the_engine(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        asking = asyncio.create_task(complete(client, prompt="Once", max_tokens=400))
+        while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110, there is no event to wait for
+            await asyncio.sleep(0.01)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        name, _ = await asking
+        found = await explain(client, name)
+    check_sums(found)
+    (own,) = found["sequences"]
+    assert (own["replays"], own["output_tokens"]) == (1, 400)
+    assert found["phases_ms"]["recovering"] > 0
+    assert {each["engine"] for each in own["batches"]} >= {1}

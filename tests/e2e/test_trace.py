@@ -1,0 +1,41 @@
+"""`quire trace` against a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server import cli
+from tests.e2e.server import Server
+from tests.server.test_trace import check
+
+
+def test_a_recording_of_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server = Server(tmp_path / "log", "--api-key", "secret")
+    headers = {"Authorization": "Bearer secret"}
+    body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 3}
+    asking = threading.Thread(
+        target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+    )
+    asking.start()
+    out = tmp_path / "trace.json"
+    assert cli.main(["trace", "--url", server.url, "--seconds", "2", "-o", str(out), "--api-key", "secret"]) == 0
+    asking.join()
+    found = json.loads(out.read_text())
+    check(found)
+    phases, seconds = found["otherData"]["phases_seconds"], found["otherData"]["seconds"]
+    assert seconds > 1.9
+    assert sum(phases.values()) == pytest.approx(seconds, rel=0.05)
+    assert phases["compute"] > phases["schedule"] + phases["apply"]
+    steps = [event for event in found["traceEvents"] if event["ph"] == "X" and event["cat"] == "step"]
+    assert max(event["args"]["rows"] for event in steps) == 3
+    assert "ui.perfetto.dev" in capsys.readouterr().out
+    assert cli.main(["trace", "--url", server.url, "--api-key", "wrong"]) == 1
+    assert "401" in capsys.readouterr().err
+    assert cli.main(["trace", "--url", server.url, "--seconds", "999", "--api-key", "secret"]) == 1
+    assert "seconds" in capsys.readouterr().err
+    assert server.stop() == 0

@@ -1,0 +1,121 @@
+"""X-Request-Id, and where a request's time went: on a fake engine here, on the real one in tests/e2e."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.history import History
+from engine.types import Request, RequestOutput, SamplingParams, StepRecord
+from server.trail import request_id
+from tests.server.fake import FakeEngine, hashed
+from tests.server.house import House, open_house
+
+BODY = {"prompt": "Hello", "max_tokens": 6}
+
+
+async def test_a_request_id_comes_back_and_a_strange_one_is_replaced(house: House) -> None:
+    response = await house.http.get("/version", headers={"X-Request-Id": "my-id:1"})
+    assert response.headers["x-request-id"] == "my-id:1"
+    for strange in ("", "a b", "x" * 200, 'a"b', "a\tb"):
+        response = await house.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": strange})
+        assert response.headers["x-request-id"].startswith("req-")
+    streamed = await house.http.post("/v1/completions", json=BODY | {"stream": True}, headers={"X-Request-Id": "s"})
+    assert streamed.headers["x-request-id"] == "s"
+    missing = await house.http.get("/nowhere")
+    assert missing.status_code == 404
+    assert missing.headers["x-request-id"].startswith("req-")
+    assert request_id(None) != request_id(None)
+
+
+async def test_an_answer_is_explained_by_either_id(house: House) -> None:
+    answer = await house.http.post("/v1/completions", json=BODY | {"n": 2}, headers={"X-Request-Id": "mine"})
+    name = answer.json()["id"]
+    found = (await house.http.get(f"/v1/requests/{name}/explain")).json()
+    assert found == (await house.http.get("/v1/requests/mine/explain")).json()
+    assert (found["id"], found["request_id"], found["state"], found["status"]) == (name, "mine", "ended", 200)
+    assert [each["id"] for each in found["sequences"]] == [f"{name}-0", f"{name}-1"]
+    assert {each["finish_reason"] for each in found["sequences"]} == {"length"}
+    assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], rel=0.05)
+    again = await house.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"})
+    latest = (await house.http.get("/v1/requests/mine/explain")).json()
+    assert latest["id"] == again.json()["id"]
+
+
+async def test_an_unknown_one_is_404_in_openai_s_shape(house: House) -> None:
+    response = await house.http.get("/v1/requests/cmpl-none/explain")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "request_not_found"
+
+
+async def test_only_the_last_are_kept() -> None:
+    async with open_house(FakeEngine(hashed(b"abc")), request_history=2) as house:
+        names = [(await house.post("/v1/completions", BODY))["id"] for _ in range(4)]
+        codes = [(await house.http.get(f"/v1/requests/{name}/explain")).status_code for name in names]
+        assert codes == [404, 404, 200, 200]
+        assert len(house.engine.history.ended) == 2
+    async with open_house(FakeEngine(hashed(b"abc")), request_history=0) as house:
+        name = (await house.post("/v1/completions", BODY))["id"]
+        assert (await house.http.get(f"/v1/requests/{name}/explain")).status_code == 404
+        assert house.engine.history.ended == house.engine.history.open == []
+
+
+async def test_tenants_see_their_own_alone() -> None:
+    async with open_house(FakeEngine(hashed(b"abc")), api_key=["one", "two"]) as house:
+        one, two = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+        theirs = {**two, "X-Request-Id": "shared"}
+        name = (await house.http.post("/v1/completions", json=BODY, headers={**one, "X-Request-Id": "shared"})).json()
+        other = (await house.http.post("/v1/completions", json=BODY, headers=theirs)).json()
+        mine = (await house.http.get("/v1/requests/shared/explain", headers=one)).json()
+        assert mine["id"] == name["id"], "the same X-Request-Id of another key hides nothing"
+        for path in (name["id"], f"{name['id']}-0"):
+            assert (await house.http.get(f"/v1/requests/{path}/explain", headers=two)).status_code == 404
+        assert (await house.http.get(f"/v1/requests/{other['id']}/explain", headers=two)).status_code == 200
+        assert (await house.http.get(f"/v1/requests/{name['id']}/explain")).status_code == 401
+
+
+def request(name: str) -> Request:
+    return Request(id=name, prompt_ids=[1, 2, 3], params=SamplingParams(), seed=0)
+
+
+def record(number: int, began: float, ended: float, chunks: list[tuple[str, int, int]], *out: str) -> StepRecord:
+    return StepRecord(number, began, began, ended, ended, len(chunks) or 1, 4, chunks, list(out))
+
+
+def test_phases_of_a_preempted_and_replayed_request_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    monkeypatch.setattr("engine.history.monotonic", lambda: clock)
+    history = History()
+    history.submitted(request("a"))
+    token = RequestOutput("a", [7])
+    history.stepped([], record(1, 2.0, 3.0, [("a", 0, 2)]))
+    history.stepped([token], record(2, 3.0, 4.0, [("a", 2, 1)]))
+    history.stepped([token], record(3, 4.0, 5.0, []))
+    history.stepped([], record(4, 6.0, 7.0, [("b", 0, 9)], "a"))
+    history.stepped([token], record(5, 9.0, 10.0, [("a", 0, 5)]))
+    clock = 11.0
+    history.engine_died()
+    history.stepped([token], record(1, 15.0, 16.0, [("a", 0, 6)]))
+    clock = 17.5
+    history.stepped([RequestOutput("a", [7], finish_reason="stop")], record(2, 16.0, 17.0, []))
+    found = history.find("a")
+    assert found is not None
+    assert found.phases(99.0) == {
+        "queued": 2.0,
+        "prefill": 2.0,
+        "decode": 2.0 + 1.0 + 1.0,
+        "preempted": 3.0,
+        "recompute": 1.0 + 1.0,
+        "recovering": 4.0,
+        "delivery": 0.5,
+    }
+    assert sum(found.phases(99.0).values()) == 17.5
+    assert (found.count("preempted"), found.count("recovering"), found.output_tokens) == (1, 1, 5)
+    assert [(step.engine, step.record.number) for step in found.steps] == [
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (0, 5),
+        (1, 1),
+        (1, 2),
+    ]
+    assert history.open == []
