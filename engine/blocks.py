@@ -29,7 +29,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._references = [0] * num_blocks
+        self._references = array("i", [0]) * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hashes_of: dict[int, list[bytes]] = {}
         self._block_of: dict[bytes, int] = {}
@@ -48,8 +48,8 @@ class BlockPool:
         return len(self._hashes_of)
 
     @property
-    def references(self) -> Sequence[int]:
-        """How many sequences hold each page."""
+    def references(self) -> array[int]:
+        """How many sequences hold each page: C ints, to be read only."""
         return self._references
 
     @property

@@ -117,20 +117,23 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
 
 def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
     """Take in all messages that are there, waiting for one only if there is nothing to compute."""
-    wait = not engine.busy
+    wait = idle = not engine.busy
     while wait and not socket.poll(0) and engine.prepare():
         pass
     while wait or socket.poll(0):
         wait = False
         match decode_to_engine(socket.recv()):
             case Submit(requests):
+                idle = False
                 for request in requests:
                     engine.add(request)
             case Abort(ids):
+                idle = False
                 for request_id in ids:
                     engine.abort(request_id)
             case Look():
                 _send(socket, Seen(engine.view()))
+                wait = idle  # being looked at is nothing to compute
 
 
 def _send(socket: zmq.Socket[bytes], message: FromEngine) -> None:

@@ -22,7 +22,7 @@ def view_of(scheduler: Scheduler) -> EngineView:
     began = time.perf_counter()
     running, waiting = scheduler.sequences()
     listed = [*running, *waiting][:MOST_SEQUENCES]
-    references = np.array(scheduler.pool.references, dtype=np.int32)
+    references = np.frombuffer(scheduler.pool.references, dtype=np.intc)
     return EngineView(
         stats=scheduler.stats(),
         sequences=[_sequence_view(seq, references) for seq in listed],

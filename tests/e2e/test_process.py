@@ -50,6 +50,15 @@ def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
     wait_until_gone(engine)
 
 
+def test_who_watches_does_not_hold_it_back(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", "--shutdown-timeout", "1000")
+    with httpx.stream("GET", f"{server.url}/v1/engine/events", timeout=120) as events:
+        lines = events.iter_lines()
+        assert next(lines) == "event: hello"
+        assert server.stop(signal.SIGTERM) == 0
+        assert list(lines), "what was under way, and an end"
+
+
 def test_the_engine_does_not_outlive_a_killed_server(tmp_path: Path) -> None:
     server = Server(tmp_path / "log")
     engine = server.engine_pid()

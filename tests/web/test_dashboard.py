@@ -142,7 +142,8 @@ def test_nobody_is_watched_while_another_view_shows(page: Browser, server: Serve
 
 
 def test_a_key_is_asked_for_and_kept_only_when_told_to(browser: Browser, tmp_path: Path) -> None:
-    guarded = Server(tmp_path / "log", "--api-key", "open-sesame", "--num-kv-blocks", "200", "--threads", "1")
+    keys = ("--api-key", "open-sesame", "--admin-api-key", "boss")
+    guarded = Server(tmp_path / "log", *keys, "--num-kv-blocks", "200", "--threads", "1")
     try:
         browser.open(f"{guarded.url}/")
         assert browser.one("#key-dialog").is_displayed()
@@ -153,16 +154,19 @@ def test_a_key_is_asked_for_and_kept_only_when_told_to(browser: Browser, tmp_pat
         browser.fill("#draft", "Tell me a story." + Keys.ENTER)
         browser.until(lambda: "tokens" in browser.text("#log .message:last-child .note"))
         browser.click("#to-dashboard")
+        browser.until(lambda: "needs an admin's API key" in browser.text("#key-why"))
+        assert "may watch the engine" in browser.text("#live")
+        browser.fill("#key", "boss" + Keys.ENTER)
         browser.until(lambda: browser.text("#live") == "Live")
-        assert browser.run("return JSON.stringify({...localStorage})").count("open-sesame") == 0
+        assert browser.run("return JSON.stringify({...localStorage})").count("boss") == 0
         browser.click("#key-button")
         browser.click("#key-keep")
         browser.one("#key").send_keys(Keys.ENTER)
-        browser.until(lambda: browser.run("return localStorage['quire.key']") == "open-sesame")
+        browser.until(lambda: browser.run("return localStorage['quire.key']") == "boss")
         browser.click("#key-button")
         browser.click("#key-forget")
         assert browser.run("return localStorage['quire.key'] ?? null") is None
         assert browser.one("#key-dialog").is_displayed(), "what is shown needs one again"
-        assert all("401" in error for error in browser.errors())
+        assert all("401" in error or "403" in error for error in browser.errors())
     finally:
         assert guarded.stop() == 0, (tmp_path / "log").read_text()
