@@ -94,6 +94,8 @@ class History:
         """Ended requests to remember."""
         self.listeners: list[Listener] = []
         """Called with every step."""
+        self.end_listeners: list[Callable[[Timeline], None]] = []
+        """Called with every request that has ended."""
         self._open: dict[str, Timeline] = {}
         self._ended: dict[str, Timeline] = {}
         self._order: deque[str] = deque()
@@ -174,6 +176,8 @@ class History:
         if timeline is None:
             return
         timeline.end(reason, monotonic())
+        for listener in self.end_listeners:
+            listener(timeline)
         if self.keep:
             self._ended[request_id] = timeline
             self._order.append(request_id)

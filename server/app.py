@@ -52,6 +52,7 @@ def create_app(
         try:
             info = await client.start()
             metrics = Metrics(client, config.model_names[0], info.max_model_len)
+            metrics.tell_cache(info, config)
             app.state.serving = Serving(
                 config=config,
                 client=client,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.client import EngineClient
-from engine.types import SamplingParams
+from engine.config import EngineConfig
+from engine.history import Step, Timeline
+from engine.types import EngineInfo, SamplingParams
 from server.recent import Recent
 
 FIRST_TOKEN_SECONDS = (
@@ -24,6 +26,22 @@ REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+PHASES = (
+    ("vllm:request_queue_time_seconds", "Seconds until its first step.", ("queued",)),
+    ("vllm:request_prefill_time_seconds", "Seconds from its first step to its first token.", ("prefill",)),
+    (
+        "vllm:request_decode_time_seconds",
+        "Seconds from its first token to its last, interruptions included.",
+        ("decode", "preempted", "recompute", "recovering"),
+    ),
+    (
+        "vllm:request_inference_time_seconds",
+        "Seconds from its first step to its last.",
+        ("prefill", "decode", "preempted", "recompute", "recovering"),
+    ),
+)
+"""Name, help text and the phases of engine/history.py that it adds up."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 GAUGES = (
     ("vllm:num_requests_running", "Requests in the running batch.", "running"),
@@ -73,6 +91,19 @@ class Metrics:
         self._generation = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", lengths)
         self._n = histogram("vllm:request_params_n", "The n parameter.", (1, 2, 5, 10, 20))
         self._max_tokens = histogram("vllm:request_params_max_tokens", "The max_tokens parameter.", lengths)
+        self._step_tokens = histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
+        self._phases = [(histogram(name, text, REQUEST_SECONDS), phases) for name, text, phases in PHASES]
+        self._computed = histogram(
+            "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", lengths
+        )
+        source = Counter(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by where from.", (*labels, "source"), registry=self._registry
+        )
+        self._sources = [source.labels(model_name, each) for each in ("local_compute", "local_cache_hit")]
+        cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", labels, registry=self._registry)
+        self._cached_total = cached_total.labels(model_name)
+        client.history.listeners.append(self._stepped)
+        client.history.end_listeners.append(self._ended)
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name)
         success = Counter(
@@ -109,6 +140,34 @@ class Metrics:
             self._max_tokens.observe(params.max_tokens)
         if generation_tokens > 1:
             self._per_token.observe(decode_seconds / (generation_tokens - 1))
+
+    def tell_cache(self, info: EngineInfo, config: EngineConfig) -> None:
+        """How the KV cache is cut; as in vLLM, in the labels of a metric that is always 1."""
+        facts = {
+            "block_size": info.block_size,
+            "num_gpu_blocks": info.num_blocks,
+            "cache_dtype": info.dtype,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }
+        gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", tuple(facts), registry=self._registry)
+        gauge.labels(**{name: str(value) for name, value in facts.items()}).set(1)
+
+    def _stepped(self, step: Step) -> None:
+        self._step_tokens.observe(step.record.tokens)
+
+    def _ended(self, timeline: Timeline) -> None:
+        seconds = timeline.phases(timeline.ended or timeline.submitted)
+        if timeline.first_token is None:
+            return
+        for made, phases in self._phases:
+            made.observe(sum(seconds.get(phase, 0.0) for phase in phases))
+        cached = timeline.cached_tokens or 0
+        computed = timeline.prompt_tokens - cached
+        self._computed.observe(computed)
+        self._sources[0].inc(computed)
+        self._sources[1].inc(cached)
+        self._cached_total.inc(cached)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

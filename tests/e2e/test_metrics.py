@@ -1,0 +1,105 @@
+"""Every metric of the real server: it is there, and moves as it should and by no other's doing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.server import Server
+
+PER_REQUEST = (
+    *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_params_n", "request_params_max_tokens", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
+    *("request_prefill_kv_computed_tokens", "request_time_per_output_token_seconds"),
+)
+"""Histograms that count each request once."""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "log", "--num-kv-blocks", "40", "--max-model-len", "512")
+    yield server
+    assert server.stop() == 0
+
+
+def scrape(server: Server) -> dict[str, float]:
+    """Every sample by name, summed over its labels; buckets left out, and `name:label` for what a label tells apart."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+        for sample in family.samples:
+            if sample.name.endswith(("_bucket", "_created")):
+                continue
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+            for label in ("finished_reason", "source"):
+                if label in sample.labels:
+                    found[f"{sample.name}:{sample.labels[label]}"] = sample.value
+    return found
+
+
+async def ask(client: httpx.AsyncClient, count: int, tokens: int, first: int = 20) -> None:
+    body = {"temperature": 0, "ignore_eos": True, "max_tokens": tokens}
+    prompts = [list(range(first + 50 * i, first + 50 * i + 40)) for i in range(count)]
+    answers = await asyncio.gather(*(client.post("/v1/completions", json=body | {"prompt": each}) for each in prompts))
+    assert {answer.status_code for answer in answers} == {200}
+
+
+async def test_every_metric_moves_as_it_should(server: Server) -> None:
+    seen = {name for name in scrape(server) if not name.startswith("quire:")}
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        await ask(client, 1, 10)
+        first = scrape(server)
+        for name in PER_REQUEST:
+            assert first[f"vllm:{name}_count"] == 1, name
+        assert first["vllm:request_prompt_tokens_sum"] == first["vllm:prompt_tokens_total"] == 40
+        assert first["vllm:generation_tokens_total"] == first["vllm:request_generation_tokens_sum"] == 10
+        assert 1 <= first["vllm:inter_token_latency_seconds_count"] <= 9, "steps that come together count once"
+        assert (first["vllm:iteration_tokens_total_count"], first["vllm:iteration_tokens_total_sum"]) == (10, 49)
+        assert first["vllm:request_success_total:length"] == first["vllm:request_success_total"] == 1
+        assert first["vllm:prefix_cache_queries_total"] == 40
+        assert first["vllm:prompt_tokens_by_source_total:local_compute"] == 40
+        assert first["vllm:prompt_tokens_cached_total"] == first["vllm:prefix_cache_hits_total"] == 0
+        assert first["vllm:cache_config_info"] == 1
+        times = ("queue", "prefill", "decode")
+        parts = sum(first[f"vllm:request_{name}_time_seconds_sum"] for name in times)
+        assert 0 < parts <= first["vllm:e2e_request_latency_seconds_sum"]
+
+        await ask(client, 1, 1)
+        again = scrape(server)
+        assert again["vllm:prefix_cache_hits_total"] == again["vllm:prompt_tokens_cached_total"] == 32
+        assert again["vllm:prompt_tokens_by_source_total:local_cache_hit"] == 32
+        assert again["vllm:request_prefill_kv_computed_tokens_sum"] == 48
+        assert again["vllm:request_time_per_output_token_seconds_count"] == 1, "one token has no time between"
+
+        asking = asyncio.create_task(ask(client, 5, 200))
+        busy: dict[str, float] = {}
+        while not asking.done():
+            now = await asyncio.to_thread(scrape, server)
+            busy = {name: max(busy.get(name, 0.0), value) for name, value in now.items()}
+        await asking
+        assert busy["vllm:num_requests_running"] >= 2
+        assert busy["vllm:num_requests_waiting"] >= 1
+        assert 0.5 < busy["vllm:kv_cache_usage_perc"] <= 1
+        after = scrape(server)
+        assert after["vllm:num_preemptions_total"] > 0
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert after[f"vllm:{name}"] == 0, name
+
+        asking = asyncio.create_task(ask(client, 1, 400, first=700))
+        while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110, there is no event to wait for
+            await asyncio.sleep(0.01)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        await asking
+        last = scrape(server)
+        assert (last["quire:engine_deaths_total"], last["quire:request_replays_total"]) == (1, 1)
+        assert last["vllm:generation_tokens_total"] >= after["vllm:generation_tokens_total"] + 399, "counters go on"
+        moved = {name for name in seen if last[name] != first[name] or last[name] != 0 or busy[name] != 0}
+        still = {name for name in seen - moved if ":" not in name.removeprefix("vllm:")}
+        assert still == set(), "every one of vLLM's has moved"
