@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
@@ -17,13 +18,15 @@ from server import errors
 from server.bodies import BodyLimit
 from server.config import ServerConfig
 from server.doors import KeyGuard
+from server.logs import log_request
 from server.message import ChatFormats
 from server.metrics import Metrics
 from server.routes import chat, completions, engine, explain, models, page, requests, status, tokenize, trace
 from server.serving import Serving
+from server.spans import Spans, otlp_exporter
 from server.structured import GrammarChecker
 from server.tenants import Tenants
-from server.trail import Ledger, TrailKeeper
+from server.trail import Ledger, Trail, TrailKeeper
 from server.version import VERSION
 from server.watch import Watchers
 
@@ -44,6 +47,11 @@ def create_app(
     """
     tenants = Tenants(config)
     client.history.keep = config.request_history
+    ended: list[Callable[[Trail], None]] = [log_request] if config.log_format == "json" else []
+    endpoint = config.otlp_traces_endpoint
+    spans = None if endpoint is None else Spans(otlp_exporter(endpoint), client.history)
+    if spans is not None:
+        ended.append(spans.ended)
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
     grammars = GrammarChecker(tokenizer, vocab_size)
 
@@ -73,16 +81,18 @@ def create_app(
         finally:
             await grammars.close()
             await client.stop()
+            if spans is not None:
+                await asyncio.to_thread(spans.close)
 
     app = FastAPI(title="Quire", version=VERSION, lifespan=lifespan, redirect_slashes=False, strict_content_type=False)
     errors.install(app)
-    _add_doors(app, config, tenants)
+    _add_doors(app, config, tenants, ended)
     for module in (completions, chat, models, tokenize, requests, explain, trace, engine, status, page):
         app.include_router(module.router)
     return app
 
 
-def _add_doors(app: FastAPI, config: ServerConfig, tenants: Tenants) -> None:
+def _add_doors(app: FastAPI, config: ServerConfig, tenants: Tenants, ended: Sequence[Callable[[Trail], None]]) -> None:
     """The last one added is met first."""
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_size * 2**20))
     app.add_middleware(KeyGuard, tenants=tenants)
@@ -95,7 +105,7 @@ def _add_doors(app: FastAPI, config: ServerConfig, tenants: Tenants) -> None:
             allow_credentials=config.allow_credentials,
             expose_headers=["*"],
         )
-    app.add_middleware(TrailKeeper, ended=[])
+    app.add_middleware(TrailKeeper, ended=ended)
 
 
 def _fingerprint(info: EngineInfo) -> str:

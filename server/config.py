@@ -82,6 +82,12 @@ class ServerConfig(EngineConfig):
         "auto", description="Marks around the model's thinking; auto: the chat template's"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of Quire's log")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="json: an object a line, and one line per request with its id"
+    )
+    otlp_traces_endpoint: str | None = Field(
+        None, description="OTLP address (HTTP) to send OpenTelemetry traces to; needs the extra otel"
+    )
     uvicorn_log_level: Literal["debug", "info", "warning", "error"] = Field(
         "warning", description="Level of the HTTP server's log"
     )

@@ -143,5 +143,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    trail = request.scope.get("trail")
+    extra = {"request_id": None if trail is None else trail.request_id}
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error, extra=extra)
     return _answer(500, error_body(UNEXPECTED, SERVER, None, "internal_error"))

@@ -12,7 +12,6 @@ import json
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError
 from engine.supervisor import ProcessClient
 from engine.types import EngineInfo
+from server import logs
 from server.commands.plan.estimate import predicted_tokens
 from server.commands.plan.machine import Machine, this_machine
 from server.commands.settings import add_flags, parse
@@ -51,9 +51,7 @@ def main(argv: Sequence[str], started: float) -> int:
     parser.add_argument("name", nargs="?", metavar="MODEL", help="local directory or hub id; default: the embedded one")
     add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     _, config = parse(parser, argv, ServerConfig, "name")
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    logs.set_up(config)
     with bind(config.host, config.port) as listener:
         return uvloop.run(Service(config, listener, started).run())
 
