@@ -18,7 +18,6 @@ Phase = Literal["queued", "prefill", "decode", "preempted", "recompute", "recove
 KEPT_REQUESTS = 1000
 KEPT_STEPS = 2000
 """Of one request; later ones are only counted."""
-ENDED_WITH_ENGINE = "error"
 
 
 def step_record(batch: Batch, number: int, times: tuple[float, float, float, float]) -> StepRecord:
@@ -83,16 +82,13 @@ class Timeline:
         self.finish_reason = reason
 
 
-Listener = Callable[[Step], None]
-
-
 class History:
     """Timelines of open requests and of those that ended last."""
 
     def __init__(self, keep: int = KEPT_REQUESTS) -> None:
         self.keep = keep
         """Ended requests to remember."""
-        self.listeners: list[Listener] = []
+        self.listeners: list[Callable[[Step], None]] = []
         """Called with every step."""
         self.end_listeners: list[Callable[[Timeline], None]] = []
         """Called with every request that has ended."""
@@ -167,7 +163,7 @@ class History:
         now = monotonic()
         for timeline in list(self._open.values()):
             if for_good:
-                self._end(timeline.id, ENDED_WITH_ENGINE)
+                self._end(timeline.id, "error")
             else:
                 timeline.enter("recovering", now)
 

@@ -27,7 +27,7 @@ def main(argv: Sequence[str], started: float) -> int:
         )
         args.output.write_bytes(response.raise_for_status().content)
     except httpx.HTTPStatusError as error:
-        raise ConfigError(f"{url} answered {error.response.status_code}: {_message(error.response)}") from None
+        raise ConfigError(f"{url} answered {error.response.status_code}: {error.response.text}") from None
     except httpx.HTTPError as error:
         raise ConfigError(f"cannot record at {url}: {error}") from None
     except OSError as error:
@@ -36,10 +36,3 @@ def main(argv: Sequence[str], started: float) -> int:
     told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
     print(f"{args.output}: {told}\nopen it in https://ui.perfetto.dev")
     return 0
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.reason_phrase

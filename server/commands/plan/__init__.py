@@ -91,21 +91,18 @@ def _machine(args: argparse.Namespace) -> Machine:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
+    if not 0 < (value := float(text)) < float("inf"):
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
+    if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
 
 
 def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
+    if not 0 < (value := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
     return value
