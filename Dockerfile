@@ -1,34 +1,79 @@
-# Quire on CPU. Build: docker build -t quire .   Run: docker run -p 8000:8000 -v quire-models:/models quire [MODEL] [flags]
-# The NVIDIA target is not there yet.
-FROM python:3.11-slim AS build
+# Quire for NVIDIA GPUs:  docker build -t quire .
+#                         docker run --gpus all -p 8000:8000 -v quire-models:/models quire [MODEL] [flags]
+# Quire for CPUs:         docker build -t quire --build-arg KIND=cpu .      (and no --gpus)
+# hadolint global ignore=DL3006,DL3008,DL3042
+# (Stages named by KIND carry no tag; Debian drops old versions, so pinned ones break; PIP_NO_CACHE_DIR is inherited.)
+ARG KIND=cuda
+ARG CUDA=13.0.1
+
+FROM python:3.12-slim AS base-cpu
+
+# Only the driver's side of CUDA: its libraries come with PyTorch's wheel, a second set would be gigabytes of nothing.
+# Triton compiles a small launcher in C for each kernel when it first runs.
+FROM nvidia/cuda:${CUDA}-base-ubuntu24.04 AS base-cuda
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+FROM base-${KIND} AS build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-RUN python -m venv /opt/quire
+RUN python3 -m venv /opt/quire
 ENV PATH=/opt/quire/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # The dependencies have a layer of their own: a change of the sources does not fetch them again.
 COPY constraints.txt pyproject.toml ./
 ARG TORCH_INDEX=
-# On Linux the default build of torch carries CUDA libraries; --build-arg TORCH_INDEX= names an index of CPU builds.
+# On Linux the default build of torch carries CUDA; for CPUs --build-arg TORCH_INDEX= names an index of smaller builds.
 RUN pip install -c constraints.txt setuptools \
     && pip install -c constraints.txt torch ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
     && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
     > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
+
+FROM base-cpu AS wheels-cpu
+RUN mkdir /wheels
+
+# flash-attn: FLASH_WHEEL is the address of a wheel for this Python, PyTorch and CUDA; without one it is compiled, which
+# takes an hour or so. An empty FLASH leaves it out, and PyTorch's own build of its kernels serves.
+FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS wheels-cuda
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/quire /opt/quire
+ENV PATH=/opt/quire/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /wheels
+ARG FLASH=2.8.3
+ARG FLASH_WHEEL=
+ARG FLASH_ATTN_CUDA_ARCHS="80;90"
+ARG MAX_JOBS=4
+RUN if [ -n "$FLASH_WHEEL" ]; then pip download --no-deps "$FLASH_WHEEL" einops==0.8.1; \
+    elif [ -n "$FLASH" ]; then \
+        pip install ninja==1.13.0 packaging==25.0 psutil==7.1.0 wheel==0.45.1 \
+        && FLASH_ATTENTION_FORCE_BUILD=TRUE pip wheel --no-build-isolation --no-deps "flash-attn==$FLASH" einops==0.8.1; \
+    fi
+
+FROM wheels-${KIND} AS wheels
+
+FROM build AS installed
+RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
+    find /wheels -name '*.whl' -exec pip install --no-deps {} +
 COPY . .
 RUN pip install --no-deps --no-build-isolation .
 
-FROM python:3.11-slim
+FROM base-${KIND}
 RUN useradd --create-home --uid 10001 quire && mkdir /models && chown quire /models
-COPY --from=build /opt/quire /opt/quire
-USER quire
+COPY --from=installed /opt/quire /opt/quire
+USER 10001
 WORKDIR /home/quire
-# Hub downloads land in the volume, so a new container starts without fetching them again.
-ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/models QUIRE_HOST=0.0.0.0 QUIRE_PORT=8000
+# Hub downloads land in the volume, so a new container starts without fetching them again; so do Triton's kernels.
+ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/models TRITON_CACHE_DIR=/models/triton \
+    NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    QUIRE_HOST=0.0.0.0 QUIRE_PORT=8000
 VOLUME /models
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=3s --start-period=5m --start-interval=1s CMD \
-    python -c "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ[\"QUIRE_PORT\"]}/health', timeout=2)"
+HEALTHCHECK --interval=10s --timeout=3s --start-period=5m --start-interval=1s CMD ["python3", "-c", \
+    "import os, urllib.request as u; u.urlopen('http://127.0.0.1:' + os.environ['QUIRE_PORT'] + '/health', timeout=2)"]
 ENTRYPOINT ["quire", "serve"]

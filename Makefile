@@ -14,12 +14,13 @@ CLIENTS := $(VENV)/clients
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test clients lint format wheel clean
+.PHONY: help install serve test test-gpu bench-gpu clients lint format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path or hub id] [ARGS="more flags"]'
 	@echo 'make test  [ARGS="-k name"]    make clients    make lint    make format'
 	@echo 'make install    make wheel    make clean'
+	@echo 'make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
 install: $(READY)
 
@@ -30,6 +31,23 @@ $(READY): pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/*.cpp k
 	@echo 'Installing pinned packages and building the CPU kernels; the first time takes a few minutes'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# On a machine with an NVIDIA GPU, with the Python (3.11 or newer) and the PyTorch that are there: no environment is made.
+# WHEELS=directory: packages that this Python lacks, unpacked beside the project first.
+GPU_PYTHON ?= python3
+GPU_SITE   := .gpu-site
+GPU_RUN    := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(GPU_PYTHON)
+
+$(GPU_SITE):
+	@mkdir -p $@
+	@test -z '$(WHEELS)' || $(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --target $@ $(WHEELS)/*.whl
+
+test-gpu: $(GPU_SITE)
+	@$(GPU_RUN) -m pytest -m gpu -p no:cacheprovider $(ARGS) \
+		$$(grep -rl 'mark.gpu' tests --include='test_*.py') tests/kernels/triton
+
+bench-gpu: $(GPU_SITE)
+	@$(GPU_RUN) -m tests.gpu.bench $(ARGS)
 
 serve: $(READY)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)

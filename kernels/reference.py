@@ -155,6 +155,8 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     linear = _pack_onednn(weight, bias) if weight.device.type == "cpu" and packs else None
+    if wide and bias is None and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
+        return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
     if linear is None:
         linear = lambda x: F.linear(x, weight, bias)  # noqa: E731
     return (lambda x: linear(x).float()) if wide else linear

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.config import EngineConfig
 from engine.loop import Engine
+from engine.pulse import Unwatched
 from engine.steps import Steps
 from engine.types import Request
 from engine.worker import graphs, startup
@@ -135,7 +136,7 @@ def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyP
     wanted = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, FakeCapture(), enable_prefix_caching=False)
     engine.scheduler.pool.allocate(36)  # four pages are left
-    engine._steps = Steps(engine.scheduler, engine.runner.launch, 1)
+    engine._steps = Steps(engine.scheduler, engine.runner.launch, 1, Unwatched())
     got: dict[str, Answer] = {each.id: Answer() for each in traffic()}
     for each in traffic():
         engine.add(each)
