@@ -1,0 +1,149 @@
+"""Ten times the load that a server can bear: it refuses at once what it cannot do, and does what it took on.
+
+`TEST_OVERLOAD_SECONDS=60` makes it a minute, and then the time that a refusal takes is judged too: run it alone, with
+`-s` to see the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.server import Server
+
+SECONDS = float(os.environ.get("TEST_OVERLOAD_SECONDS", "4"))
+JUDGE_TIME = SECONDS >= 60
+OVERLOAD = 10
+MAX_GROWTH = 48 * 2**20
+"""Bytes: allocators keep some of what a queue of 64 requests takes. One in ten of those refused would be more."""
+TOKENS = 200
+FLAGS = ("--max-num-seqs", "16", "--max-queued-requests", "64", "--max-model-len", "1024", "--threads", "1")
+
+
+@pytest.fixture
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(tmp_path / "log", *FLAGS, *getattr(request, "param", ()))
+    yield server
+    assert server.stop() == 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    retry_after: bool
+    tokens: int
+    """Of the answer, as its usage says."""
+    seconds: float
+    at: float
+
+
+async def ask(server: Server, key: str = "x", *, tokens: int = TOKENS, number: int = 0) -> Answer:
+    """A completion on a connection of its own; written by hand, as 150 a second must cost this process little."""
+    body = {"prompt": f"{number}: Once upon a time", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+    data = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    writer.write(head.encode() + data)
+    answer = await reader.read()
+    at = time.perf_counter()
+    writer.close()
+    top, _, content = answer.partition(b"\r\n\r\n")
+    usage = json.loads(content).get("usage") or {}
+    retry_after = b"\r\nretry-after:" in top.lower()
+    return Answer(int(top[9:12]), retry_after, usage.get("completion_tokens", 0), at - began, at)
+
+
+async def capacity(server: Server, key: str = "x") -> float:
+    """Requests a second that it completes with every slot busy."""
+    began = time.perf_counter()
+    answers = await asyncio.gather(*[ask(server, key, number=number) for number in range(32)])
+    assert [answer.tokens for answer in answers] == [TOKENS] * 32
+    return len(answers) / (time.perf_counter() - began)
+
+
+async def flood(server: Server, rate: float, seconds: float, key: str = "x") -> list[Answer]:
+    """So many requests a second, whatever becomes of them."""
+    began = time.perf_counter()
+    calls: list[asyncio.Task[Answer]] = []
+    while (now := time.perf_counter() - began) < seconds:
+        missing = int(now * rate) + 1 - len(calls)
+        calls += [asyncio.create_task(ask(server, key, number=len(calls) + i)) for i in range(missing)]
+        await asyncio.sleep(0.005)
+    return list(await asyncio.gather(*calls))
+
+
+def resident(server: Server) -> dict[str, int]:
+    """Bytes, of the server's process and of its engine's."""
+    pids = {"server": server.process.pid, "engine": server.engine_pid()}
+    return {name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for name, pid in pids.items()}
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
+
+
+@needs_proc
+@pytest.mark.timeout(600)
+async def test_ten_times_the_load(server: Server) -> None:
+    rate = OVERLOAD * await capacity(server)
+    await flood(server, rate, max(2.0, SECONDS / 10))
+    before = resident(server)
+    answers = await flood(server, rate, SECONDS)
+    after = resident(server)
+    done = [answer for answer in answers if answer.status == 200]
+    refused = [answer for answer in answers if answer.status != 200]
+    median = statistics.median(answer.seconds for answer in refused)
+    growth = {name: (after[name] - before[name]) / 2**20 for name in after}
+    print(
+        f"\n{SECONDS:g} s at {rate:.0f} requests/s: {len(done)} answered, {len(refused)} refused, after "
+        f"{1000 * median:.1f} ms (median) and {1000 * max(answer.seconds for answer in refused):.0f} ms (longest); "
+        + ", ".join(f"{name} {before[name] / 2**20:.0f} MiB {value:+.1f}" for name, value in growth.items())
+    )
+    assert {answer.status for answer in refused} == {503}
+    assert all(answer.retry_after for answer in refused)
+    assert [answer.tokens for answer in done] == [TOKENS] * len(done)
+    assert len(refused) > len(done) > 0
+    assert max(growth.values()) * 2**20 < MAX_GROWTH
+    if JUDGE_TIME:
+        assert median < 0.1
+    assert (await ask(server)).tokens == TOKENS
+    assert server.metric("vllm:num_requests_waiting") == server.metric("vllm:num_requests_running") == 0
+
+
+@pytest.mark.parametrize("server", [("--api-key", "greedy", "modest")], indirect=True)
+@pytest.mark.timeout(600)
+async def test_a_greedy_key_does_not_take_anothers_share(server: Server) -> None:
+    """One floods the server; the other has as many requests open as there are slots, and loses none of its share."""
+    rate = OVERLOAD * await capacity(server, "greedy")
+    flooding = asyncio.create_task(flood(server, rate, SECONDS + 3, "greedy"))
+    await asyncio.sleep(1)  # the greedy one has all slots and its part of the queue by now
+    modest: list[Answer] = []
+
+    async def user(number: int) -> None:
+        while not flooding.done():
+            modest.append(await ask(server, "modest", tokens=100 + 10 * number, number=number))
+
+    users = [asyncio.create_task(user(number)) for number in range(16)]
+    await asyncio.sleep(1)
+    first = time.perf_counter()
+    await asyncio.sleep(SECONDS)
+    last = time.perf_counter()
+    greedy = await flooding
+    await asyncio.gather(*users)
+    served = [sum(each.tokens for each in answers if first < each.at <= last) for answers in (greedy, modest)]
+    share = served[1] / sum(served)
+    print(f"\n{SECONDS:g} s: {served[0]} tokens for the greedy key, {served[1]} for the modest one: {share:.1%}")
+    assert share >= 0.85 / 2
+    assert {answer.status for answer in modest} == {200}
+    assert {answer.status for answer in greedy} == {200, 503}
