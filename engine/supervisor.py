@@ -184,7 +184,7 @@ class ProcessClient(EngineClient):
             await self._supervise()
         except (ConfigError, EngineError) as error:
             log.error("the engine could not be brought back: %s", error)
-            self._fail(f"the engine could not be brought back: {error}")
+            self._fail("the engine could not be brought back")  # callers see this: no last words, no paths
         except Exception as error:
             log.exception("the supervisor failed")
             self._fail(f"the engine's supervisor failed: {type(error).__name__}")

@@ -99,3 +99,18 @@ def test_bad_settings_end_the_start_with_one_line_each(tmp_path: Path) -> None:
     assert "max_model_len" in fail("--max-model-len", "99999").replace("-", "_")
     assert "no-such-model" in fail("/no-such-model")
     assert "port" in fail("--port", "many")
+
+
+def test_health_is_true_while_an_engine_is_stopped_and_replaced(tmp_path: Path) -> None:
+    """A stopped engine is found out within the bound, by a server that itself answers all the time."""
+    server = Server(tmp_path / "log", "--engine-heartbeat-timeout", "1")
+    os.kill(server.engine_pid(), signal.SIGSTOP)
+    while server.healthy():
+        time.sleep(0.02)
+    answers = {path: httpx.get(f"{server.url}{path}").status_code for path in ("/health", "/ready", "/ping", "/live")}
+    assert answers == {"/health": 503, "/ready": 503, "/ping": 503, "/live": 200}
+    while not server.healthy():
+        time.sleep(0.02)
+    body = {"prompt": "Once", "max_tokens": 5}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code == 200
+    assert server.stop() == 0
