@@ -88,8 +88,6 @@ def ignored_by_template(body: ChatRequest, tools: ToolUse, template: str) -> lis
     ignored = []
     if tools.shown and "tools" not in template:
         ignored.append("tools")
-    if not tools.must_call and any(spec.function.strict for spec in body.tools):
-        ignored.append("tools.strict")
     if not any(name in template for name in body.implied_variables) and body.reasoning_effort is not None:
         ignored.append("reasoning_effort")
     return ignored
@@ -102,7 +100,7 @@ def answer_grammar(
     format."""
     asked = asked_grammar(body)
     call = tools.grammar(tokenizer)
-    if call is not None:
+    if call is not None and (asked is None or tools.must_call):
         asked = "tools", call
     if asked is None or message is None or message.reasoning is None:
         return asked

@@ -57,7 +57,7 @@ class DeepSeek(ToolFormat):
         yield from source.follows(CALL_END)
         return True
 
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         calls: list[list[str]] = [
             [
                 *(token(CALL_BEGIN), text("function"), token(SEPARATOR), text(f"{tool.name}\n```json\n")),
@@ -65,15 +65,16 @@ class DeepSeek(ToolFormat):
             ]
             for tool in tools
         ]
-        return grammar_of(calls, many, before=[token(CALLS_BEGIN)], between=[text("\n")], after=[token(CALLS_END)])
+        before, after = [token(CALLS_BEGIN)], [token(CALLS_END)]
+        return grammar_of(calls, many, before=before, between=[text("\n")], after=after, must=must)
 
 
 class DeepSeek31(DeepSeek):
     """V3.1: …begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>. Both ways are read; a grammar writes this."""
 
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         calls: list[list[str]] = [
             [token(CALL_BEGIN), text(tool.name), token(SEPARATOR), arguments_of(tool), token(CALL_END)]
             for tool in tools
         ]
-        return grammar_of(calls, many, before=[token(CALLS_BEGIN)], after=[token(CALLS_END)])
+        return grammar_of(calls, many, before=[token(CALLS_BEGIN)], after=[token(CALLS_END)], must=must)

@@ -50,8 +50,9 @@ class ToolFormat(ABC):
         """Read what follows a marker. False when that is no call: all that was taken is content then."""
 
     @abstractmethod
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
-        """A Lark grammar, as llguidance reads it, of one call or `many` of these tools. Its start rule is `start`."""
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
+        """A Lark grammar, as llguidance reads it, of one call or `many` of these tools; unless they `must` be made, of
+        any text that may end with them. Its start rule is `start`."""
 
     def new_id(self) -> str:
         return "call_" + secrets.token_hex(12)

@@ -21,8 +21,7 @@ class Hermes(ToolFormat):
         yield from source.follows("</tool_call>")
         return True
 
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
-        calls = [
-            [token("<tool_call>"), text("\n"), *json_call(tool), text("\n"), token("</tool_call>")] for tool in tools
-        ]
-        return grammar_of(calls, many, between=[text("\n")])
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
+        calls = [[text("\n"), *json_call(tool), text("\n"), token("</tool_call>")] for tool in tools]
+        begin = token("<tool_call>")
+        return grammar_of(calls, many, before=[begin], between=[text("\n"), begin], must=must)

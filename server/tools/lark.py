@@ -23,14 +23,32 @@ def grammar_of(
     before: Sequence[str] = (),
     between: Sequence[str] = (),
     after: Sequence[str] = (),
+    must: bool = True,
+    unlike: str | None = None,
 ) -> str:
-    """One of the calls, or many of them with `between` between."""
+    """One of the calls, or many of them with `between` between.
+
+    Unless they must be made there may be text before them, or nothing but text. Calls begin there with the first of
+    `before`; or, with `unlike`, they are all of the answer, and text is what does not begin with this expression.
+    """
     more = ["(", *between, "call", ")*"] if many else []
-    rules = [f"start: {' '.join([*before, 'call', *more, *after])}"]
+    whole = [*before, "call", *more, *after]
+    rules = [f"start: {' '.join(whole)}"] if must else _optional(whole, unlike)
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
     rules += [f"call_{index}: {' '.join(call)}" for index, call in enumerate(calls)]
     body = "\n".join(rules) + "\n"
     return body + RULES if "xml_value" in body else body
+
+
+def _optional(calls: Sequence[str], unlike: str | None) -> list[str]:
+    """The start rule and what it needs, for an answer that may have these calls."""
+    trigger, rest = calls[0], " ".join(calls[1:])
+    anything = "/(?s:.*)/"
+    if unlike is not None:
+        return [f"start: TEXT | {' '.join(calls)}", f"TEXT: {anything} & ~/({unlike})(?s:.*)/"]
+    if trigger.startswith("<["):  # a special token, which text does not have
+        return [f"start: TEXT ( {trigger} {rest} )?", f"TEXT: {anything}"]
+    return [f"start: TEXT | lead {rest}", f"lead[suffix={trigger}]: {anything}", f"TEXT: {anything}"]
 
 
 def text(literal: str) -> str:

@@ -39,9 +39,9 @@ class LlamaJson(ToolFormat):
         yield from source.follows("<|python_end|>")
         return True
 
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         calls = [json_call(tool, arguments="parameters") for tool in tools]
-        return grammar_of(calls, many, between=[text("; ")])
+        return grammar_of(calls, many, between=[text("; ")], must=must, unlike=r'\s*\{\s*"name"')
 
 
 class Pythonic(ToolFormat):
@@ -74,10 +74,10 @@ class Pythonic(ToolFormat):
                 yield from source.follows(end)
         return read > 0
 
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
-        return grammar_of(
-            [keyword_call(tool) for tool in tools], many, before=[text("[")], between=[text(", ")], after=[text("]")]
-        )
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
+        around = {"before": [text("[")], "between": [text(", ")], "after": [text("]")]}
+        # Text that begins with a bracket is not told from calls before the bracket is a token of its own.
+        return grammar_of([keyword_call(tool) for tool in tools], many, **around, must=must, unlike=r"\s*\[")
 
 
 BEFORE_NAME_ENDS = re.compile(r"\s*[\w.-]*\s*")

@@ -50,10 +50,10 @@ class Mistral(ToolFormat):
         yield from read_arguments(source, sink)
         return True
 
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         before = [token("[TOOL_CALLS]"), text("[")]
         return grammar_of(
-            [json_call(tool) for tool in tools], many, before=before, between=[text(", ")], after=[text("]")]
+            [json_call(tool) for tool in tools], many, before=before, between=[text(", ")], after=[text("]")], must=must
         )
 
     def new_id(self) -> str:
@@ -64,6 +64,7 @@ class Mistral(ToolFormat):
 class MistralNamed(Mistral):
     """The form with [ARGS]: Mistral Small 3.2, Devstral, Ministral 3. Both forms are read; a grammar writes this."""
 
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
-        calls = [[token("[TOOL_CALLS]"), text(tool.name), token("[ARGS]"), arguments_of(tool)] for tool in tools]
-        return grammar_of(calls, many)
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
+        calls = [[text(tool.name), token("[ARGS]"), arguments_of(tool)] for tool in tools]
+        begin = token("[TOOL_CALLS]")
+        return grammar_of(calls, many, before=[begin], between=[begin], must=must)

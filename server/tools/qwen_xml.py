@@ -62,10 +62,9 @@ class QwenXml(ToolFormat):
             sink.arguments("}")
             sink.close()
 
-    def grammar(self, tools: Sequence[Tool], many: bool, token: Token) -> str:
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         calls: list[list[str]] = [
             [
-                token(self.outer),
                 text(f"\n{FUNCTION}{tool.name}>\n"),
                 *xml_parameters(tool, is_string),
                 text(f"{FUNCTION_END}\n"),
@@ -73,7 +72,8 @@ class QwenXml(ToolFormat):
             ]
             for tool in tools
         ]
-        return grammar_of(calls, many, between=[text("\n")])
+        begin = token(self.outer)
+        return grammar_of(calls, many, before=[begin], between=[text("\n"), begin], must=must)
 
 
 class SeedOss(QwenXml):

@@ -26,19 +26,23 @@ class ToolUse:
     known: Mapping[str, Tool] = field(default_factory=dict)
     must_call: Sequence[Tool] = ()
     """The answer is a call of one of these; empty: the model decides."""
+    strict: bool = False
+    """Calls that the model decides on have arguments of their schema."""
     parallel: bool = True
 
     def grammar(self, tokenizer: Tokenizer) -> Grammar | None:
-        """What an answer that must call follows. Raises InvalidRequest for a tool that no grammar can be made of."""
-        if self.format is None or not self.must_call:
+        """What an answer follows that must call, or whose calls are strict. Raises InvalidRequest for a tool that no
+        grammar can be made of."""
+        if self.format is None or not (self.must_call or self.strict):
             return None
+        tools = self.must_call or list(self.known.values())
 
         def token(marker: str) -> str:
             token_id = tokenizer.backend.token_to_id(marker)
             return text(marker) if token_id not in tokenizer.special_ids else f"<[{token_id}]>"
 
         try:
-            return Grammar("lark", self.format.grammar(self.must_call, self.parallel, token))
+            return Grammar("lark", self.format.grammar(tools, self.parallel, token, must=bool(self.must_call)))
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param="tools") from error
 
@@ -70,7 +74,8 @@ def tool_use(body: ChatRequest, format: ToolFormat | None) -> ToolUse:
     elif choice == "required":
         must_call = list(known.values())
     parallel = body.parallel_tool_calls and not isinstance(choice, NamedTool)
-    return ToolUse([spec.as_dict() for spec in body.tools], format, known, must_call, parallel)
+    strict = any(spec.function.strict for spec in body.tools)
+    return ToolUse([spec.as_dict() for spec in body.tools], format, known, must_call, strict, parallel)
 
 
 def _parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:

@@ -248,11 +248,15 @@ async def test_a_model_without_a_format_says_so_and_the_flag_gives_it_one() -> N
         assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_strict_is_told_of_where_it_has_no_effect() -> None:
+async def test_strict_tools_have_a_grammar_where_the_model_decides() -> None:
     tools = [{"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}]
     async with speaker("x") as house:
         response = await house.http.post(PATH, json={"messages": HELLO, "tools": tools})
-        assert response.headers["x-ignored-params"] == "tools.strict"
+        assert "x-ignored-params" not in response.headers
+        assert response.json()["choices"][0]["message"]["content"] == "x"
+        assert house.engine.seen[-1].params.grammar is not None
+        await house.post(PATH, {"messages": HELLO, "tools": TOOLS})
+        assert house.engine.seen[-1].params.grammar is None
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from engine.grammar import GrammarCompiler, vocabulary_of
 from engine.tokenizer import Tokenizer
+from engine.types import Grammar
 from server.protocol.chat import ChatRequest
 from server.tools.format import ToolParser
 from server.tools.request import tool_use
@@ -132,6 +133,35 @@ def test_what_a_grammar_lets_through_are_whole_calls(
         assert choice != "weather" or names == ["weather"]
         counts.add(len(names))
     assert (counts == {1}) is (choice != "required"), counts
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_strict_tools_leave_text_free_and_constrain_calls(
+    row: Row, kind: str, compilers: Mapping[str, GrammarCompiler]
+) -> None:
+    def grammar(choice: str) -> Grammar:
+        tools: list[Any] = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
+        asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": choice}
+        found = tool_use(ChatRequest.model_validate(asked), row.format).grammar(TOKENIZERS[kind])
+        assert found is not None
+        return found
+
+    def fits(text: str) -> bool:
+        matcher = compilers[kind].matcher(auto)
+        ids = TOKENIZERS[kind].encode(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    auto, required = grammar("auto"), grammar("required")
+    compilers[kind].check(auto)
+    lead = "" if row.name in ("pythonic", "llama3_json") else "Well: \n"
+    for text in ("", "Hé!\n", 'I think {"a": [1]} < b> [x] <tool', '{"a": "b"}', "<|x"):
+        assert fits(text), text
+    for seed in range(5):
+        calls = walk(compilers[kind], TOKENIZERS[kind], required, seed)
+        assert fits(lead + calls)
+        assert not fits(lead + calls[:-3])
+        assert not fits(lead + calls.replace("weather", "whether").replace("clock", "block"))
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
