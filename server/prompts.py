@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.chat_template import ChatRenderer
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.tokenizer import Tokenizer
 from server.infill import infill
@@ -67,21 +68,13 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
 
 async def chat_prompt(body: ChatRequest, serving: Serving, tools: Sequence[dict[str, Any]] | None) -> Prompt:
     """The conversation as the model's template writes it. Raises InvalidRequest naming the parameter."""
-    renderer, longest = serving.renderer, serving.info.max_model_len
+    longest = serving.info.max_model_len
     if len(body.messages) > longest:  # each takes a token at least, and templates take their time
         raise ContextLengthExceeded(
             f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
             param="messages",
         )
-    if body.chat_template is not None:
-        if not serving.config.trust_request_chat_template:
-            raise InvalidRequest(
-                "chat_template is not allowed in requests; the server's operator may pass "
-                "--trust-request-chat-template",
-                param="chat_template",
-            )
-        renderer = renderer.with_template(body.chat_template)
-    text = renderer.render(
+    text = renderer_for(body.chat_template, serving).render(
         [message.as_dict() for message in body.messages],
         tools=tools,
         documents=body.documents,
@@ -93,6 +86,18 @@ async def chat_prompt(body: ChatRequest, serving: Serving, tools: Sequence[dict[
     prompt = truncated(Prompt(ids, ""), body, room(body.max_completion_tokens or body.max_tokens, 1, serving), serving)
     check_length(prompt.ids, serving.info.max_model_len, "messages")
     return prompt
+
+
+def renderer_for(chat_template: str | None, serving: Serving) -> ChatRenderer:
+    """The model's, or one of a request's own template where that is allowed. Raises InvalidRequest."""
+    if chat_template is None:
+        return serving.renderer
+    if not serving.config.trust_request_chat_template:
+        raise InvalidRequest(
+            "chat_template is not allowed in requests; the server's operator may pass --trust-request-chat-template",
+            param="chat_template",
+        )
+    return serving.renderer.with_template(chat_template)
 
 
 def room(max_tokens: int | None, default: int, serving: Serving) -> int:

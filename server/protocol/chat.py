@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -82,13 +83,18 @@ class ChatRequest(GenerationBody):
     @model_validator(mode="after")
     def something_to_continue(self) -> ChatRequest:
         if self.continue_final_message:
-            if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
-                raise InvalidRequest(
-                    "continue_final_message and add_generation_prompt exclude each other",
-                    param="continue_final_message",
-                )
-            if self.messages[-1].role != "assistant":
-                raise InvalidRequest(
-                    "continue_final_message needs the last message to be an assistant's", param="continue_final_message"
-                )
+            both = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+            check_continuation(self.messages, both)
         return self
+
+
+def check_continuation(messages: Sequence[ChatMessage], generation_prompt: bool) -> None:
+    """Raises InvalidRequest where continue_final_message cannot be had."""
+    if generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+        )
+    if not messages or messages[-1].role != "assistant":
+        raise InvalidRequest(
+            "continue_final_message needs the last message to be an assistant's", param="continue_final_message"
+        )

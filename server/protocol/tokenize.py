@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, StrictInt, model_validator
 
 from engine.errors import InvalidRequest
-from server.protocol.chat import ChatMessage
+from server.protocol.chat import ChatMessage, check_continuation
 from server.protocol.common import RequestBody
 from server.protocol.tools import ToolSpec
 
@@ -21,7 +21,10 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
     return_token_strs: bool = False
+    chat_template: str | None = None
+    """Instead of the model's; only where the operator allows it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools: list[ToolSpec] = Field(default_factory=list)
     """Of a chat, as its template shows them to the model."""
@@ -30,6 +33,9 @@ class TokenizeRequest(RequestBody):
     def one_of_two(self) -> TokenizeRequest:
         if (self.prompt is None) is (self.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
+        if self.continue_final_message:
+            both = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+            check_continuation(self.messages or (), both)
         return self
 
 

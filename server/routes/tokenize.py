@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.prompts import encode
+from server.prompts import encode, renderer_for
 from server.protocol.common import ignored_header
 from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from server.sampling import check_token_id
@@ -26,10 +26,11 @@ async def tokenize(body: TokenizeRequest, request: Request, response: Response) 
     if body.messages is None:
         text, param, special = body.prompt or "", "prompt", True
     else:
-        text = serving.renderer.render(
+        text = renderer_for(body.chat_template, serving).render(
             [message.as_dict() for message in body.messages],
             tools=[spec.as_dict() for spec in body.tools],
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         )
         param, special = "messages", False

@@ -36,6 +36,27 @@ async def test_the_last_message_is_continued(house: House) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [{}, {"continue_final_message": True}, {"add_generation_prompt": False}, {"chat_template_kwargs": {"a": 1}},
+     {"chat_template": "{{ messages[0].content }}{{ b }}", "chat_template_kwargs": {"b": "é"}}],
+)  # fmt: skip
+async def test_tokenize_writes_what_a_chat_would(fields: dict[str, Any]) -> None:
+    async with open_house(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as house:
+        await house.post(PATH, {"messages": TALK, **fields})
+        told = await house.post("/tokenize", {"messages": TALK, **fields})
+        assert told["tokens"] == house.engine.seen[-1].prompt_ids
+
+
+async def test_tokenize_refuses_what_a_chat_does(house: House) -> None:
+    for fields, param in (
+        ({"messages": TALK[:1], "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "x", "continue_final_message": True}, "continue_final_message"),
+        ({"messages": TALK, "chat_template": "x"}, "chat_template"),
+    ):
+        assert (await house.post("/tokenize", fields, 400))["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [({"messages": TALK[:1]}, "an assistant's"), ({"messages": TALK, "add_generation_prompt": True}, "exclude")],
 )

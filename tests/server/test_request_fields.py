@@ -237,6 +237,16 @@ async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
         assert engine.seen[-1].prompt_ids == ids("Hi")
 
 
+async def test_codestral_reads_the_suffix_first() -> None:
+    engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
+    async with open_house(engine) as house:
+        backend = house.app.state.serving.tokenizer.backend
+        backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in ("[PREFIX]", "[SUFFIX]")])
+        prefix, suffix = map(backend.token_to_id, ("[PREFIX]", "[SUFFIX]"))
+        await house.post(COMPLETIONS, {"prompt": "Hi", "suffix": "xy"})
+        assert engine.seen[-1].prompt_ids == [suffix, *b"xy", prefix, *b"Hi"]
+
+
 @pytest.mark.parametrize("named", real_tokenizers(), ids=lambda named: named.name)
 def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
     tokenizer = named.tokenizer
