@@ -18,6 +18,8 @@ Phase = Literal["queued", "prefill", "decode", "preempted", "recompute", "recove
 KEPT_REQUESTS = 1000
 KEPT_STEPS = 2000
 """Of one request; later ones are only counted."""
+KEPT_IN_ALL = 100_000
+"""Steps of ended requests, some 500 bytes each at most; beyond it the oldest requests keep their phases alone."""
 
 
 def step_record(batch: Batch, number: int, times: tuple[float, float, float, float]) -> StepRecord:
@@ -95,6 +97,8 @@ class History:
         self._open: dict[str, Timeline] = {}
         self._ended: dict[str, Timeline] = {}
         self._order: deque[str] = deque()
+        self._detailed: deque[Timeline] = deque()
+        self._kept_steps = 0
         self._engine = 0
 
     def find(self, request_id: str) -> Timeline | None:
@@ -177,5 +181,12 @@ class History:
         if self.keep:
             self._ended[request_id] = timeline
             self._order.append(request_id)
+            self._detailed.append(timeline)
+            self._kept_steps += len(timeline.steps)
         while len(self._order) > self.keep:
             del self._ended[self._order.popleft()]
+        while self._kept_steps > KEPT_IN_ALL or len(self._detailed) > self.keep:
+            oldest = self._detailed.popleft()
+            self._kept_steps -= len(oldest.steps)
+            oldest.more_steps += len(oldest.steps)
+            oldest.steps, oldest.chunks = [], []

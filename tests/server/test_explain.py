@@ -73,6 +73,20 @@ async def test_tenants_see_their_own_alone() -> None:
         assert (await house.http.get(f"/v1/requests/{name['id']}/explain")).status_code == 401
 
 
+def test_what_is_kept_of_long_answers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.history.KEPT_STEPS", 10)
+    monkeypatch.setattr("engine.history.KEPT_IN_ALL", 25)
+    history = History(keep=4)
+    for name in "abcdef":
+        history.submitted(request(name))
+        for number in range(15):
+            reason = "stop" if number == 14 else None
+            history.stepped([RequestOutput(name, [7], finish_reason=reason)], record(number, number, number + 1, []))
+    assert [each.id for each in history.ended] == ["c", "d", "e", "f"]
+    assert [(len(each.steps), each.more_steps) for each in history.ended] == [(0, 15), (0, 15), (10, 5), (10, 5)]
+    assert all(each.output_tokens == 15 and each.phases(0.0) for each in history.ended)
+
+
 def request(name: str) -> Request:
     return Request(id=name, prompt_ids=[1, 2, 3], params=SamplingParams(), seed=0)
 

@@ -18,6 +18,7 @@ from server.commands.plan.machine import Machine, read_cards
 BLOCK_SIZE = 16
 """Tokens of a page; the kernels that need larger ones waste less than one such page per request."""
 MAX_NUM_SEQS = 256
+STEP_TOKENS = 2048
 UTILIZATION = 0.9
 """The server's defaults."""
 _COUNTS = (1, 2, 4, 8)
@@ -99,6 +100,13 @@ def weights_by_arithmetic(anatomy: Anatomy, dtype: str) -> int:
     return round(anatomy.parameters * DTYPE_BYTES[dtype] * anatomy.weight_ratio)
 
 
+def step_bytes(anatomy: Anatomy, width: int) -> int:
+    """What the largest step takes on a GPU, roughly: some 20 hidden states of a token, and the sampler's copies of the
+    logits. The engine measures it instead."""
+    hidden = anatomy.head_parameters // anatomy.vocab_size
+    return STEP_TOKENS * 20 * hidden * width + MAX_NUM_SEQS * anatomy.vocab_size * 4 * 4
+
+
 def serving_dtype(anatomy: Anatomy, machine: Machine, asked: str) -> str:
     """The type asked for, or what the server's auto makes of the checkpoint's on this machine."""
     if asked != "auto":
@@ -120,7 +128,7 @@ def estimate(anatomy: Anatomy, machine: Machine, wishes: Wishes, stored: tuple[i
     split = min(machine.count, anatomy.kv_heads)
     token = anatomy.kv_numbers * width // split
     page = token * BLOCK_SIZE
-    budget = machine.kv_budget(on_device, wishes.utilization)
+    budget = machine.kv_budget(on_device, step_bytes(anatomy, width), wishes.utilization)
     if wishes.kv_cache_memory is not None:
         budget = int(wishes.kv_cache_memory * GIB)
     made = Estimate(

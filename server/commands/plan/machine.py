@@ -31,11 +31,12 @@ class Machine:
     bf16: bool = True
     count: int = 1
 
-    def kv_budget(self, weight_bytes: int, utilization: float) -> int:
-        """Bytes for the KV cache of each device that holds so many bytes of weights, by the engine's own rule."""
+    def kv_budget(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
+        """Bytes for the KV cache of each device that holds so many bytes of weights, by the engine's own rule; on a GPU
+        a step needs `step_bytes` beside it."""
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
-            return device_kv_budget(free, self.memory, utilization)
+            return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
         return host_kv_budget(self.memory - ENGINE_HOST_BYTES - weight_bytes)
 
 
