@@ -7,7 +7,7 @@ reference for the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,26 @@ class AttentionMetadata:
     slots: Tensor  # [T] int64, page id * block size + offset: where each token's KV is stored
     max_query_len: int
     max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """A pre-norm layer of attention and a gated MLP, ready to compute: what engine/models/decoder.py runs in steps."""
+
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    input_norm: Tensor
+    output_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int | None
+    rotate: bool
+
+
+FusedLayers = Callable[[Tensor, Tensor, AttentionMetadata, Sequence[tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
+"""(x [T, hidden], cos_sin, metadata, per layer its caches) to (the last MLP's output, the residual stream it joins)."""
 
 
 class Backend(Protocol):
@@ -115,6 +135,9 @@ class Backend(Protocol):
 
         wide: the result is float32, of the same sums, whatever the dtype of x.
         """
+
+    def fuse_layers(self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
+        """Consecutive layers as one call, with the bits of the functions above; None: call those."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The first of the largest values of each row, [R, vocab] to [R] int64."""

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.attention import AttentionMetadata
-from kernels.reference import argmax, pack_linear
+from kernels.reference import argmax, fuse_layers, pack_linear
 
 __all__ = [
     "BLOCK_SIZE",
     "add_rms_norm",
     "argmax",
+    "fuse_layers",
     "kv_cache_shape",
     "pack_linear",
     "rms_norm",

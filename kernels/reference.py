@@ -7,11 +7,13 @@ each product of a tile has one fixed shape, whatever the number of rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata, Linear
+from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear
 
 NAME = "reference"
 BLOCK_SIZE = 16
@@ -144,6 +146,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al., 2021), halves paired; x [T, heads, D], cos, sin [T, 1, D / 2] float32."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def fuse_layers(layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
+    return None
 
 
 def argmax(logits: Tensor) -> Tensor:

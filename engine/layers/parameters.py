@@ -43,8 +43,12 @@ class FusedLinear:
         self._linear: Linear | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.packed(x)
+
+    @property
+    def packed(self) -> Linear:
         assert self._linear is not None, "weights are not loaded"
-        return self._linear(x)
+        return self._linear
 
     def parameters(self) -> ParameterTable:
         table = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from engine.layers.parameters import FusedLinear, Parameter, ParameterTable
 from engine.layers.rope import rope_table
 from engine.model_files import ModelConfig
-from kernels.attention import AttentionMetadata, Backend
+from kernels.attention import AttentionMetadata, Backend, DecoderLayer, FusedLayers
 
 KVCache = list[tuple[Tensor, Tensor]]
 """Per layer: key pages and value pages, of the shape the backend asked for."""
@@ -112,12 +113,22 @@ class Decoder:
         assert self._embedding is not None
         assert self._norm is not None
         x, residual = F.embedding(token_ids, self._embedding), None
-        for layer, (k_cache, v_cache) in zip(self._layers, kv_cache, strict=True):
+        done = 0
+        if self._fused is not None:
+            x, residual = self._fused(x, self._cos_sin, metadata, kv_cache)
+            done = len(self._layers) - 1
+        for layer, (k_cache, v_cache) in list(zip(self._layers, kv_cache, strict=True))[done:]:
             last = layer is self._layers[-1]
             x, residual = layer.forward(x, residual, self._cos_sin, metadata, k_cache, v_cache, rows if last else None)
             self._progress()
         assert residual is not None
         return self._backend.add_rms_norm(x, residual, self._norm, self.spec.norm_eps)[0]
+
+    @cached_property
+    def _fused(self) -> FusedLayers | None:
+        """All layers but the last, which goes on with fewer rows, in one call, where the backend can."""
+        layers = [layer.ready() for layer in self._layers[:-1]]
+        return self._backend.fuse_layers(layers, head_dim=self.spec.head_dim, eps=self.spec.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] to [R, vocab] float32."""
@@ -201,6 +212,22 @@ class _Layer:
             self._out(attended), residual, norms["post_attention_layernorm"], spec.norm_eps
         )
         return self._down(backend.silu_mul(self._gate_up(x))), residual
+
+    def ready(self) -> DecoderLayer:
+        """The layer's parts, once its weights are there."""
+        norms = self._norms
+        return DecoderLayer(
+            qkv=self._qkv.packed,
+            out=self._out.packed,
+            gate_up=self._gate_up.packed,
+            down=self._down.packed,
+            input_norm=norms["input_layernorm"],
+            output_norm=norms["post_attention_layernorm"],
+            q_norm=norms.get("self_attn.q_norm"),
+            k_norm=norms.get("self_attn.k_norm"),
+            window=self._window,
+            rotate=self._rotated,
+        )
 
     def _put_norm(self, name: str, tensor: Tensor) -> None:
         self._norms[name] = tensor

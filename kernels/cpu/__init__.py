@@ -7,15 +7,15 @@ A call costs a few microseconds of Python; keep it so: no tensor is made that is
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.attention import AttentionMetadata, Linear
-from kernels.cpu import native
+from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear
+from kernels.cpu import linear, native
 
 __all__ = [
     "BLOCK_SIZE",
@@ -26,6 +26,7 @@ __all__ = [
     "available",
     "cannot_serve",
     "description",
+    "fuse_layers",
     "isa",
     "kv_cache_shape",
     "pack_linear",
@@ -252,45 +253,16 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
     Against oneDNN with packed weights, on one Zen 4 core: 1.5 to 3 times as fast for one row, 1.1 for 32, level from
     128 up, in both dtypes. Held to AVX-512 without bf16, oneDNN takes 3 times as long for bfloat16, and on AVX2 it
     refuses to pack it; in float32 on AVX2 it is the faster for more than a few rows, so it stays there.
-
-    Huge pages for the packed weights were tried (one mapping for all layers, MADV_HUGEPAGE): no faster at one row, and
-    a fifth slower at 32.
     """
-    outs, inner = weight.shape
     library = _native()
-    ours = (library.linear_wide if wide else library.linear).get(weight.dtype)
     narrow = weight.dtype == torch.float32 and library.isa in ("plain", "avx2")
-    if ours is None or narrow or inner * weight.element_size() % 4:
+    if weight.dtype not in library.linear or narrow or weight.shape[1] * weight.element_size() % 4:
         return reference.pack_linear(weight, bias, wide=wide)
-    weight = weight.contiguous()
-    packed = weight.new_empty((outs + 63) // 64 * 64 * inner)
-    library.pack_linear[weight.dtype](weight.data_ptr(), packed.data_ptr(), inner, outs, torch.get_num_threads())
-    if bias is not None:
-        bias = bias.to(weight.dtype).contiguous()
-    bias_ptr = None if bias is None else bias.data_ptr()
-    return partial(
-        _linear, ours, packed, packed.data_ptr(), bias, bias_ptr, outs, torch.float32 if wide else weight.dtype
-    )
+    return linear.PackedLinear(library, weight, bias, wide=wide)
 
 
-def _linear(
-    kernel: Callable[..., int],
-    packed: Tensor,
-    packed_ptr: int,
-    bias: Tensor | None,
-    bias_ptr: int | None,
-    outs: int,
-    dtype: torch.dtype,
-    x: Tensor,
-) -> Tensor:
-    """packed and bias are here to be kept alive; the pointers are taken once."""
-    rows, inner = x.shape
-    if x.dtype != packed.dtype or (outs + 63) // 64 * 64 * inner != packed.numel():
-        raise TypeError(f"a linear of {packed.dtype} with {outs} outputs cannot take {list(x.shape)} of {x.dtype}")
-    x = x.contiguous()
-    out = x.new_empty((rows, outs), dtype=dtype)
-    kernel(x.data_ptr(), packed_ptr, bias_ptr, out.data_ptr(), rows, inner, outs, torch.get_num_threads())
-    return out
+def fuse_layers(layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
+    return linear.fuse_layers(_native(), layers, head_dim=head_dim, eps=eps)
 
 
 def argmax(logits: Tensor) -> Tensor:

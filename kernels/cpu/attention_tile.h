@@ -46,7 +46,9 @@ INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, in
     query[r] = rows.query[r];
     for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
   }
-  multiply<T, R, C>(acc, query, keys, kBlock, tile.dim / kPack<T>, &ahead);
+  multiply<T, R, C>(acc, query, keys, kBlock, tile.dim / kPack<T>, [&](int s) {
+    for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * kBlock);
+  });
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) vstore(scores[r] + (block + c) * kBlock, acc[r][c]);
 }
@@ -90,7 +92,9 @@ INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, i
       values[c] = tile.values[b] + (column + c) * 16;
       ahead[c] = tile.values[b + 1 < end ? b + 1 : b] + (column + c) * 16;
     }
-    multiply<T, R, C>(acc, weight, values, tile.width, kSteps, &ahead);
+    multiply<T, R, C>(acc, weight, values, tile.width, kSteps, [&](int s) {
+      for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * tile.width);
+    });
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) vstore(out + r * tile.width + (column + c) * 16, acc[r][c]);

@@ -1,43 +1,49 @@
 // x @ weight.T + bias for any number of rows: each output sums its products in order, over the whole of in_features, in
 // one float32 register, so a row's bits are the same in every batch. The weight is packed once as [out / 64][words of a
-// row][64 words]: one stream of memory per panel of 64 outputs, the last panel filled up with zeros.
+// row][64 words]: one stream of memory per panel of 64 outputs, the last panel filled up with zeros. Packed bfloat16 can
+// be squeezed besides (squeeze.h).
 //
 // Few rows: the weight streams through once and memory is the limit. Many rows: a panel stays in L2 while the rows
-// pass it, six at a time, in 24 accumulators.
+// pass it, six at a time, in 24 accumulators, and the next panel is fetched meanwhile.
 #include "kernels.h"
+
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "squeeze.h"
 
 namespace {
 
-constexpr int kPanel = 64;
 constexpr int kPanelColumns = kPanel / 16;
 constexpr long kRowBlock = 192;
+constexpr int kFarAhead = 16;  // steps
 
 // O is T, or float where the result is wanted as it was summed (logits).
 template <class T, class O>
 struct Linear {
   const T *x, *bias;  // bias may be null
-  const uint32_t* weight;
   O* out;
   int in, outs;
+  const uint32_t* packed;    // one of the two
+  const Squeezed* squeezed;
+
+  long panels() const { return (outs + kPanel - 1) / kPanel; }
+  int steps() const { return in / kPack<T>; }
 };
 
-// R rows by C columns of 16 outputs, from `column` on.
-template <class T, int R, int C, class O>
-INLINE void multiply_block(const Linear<T, O>& l, long row, long column) {
-  static_assert(kPanelColumns % C == 0);
-  const long panel = column / kPanelColumns;
-  const int steps = l.in / kPack<T>;
-  const uint32_t *rows[R], *columns[C];
-  Vec acc[R][C];
-  for (int c = 0; c < C; ++c)
-    columns[c] = l.weight + panel * steps * kPanel + (column % kPanelColumns + c) * 16;
-  for (int r = 0; r < R; ++r) {
-    rows[r] = reinterpret_cast<const uint32_t*>(l.x + (row + r) * l.in);
-    // The lines of `out` are fetched while the sums are made: stores that miss would hold up the next block.
-    for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
-    for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+// What to bring into L2 while a group of rows is multiplied: `lines` lines of each step of the next panel.
+struct Ahead {
+  const char* from = nullptr;
+  int lines = 0, stride = 0;
+
+  __attribute__((always_inline)) void operator()(int step) const {
+    for (int i = 0; i < lines; ++i) __builtin_prefetch(from + static_cast<long>(step) * stride + 64 * i, 0, 2);
   }
-  multiply<T, R, C>(acc, rows, columns, kPanel, steps);
+};
+
+template <class T, int R, int C, class O>
+INLINE void finish_block(const Linear<T, O>& l, long row, long column, const Vec (&acc)[R][C]) {
   for (int c = 0; c < C; ++c) {
     const long at = (column + c) * 16;
     const int left = static_cast<int>(l.outs - at < 16 ? l.outs - at : 16);
@@ -47,34 +53,101 @@ INLINE void multiply_block(const Linear<T, O>& l, long row, long column) {
   }
 }
 
-template <class T, int R, class O>
-void multiply_panel(const Linear<T, O>& l, long row, long panel) {
-  for (long column = 0; column < kPanelColumns; column += kColumns<R>)
-    multiply_block<T, R, kColumns<R>>(l, row, panel * kPanelColumns + column);
+template <class T, int R, int C, class O>
+INLINE void start_block(const Linear<T, O>& l, long row, long column, const uint32_t* (&rows)[R], Vec (&acc)[R][C]) {
+  for (int r = 0; r < R; ++r) {
+    rows[r] = reinterpret_cast<const uint32_t*>(l.x + (row + r) * l.in);
+    // The lines of `out` are fetched while the sums are made: stores that miss would hold up the next block.
+    for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
+    for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
+  }
 }
 
-template <class T, class O, int R = kRows>
-INLINE void multiply_rows(const Linear<T, O>& l, long row, long count, long panel) {
-  if constexpr (R == 1) {
-    multiply_panel<T, 1>(l, row, panel);
-  } else {
-    if (count == R) return multiply_panel<T, R>(l, row, panel);
-    multiply_rows<T, O, R - 1>(l, row, count, panel);
+// R rows by all 64 outputs of a panel, whose words are given.
+template <class T, int R, class O>
+void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t* words, const Ahead& ahead) {
+  constexpr int C = kColumns<R>;
+  static_assert(kPanelColumns % C == 0);
+  for (int column = 0; column < kPanelColumns; column += C) {
+    const uint32_t *rows[R], *columns[C];
+    Vec acc[R][C];
+    start_block<T, R, C>(l, row, panel * kPanelColumns + column, rows, acc);
+    for (int c = 0; c < C; ++c) columns[c] = words + (column + c) * 16;
+    multiply<T, R, C>(acc, rows, columns, kPanel, l.steps(), ahead);
+    finish_block<T, R, C>(l, row, panel * kPanelColumns + column, acc);
+  }
+}
+
+// The same, straight from the squeezed panel; where `words` is given, they are written there for the rows to come.
+template <class T, int R, class O>
+void multiply_squeezed(const Linear<T, O>& l, long row, long panel, uint32_t* words) {
+  constexpr int C = kPanelColumns;
+  const Squeezed& from = *l.squeezed;
+  const Codebook book(*from.header);
+  const uint32_t* rows[R];
+  Vec acc[R][C];
+  start_block<T, R, C>(l, row, panel * C, rows, acc);
+  const int steps = l.steps();
+  const uint8_t* step = from.steps + panel * steps * kSqueezedStep;
+  long kept = from.first[panel];
+  long next = from.where[kept] - panel * steps;
+  for (int s = 0; s < steps; ++s, step += kSqueezedStep) {
+    Words column[C];
+    expand(book, step, column);
+    for (int i = 0; i < 3; ++i) __builtin_prefetch(step + kFarAhead * kSqueezedStep + 64 * i, 0, 2);
+    if (s == next) {
+      for (int c = 0; c < C; ++c) column[c] = wload(from.whole + kept * kPanel + c * 16);
+      next = from.where[++kept] - panel * steps;
+    }
+    if (words)
+      for (int c = 0; c < C; ++c) wstore(words + s * kPanel + c * 16, column[c]);
+    for (int r = 0; r < R; ++r) {
+      const Words value = wset(rows[r][s]);
+      for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], column[c], value);
+    }
+  }
+  finish_block<T, R, C>(l, row, panel * C, acc);
+}
+
+// work(integral_constant R), where R is `count`, up to kRows.
+template <int R = kRows, class Work>
+INLINE void with_rows(long count, const Work& work) {
+  if constexpr (R > 1)
+    if (count < R) return with_rows<R - 1>(count, work);
+  work(std::integral_constant<int, R>());
+}
+
+// Rows [begin, begin + count) by one panel.
+template <class T, class O>
+void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, const char* next) {
+  const long groups = (count + kRows - 1) / kRows;  // nearly equal ones: 8 rows are 4 + 4
+  const uint32_t* words = l.packed + panel * l.steps() * kPanel;
+  if constexpr (kSqueezes && sizeof(T) == 2)
+    if (l.squeezed) words = groups == 1 ? nullptr : reinterpret_cast<uint32_t*>(scratch(4L * l.steps() * kPanel));
+  const int stride = l.squeezed ? kSqueezedStep : 4 * kPanel, lines = stride / 64;
+  for (long g = 0; g < groups; ++g) {
+    const long row = count * g / groups, line = lines * g / groups;
+    Ahead ahead;
+    if (next) ahead = {next + line * 64, static_cast<int>(lines * (g + 1) / groups - line), stride};
+    with_rows(count * (g + 1) / groups - row, [&](auto r) {
+      if constexpr (kSqueezes && sizeof(T) == 2)
+        if (l.squeezed && g == 0) return multiply_squeezed<T, r()>(l, begin + row, panel, const_cast<uint32_t*>(words));
+      multiply_panel<T, r()>(l, begin + row, panel, words, ahead);
+    });
   }
 }
 
 template <class T, class O>
 void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   constexpr long kSmall = 900000;  // about 7 microseconds: waking threads takes 3
-  const long panels = (l.outs + kPanel - 1) / kPanel, blocks = (rows + kRowBlock - 1) / kRowBlock;
+  const long panels = l.panels(), blocks = (rows + kRowBlock - 1) / kRowBlock;
   if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kSmall) threads = 1;
+  const char* stream = l.squeezed ? reinterpret_cast<const char*>(l.squeezed->steps) : reinterpret_cast<const char*>(l.packed);
+  const long panel_bytes = static_cast<long>(l.steps()) * (l.squeezed ? kSqueezedStep : 4 * kPanel);
   parallel_for(threads, panels * blocks, [&](long i) {
     const long block = i / panels, begin = rows * block / blocks, count = rows * (block + 1) / blocks - begin;
-    const long groups = (count + kRows - 1) / kRows;  // nearly equal ones: 8 rows are 4 + 4
-    for (long g = 0; g < groups; ++g) {
-      const long row = count * g / groups;
-      multiply_rows(l, begin + row, count * (g + 1) / groups - row, i % panels);
-    }
+    const long next = i % panels + threads;  // most likely this thread's
+    multiply_rows(l, begin, count, i % panels, next < panels && count > kRows ? stream + next * panel_bytes : nullptr);
   });
 }
 
@@ -95,19 +168,77 @@ void pack(const T* weight, T* packed, int in, int outs, int threads) {
   });
 }
 
+template <class T>
+void apply(const PackedLinear& linear, const T* x, void* out, long rows, int threads) {
+  const auto run = [&](const uint32_t* packed, const Squeezed* squeezed) {
+    const T* bias = static_cast<const T*>(linear.bias);
+    if (linear.wide)
+      multiply_all<T, float>({x, bias, static_cast<float*>(out), linear.in, linear.outs, packed, squeezed}, rows, threads);
+    else
+      multiply_all<T, T>({x, bias, static_cast<T*>(out), linear.in, linear.outs, packed, squeezed}, rows, threads);
+  };
+  if (!linear.squeezed) return run(static_cast<const uint32_t*>(linear.weight), nullptr);
+  auto* at = static_cast<uint8_t*>(linear.weight);
+  const long panels = (linear.outs + kPanel - 1) / kPanel;
+  const Squeezed parts(at, panels, linear.in / 2, reinterpret_cast<const SqueezedHeader*>(at)->whole);
+  run(nullptr, &parts);
+}
+
+// A packed bfloat16 matrix on its way to 12 bits.
+struct Squeezer {
+  const uint16_t* packed;
+  long panels, panel_steps;
+  int threads, base;
+  std::vector<long> first;  // whole steps before each panel, and of all
+
+  Squeezer(const uint16_t* packed, int in, int outs, int threads)
+      : packed(packed), panels((outs + kPanel - 1) / kPanel), panel_steps(in / 2), threads(threads),
+        base(choose_base(packed, panels * panel_steps)), first(panels + 1) {
+    parallel_for(threads, panels, [&](long p) {
+      for (long s = 0; s < panel_steps; ++s) first[p + 1] += !can_squeeze(step(p, s), base);
+    });
+    for (long p = 0; p < panels; ++p) first[p + 1] += first[p];
+  }
+
+  const uint16_t* step(long panel, long s) const { return packed + (panel * panel_steps + s) * 2 * kPanel; }
+
+  void write(uint8_t* to) const {
+    const Squeezed parts(to, panels, panel_steps, first[panels]);
+    parts.header->whole = first[panels];
+    fill_codebook(*parts.header, base);
+    parts.where[first[panels]] = static_cast<int>(panels * panel_steps);
+    parallel_for(threads, panels, [&](long p) {
+      long kept = parts.first[p] = first[p];
+      for (long s = 0; s < panel_steps; ++s) {
+        squeeze_step(step(p, s), base, parts.steps + (p * panel_steps + s) * kSqueezedStep);
+        if (can_squeeze(step(p, s), base)) continue;
+        std::memcpy(parts.whole + kept * kPanel, step(p, s), 4 * kPanel);
+        parts.where[kept++] = static_cast<int>(p * panel_steps + s);
+      }
+    });
+  }
+};
+
 }  // namespace
 
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED void pack_linear_##suffix(const T* weight, T* packed, int in, int outs, int threads) {                      \
     pack(weight, packed, in, outs, threads);                                                                           \
   }                                                                                                                    \
-  EXPORTED void linear_##suffix(const T* x, const T* packed, const T* bias, T* out, long rows, int in, int outs,       \
-                                int threads) {                                                                         \
-    multiply_all<T, T>({x, bias, reinterpret_cast<const uint32_t*>(packed), out, in, outs}, rows, threads);            \
-  }                                                                                                                    \
-  EXPORTED void linear_wide_##suffix(const T* x, const T* packed, const T* bias, float* out, long rows, int in,        \
-                                     int outs, int threads) {                                                          \
-    multiply_all<T, float>({x, bias, reinterpret_cast<const uint32_t*>(packed), out, in, outs}, rows, threads);        \
+  EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads) {           \
+    apply(*linear, x, out, rows, threads);                                                                             \
   }
 EXPORT(f32, float)
 EXPORT(bf16, bf16)
+
+// Bytes that a packed matrix squeezes into; 0: not with these instructions, or not worth it.
+EXPORTED long squeezed_size(const uint16_t* packed, int in, int outs, int threads) {
+  if (!kSqueezes) return 0;
+  const Squeezer squeezer(packed, in, outs, threads);
+  const long whole = squeezer.first[squeezer.panels], steps = squeezer.panels * squeezer.panel_steps;
+  return whole * 8 < steps ? static_cast<long>(Squeezed(nullptr, squeezer.panels, in / 2, whole).bytes) : 0;
+}
+
+EXPORTED void squeeze(const uint16_t* packed, uint8_t* to, int in, int outs, int threads) {
+  Squeezer(packed, in, outs, threads).write(to);
+}

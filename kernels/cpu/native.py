@@ -14,10 +14,51 @@ from pathlib import Path
 
 import torch
 
+from kernels.cpu.arena import Arena
+
 HERE = Path(__file__).parent
 ISAS = {"plain": "no vector extensions", "avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX-512 with bf16"}
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+
+
+class PackedLinear(ctypes.Structure):
+    """exports.h; the fields here and below are explained in the C++ they mirror."""
+
+    _fields_ = [
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        *[(name, _INT) for name in ("in_", "outs", "squeezed", "wide")],
+    ]
+
+
+class DecoderLayer(ctypes.Structure):
+    """layers.cpp, as are the next two."""
+
+    _fields_ = [
+        *[(name, PackedLinear) for name in ("qkv", "out", "gate_up", "down")],
+        *[(name, _POINTER) for name in ("input_norm", "output_norm", "q_norm", "k_norm", "keys", "values")],
+        *[(name, _LONG) for name in ("key_stride", "value_stride")],
+        *[(name, _INT) for name in ("window", "rotate")],
+    ]
+
+
+class DecoderShape(ctypes.Structure):
+    _fields_ = [
+        *[(name, _INT) for name in ("hidden", "heads", "kv_heads", "dim", "gate")],
+        *[(name, _FLOAT) for name in ("eps", "scale")],
+    ]
+
+
+class DecoderStep(ctypes.Structure):
+    _fields_ = [
+        *[(name, _POINTER) for name in ("x", "residual", "cos_sin", "starts", "contexts", "table")],
+        *[(name, _POINTER) for name in ("positions", "slots")],
+        *[(name, _LONG) for name in ("table_stride", "tokens", "pages")],
+        ("sequences", _INT),
+    ]
+
+
 _SIGNATURES = {
     "paged_attention": [*[_POINTER] * 7, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT, _INT],
     "store_kv": [*[_POINTER] * 5, *[_LONG] * 4, _INT, _INT],
@@ -26,8 +67,8 @@ _SIGNATURES = {
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "pack_linear": [*[_POINTER] * 2, _INT, _INT, _INT],
-    "linear": [*[_POINTER] * 4, _LONG, _INT, _INT, _INT],
-    "linear_wide": [*[_POINTER] * 4, _LONG, _INT, _INT, _INT],
+    "linear": [*[_POINTER] * 3, _LONG, _INT],
+    "decoder_layers": [_POINTER, _INT, *[_POINTER] * 2, _INT],
 }
 Table = dict[torch.dtype, Callable[..., int]]
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -36,6 +77,8 @@ _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 class Native:
     """One loaded library. Each kernel is a table from dtype to the C function."""
 
+    weights: Arena
+    """Where packed weights are put."""
     paged_attention: Table
     store_kv: Table
     rope_store: Table
@@ -44,13 +87,16 @@ class Native:
     silu_mul: Table
     pack_linear: Table
     linear: Table
-    linear_wide: Table
-    """Results in float32."""
+    decoder_layers: Table
+    squeezed_size: Callable[..., int]
+    """Of a packed bfloat16 matrix, in bytes; 0: it does not pay, or not with this instruction set (squeeze.h)."""
+    squeeze: Callable[..., int]
     argmax: Callable[..., int]
     """Of float32."""
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
+        self.weights = Arena()
         library = ctypes.CDLL(str(HERE / f"{isa}.so"))
         for name, arguments in _SIGNATURES.items():
             table = {}
@@ -58,6 +104,9 @@ class Native:
                 function = table[dtype] = getattr(library, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, table)
+        self.squeezed_size, self.squeeze = library.squeezed_size, library.squeeze
+        self.squeezed_size.argtypes, self.squeezed_size.restype = [_POINTER, *[_INT] * 3], _LONG
+        self.squeeze.argtypes = [_POINTER, _POINTER, *[_INT] * 3]
         self.argmax = library.argmax_f32
         self.argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
 

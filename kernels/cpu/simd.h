@@ -93,17 +93,15 @@ template <int R>
 constexpr int kColumns = R * 4 <= kAccumulators ? 4 : R * 2 <= kAccumulators ? 2 : 1;
 
 // acc[r][c] += sum over s of a[r][s] * b[c][s * stride .. + 16]: the inner loop of all that multiplies. Each
-// accumulator sums in the order of s, alone, so a row's result is the same for every R and C. `ahead`, where given, is
-// what will be read next in the same pattern: pages lie scattered, and the CPU cannot guess the next one.
-template <class T, int R, int C>
+// accumulator sums in the order of s, alone, so a row's result is the same for every R and C. `fetch(s)` may prefetch
+// what will be read next: pages lie scattered, and the CPU cannot guess the next one.
+template <class T, int R, int C, class Fetch>
 INLINE void multiply(Vec (&acc)[R][C], const uint32_t* const (&a)[R], const uint32_t* const (&b)[C], long stride,
-                     int steps, const uint32_t* const (*ahead)[C] = nullptr) {
+                     int steps, const Fetch& fetch) {
   for (int s = 0; s < steps; ++s) {
     Words column[C];
-    for (int c = 0; c < C; ++c) {
-      column[c] = wload(b[c] + s * stride);
-      if (ahead) __builtin_prefetch((*ahead)[c] + s * stride);
-    }
+    for (int c = 0; c < C; ++c) column[c] = wload(b[c] + s * stride);
+    fetch(s);
     for (int r = 0; r < R; ++r) {
       const Words row = wset(a[r][s]);
       for (int c = 0; c < C; ++c) acc[r][c] = dot<T>(acc[r][c], column[c], row);

@@ -28,6 +28,7 @@ INLINE Vec vkeep(Vec x, int begin, int end, float fill) {
 }
 
 INLINE Words wload(const uint32_t* p) { return _mm512_loadu_si512(p); }
+INLINE void wstore(uint32_t* p, Words w) { _mm512_storeu_si512(p, w); }
 INLINE Words wset(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 INLINE Vec as_floats(Words w) { return _mm512_castsi512_ps(w); }
 INLINE Vec low_halves(Words w) { return as_floats(_mm512_slli_epi32(w, 16)); }

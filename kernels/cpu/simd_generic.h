@@ -106,6 +106,7 @@ INLINE Words wload(const uint32_t* p) {
   EACH y.part[i] = read_as<Bits>(p + i * kLanes);
   return y;
 }
+INLINE void wstore(uint32_t* p, const Words& w) { __builtin_memcpy(p, &w, sizeof w); }
 INLINE Words wset(uint32_t x) {
   Words y;
   EACH y.part[i] = Bits{} + x;

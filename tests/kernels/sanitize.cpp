@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <random>
 #include <type_traits>
@@ -12,20 +13,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-#define DECLARE(suffix, T)                                                                                             \
-  extern "C" int paged_attention_##suffix(void*, const void*, const void*, const void*, const int32_t*,                \
-                                          const int32_t*, const int32_t*, long, long, long, long, int, int, int, int,  \
-                                          float, int, float, int);                                                     \
-  extern "C" void rms_norm_##suffix(const T*, const T*, T*, long, int, float, int);                                    \
-  extern "C" void add_rms_norm_##suffix(T*, T*, const T*, long, int, float, int);                                      \
-  extern "C" void silu_mul_##suffix(const T*, T*, long, int, int);                                                     \
-  extern "C" int store_kv_##suffix(const T*, const T*, T*, T*, const int64_t*, long, long, long, long, int, int);      \
-  extern "C" int rope_store_##suffix(const T*, const T*, const T*, const float*, const int64_t*, const int64_t*, T*,   \
-                                     T*, T*, long, long, long, long, int, int, int, float, int);                       \
-  extern "C" void pack_linear_##suffix(const T*, T*, int, int, int);                                                   \
-  extern "C" void linear_##suffix(const T*, const T*, const T*, T*, long, int, int, int);
-DECLARE(f32, float)
-DECLARE(bf16, bf16)
+#include "../../kernels/cpu/exports.h"
 
 static std::mt19937 generator(7);
 static int draw(int low, int high) {
@@ -58,23 +46,6 @@ void expect_finite(const Array<T>& array, long n, const char* where) {
       std::exit(1);
     }
 }
-
-template <class T>
-struct Kernels;
-#define KERNELS(suffix, T)                                                                                             \
-  template <>                                                                                                          \
-  struct Kernels<T> {                                                                                                  \
-    static constexpr auto attention = paged_attention_##suffix;                                                        \
-    static constexpr auto rms_norm = rms_norm_##suffix;                                                                \
-    static constexpr auto add_rms_norm = add_rms_norm_##suffix;                                                        \
-    static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
-    static constexpr auto store_kv = store_kv_##suffix;                                                                \
-    static constexpr auto rope_store = rope_store_##suffix;                                                            \
-    static constexpr auto pack_linear = pack_linear_##suffix;                                                          \
-    static constexpr auto linear = linear_##suffix;                                                                    \
-  };
-KERNELS(f32, float)
-KERNELS(bf16, bf16)
 
 // Random sequences, their older tokens put in place by store_kv, the step's own by rope_store; then attention.
 template <class T>
@@ -109,7 +80,7 @@ void attend() {
                                       draw(0, 1) ? cos_sin.get() : nullptr, positions.get(), slots.get(), query.get(),
                                       keys.get(), values.get(), stride, stride, tokens, pages, heads, kv_heads, dim,
                                       1e-5f, draw(1, 3));
-  failed |= Kernels<T>::attention(out.get(), query.get(), keys.get(), values.get(), starts.get(), contexts.get(),
+  failed |= Kernels<T>::paged_attention(out.get(), query.get(), keys.get(), values.get(), starts.get(), contexts.get(),
                                   table.get(), most, stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f,
                                   draw(0, 1) ? draw(1, 300) : 0, draw(0, 1) ? 8.0f : 0.0f, draw(1, 3));
   if (failed) std::exit(1);
@@ -137,8 +108,24 @@ void multiply() {
   auto weight = numbers<T>(static_cast<long>(outs) * in), packed = numbers<T>(packed_size, true);
   auto x = numbers<T>(rows * in), bias = numbers<T>(outs), out = numbers<T>(rows * outs, true);
   Kernels<T>::pack_linear(weight.get(), packed.get(), in, outs, threads);
-  Kernels<T>::linear(x.get(), packed.get(), draw(0, 1) ? bias.get() : nullptr, out.get(), rows, in, outs, threads);
+  PackedLinear linear = {packed.get(), draw(0, 1) ? bias.get() : nullptr, in, outs, 0, 0};
+  Kernels<T>::linear(&linear, x.get(), out.get(), rows, threads);
   expect_finite(out, rows * outs, "linear");
+  if constexpr (sizeof(T) == 2) {
+    const auto* bits = reinterpret_cast<const uint16_t*>(packed.get());
+    if (const long size = squeezed_size(bits, in, outs, threads)) {
+      std::unique_ptr<void, void (*)(void*)> squeezed(std::aligned_alloc(64, (size + 63) / 64 * 64), std::free);
+      squeeze(bits, static_cast<uint8_t*>(squeezed.get()), in, outs, threads);
+      linear.weight = squeezed.get();
+      linear.squeezed = 1;
+      auto again = numbers<T>(rows * outs, true);
+      Kernels<T>::linear(&linear, x.get(), again.get(), rows, threads);
+      if (std::memcmp(out.get(), again.get(), rows * outs * sizeof(T))) {
+        std::puts("a squeezed linear differs");
+        std::exit(1);
+      }
+    }
+  }
 }
 
 int main() {

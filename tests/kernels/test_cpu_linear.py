@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import cpu
+from kernels.cpu.linear import PackedLinear
 from tests.kernels.ragged import error
 
 SHAPES = [(2, 1), (30, 17), (64, 64), (256, 130), (704, 256), (1536, 65)]
@@ -68,6 +69,54 @@ def test_a_row_has_the_same_bits_in_every_batch(
         assert torch.equal(linear(x), whole), threads
 
 
+def _outliers(kind: str, generator: torch.Generator) -> torch.Tensor:
+    """[200, 96]: a matrix whose exponents are all over, in one way or another."""
+    weight = torch.randn((200, 96), generator=generator)
+    match kind:
+        case "normal":
+            pass
+        case "tiny and huge":
+            weight[::9, ::17] *= 2.0**-60
+            weight[5, ::31] *= 2.0**90
+        case "zeros":
+            weight[:, 3::5] = 0.0
+            weight[7] = -0.0
+        case "subnormal, infinite, not a number":
+            weight[0, :4] = torch.tensor([1e-40, torch.inf, -torch.inf, torch.nan])
+        case "any bits":
+            return torch.randint(-(2**15), 2**15, (200, 96), dtype=torch.int16, generator=generator).view(
+                torch.bfloat16
+            )
+    return weight.bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["normal", "tiny and huge", "zeros", "subnormal, infinite, not a number", "any bits"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_squeezed_weights_give_the_same_bits(
+    isa: str, kind: str, wide: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, bias = _outliers(kind, generator), torch.randn(200, generator=generator).bfloat16()
+    squeezed = cpu.pack_linear(weight, bias, wide=wide)
+    assert isinstance(squeezed, PackedLinear)
+    assert bool(squeezed.native.squeezed) == (isa == "avx512_bf16" and kind not in ("tiny and huge", "any bits"))
+    monkeypatch.setattr(cpu._native(), "squeezed_size", lambda *_: 0)
+    plain = cpu.pack_linear(weight, bias, wide=wide)
+    for rows in (1, 5, 6, 7, 12, 13, 33, 200):
+        x = torch.randn((rows, 96), generator=generator).bfloat16()
+        bits = torch.int32 if wide else torch.int16
+        assert torch.equal(squeezed(x).view(bits), plain(x).view(bits)), rows
+
+
+def test_a_few_odd_exponents_are_kept_whole(isa: str, generator: torch.Generator) -> None:
+    weight = torch.randn((130, 640), generator=generator).bfloat16()
+    weight[3, ::200] *= 2.0**-70
+    weight[129, 639] = 2.0**100
+    linear = cpu.pack_linear(weight, None)
+    assert isinstance(linear, PackedLinear)
+    assert bool(linear.native.squeezed) == (isa == "avx512_bf16")
+    assert error(linear(torch.eye(640).bfloat16()), weight.double().T) == 0.0
+
+
 def test_the_weight_may_be_dropped(isa: str, generator: torch.Generator) -> None:
     weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((100, 64), (100,)))
     x = torch.ones((3, 64), dtype=torch.bfloat16)
@@ -79,7 +128,7 @@ def test_the_weight_may_be_dropped(isa: str, generator: torch.Generator) -> None
 
 def test_what_does_not_fit_is_refused(isa: str) -> None:
     linear = cpu.pack_linear(torch.ones((8, 6), dtype=torch.bfloat16), None)
-    with pytest.raises(TypeError, match="8 outputs"):
+    with pytest.raises(TypeError, match="from 6 to 8"):
         linear(torch.ones((2, 4), dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="float32"):
         linear(torch.ones((2, 6)))

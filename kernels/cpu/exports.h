@@ -1,0 +1,56 @@
+// The functions of the library, for float (_f32) and bfloat16 (_bf16); native.py mirrors their arguments. They return
+// 0, or 1 where a page or slot lies outside the caches. Shapes are those of `Backend` in kernels/attention.py.
+#pragma once
+
+// All other symbols stay inside their library: several of them, one per instruction set, may share a process.
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+struct PackedLinear {
+  void* weight;  // as pack_linear or squeeze left it
+  void* bias;    // or null
+  int in, outs;
+  int squeezed;
+  int wide;  // float32 results
+};
+
+EXPORTED long squeezed_size(const uint16_t* packed, int in, int outs, int threads);
+EXPORTED void squeeze(const uint16_t* packed, uint8_t* to, int in, int outs, int threads);
+
+#define EXPORTS(suffix, T)                                                                                             \
+  EXPORTED void pack_linear_##suffix(const T* weight, T* packed, int in, int outs, int threads);                       \
+  EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads);            \
+  EXPORTED void rms_norm_##suffix(const T* x, const T* weight, T* out, long rows, int size, float eps, int threads);   \
+  EXPORTED void add_rms_norm_##suffix(T* x, T* residual, const T* weight, long rows, int size, float eps,              \
+                                      int threads);                                                                    \
+  EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
+  EXPORTED int rope_store_##suffix(const T* qkv, const T* q_norm, const T* k_norm, const float* cos_sin,               \
+                                   const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,       \
+                                   long key_stride, long value_stride, long tokens, long pages, int heads,             \
+                                   int kv_heads, int dim, float eps, int threads);                                     \
+  EXPORTED int store_kv_##suffix(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride,    \
+                                 long value_stride, long tokens, long pages, int kv_heads, int dim);                   \
+  EXPORTED int paged_attention_##suffix(                                                                               \
+      void* out, const void* query, const void* keys, const void* values, const int32_t* starts,                       \
+      const int32_t* contexts, const int32_t* table, long table_stride, long key_stride, long value_stride,            \
+      long pages, int sequences, int heads, int kv_heads, int dim, float scale, int window, float softcap,             \
+      int threads);
+EXPORTS(f32, float)
+EXPORTS(bf16, bf16)
+
+// The same by type: Kernels<float>::linear is linear_f32.
+template <class T>
+struct Kernels;
+#define KERNELS(suffix, T)                                                                                             \
+  template <>                                                                                                          \
+  struct Kernels<T> {                                                                                                  \
+    static constexpr auto pack_linear = pack_linear_##suffix;                                                          \
+    static constexpr auto linear = linear_##suffix;                                                                    \
+    static constexpr auto rms_norm = rms_norm_##suffix;                                                                \
+    static constexpr auto add_rms_norm = add_rms_norm_##suffix;                                                        \
+    static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
+    static constexpr auto store_kv = store_kv_##suffix;                                                                \
+    static constexpr auto rope_store = rope_store_##suffix;                                                            \
+    static constexpr auto paged_attention = paged_attention_##suffix;                                                  \
+  };
+KERNELS(f32, float)
+KERNELS(bf16, bf16)

@@ -1,0 +1,99 @@
+// Decoder layers, one after the other: the kernels beside this file, called from here instead of from Python, where at
+// one row the calls cost as much as a small model's arithmetic. Same functions, same order, same bits.
+#include "kernels.h"
+
+struct DecoderLayer {
+  PackedLinear qkv, out, gate_up, down;
+  const void *input_norm, *output_norm, *q_norm, *k_norm;  // the last two may be null
+  void *keys, *values;
+  long key_stride, value_stride;  // elements between pages
+  int window;                     // keys a query sees; 0: all
+  int rotate;
+};
+
+struct DecoderShape {
+  int hidden, heads, kv_heads, dim, gate;  // gate: outputs of gate_up / 2
+  float eps, scale;
+};
+
+struct DecoderStep {
+  void *x, *residual;  // [tokens, hidden]
+  const float* cos_sin;
+  const int32_t *starts, *contexts, *table;
+  const int64_t *positions, *slots;
+  long table_stride, tokens, pages;
+  int sequences;
+};
+
+namespace {
+
+// What a layer works in; grows to the largest step and stays.
+template <class T>
+struct Space {
+  std::vector<T> memory;
+  T *qkv, *query, *attended, *gate_up, *gated;
+
+  void fit(const DecoderShape& shape, long tokens) {
+    const long q = tokens * shape.heads * shape.dim, kv = tokens * shape.kv_heads * shape.dim, gate = tokens * shape.gate;
+    const size_t wanted = 3 * q + 2 * kv + 3 * gate;
+    if (memory.size() < wanted) memory.resize(wanted);
+    qkv = memory.data();
+    query = qkv + q + 2 * kv;
+    attended = query + q;
+    gate_up = attended + q;
+    gated = gate_up + 2 * gate;
+  }
+};
+
+template <class T>
+int run_layer(const DecoderLayer& layer, const DecoderShape& shape, const DecoderStep& step, Space<T>& space,
+              int threads) {
+  using K = Kernels<T>;
+  const auto weight = [](const void* norm) { return static_cast<const T*>(norm); };
+  T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
+  const long n = step.tokens;
+  K::linear(&layer.qkv, x, space.qkv, n, threads);
+  if (K::rope_store(space.qkv, weight(layer.q_norm), weight(layer.k_norm), layer.rotate ? step.cos_sin : nullptr,
+                    step.positions, step.slots, space.query, static_cast<T*>(layer.keys),
+                    static_cast<T*>(layer.values), layer.key_stride, layer.value_stride, n, step.pages, shape.heads,
+                    shape.kv_heads, shape.dim, shape.eps, threads) ||
+      K::paged_attention(space.attended, space.query, layer.keys, layer.values, step.starts, step.contexts, step.table,
+                         step.table_stride, layer.key_stride, layer.value_stride, step.pages, step.sequences,
+                         shape.heads, shape.kv_heads, shape.dim, shape.scale, layer.window, 0.0f, threads))
+    return 1;
+  K::linear(&layer.out, space.attended, x, n, threads);
+  K::add_rms_norm(x, residual, weight(layer.output_norm), n, shape.hidden, shape.eps, threads);
+  K::linear(&layer.gate_up, x, space.gate_up, n, threads);
+  K::silu_mul(space.gate_up, space.gated, n, shape.gate, threads);
+  K::linear(&layer.down, space.gated, x, n, threads);
+  return 0;
+}
+
+// x holds embeddings at first, and the last layer's output at the end; residual is the stream it is still to join.
+template <class T>
+int run_layers(const DecoderLayer* layers, int count, const DecoderShape& shape, const DecoderStep& step, int threads) {
+  static thread_local Space<T> space;
+  space.fit(shape, step.tokens);
+  T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
+  for (int i = 0; i < count; ++i) {
+    const T* norm = static_cast<const T*>(layers[i].input_norm);
+    if (i == 0) {
+      __builtin_memcpy(residual, x, step.tokens * shape.hidden * sizeof(T));
+      Kernels<T>::rms_norm(residual, norm, x, step.tokens, shape.hidden, shape.eps, threads);
+    } else {
+      Kernels<T>::add_rms_norm(x, residual, norm, step.tokens, shape.hidden, shape.eps, threads);
+    }
+    if (run_layer(layers[i], shape, step, space, threads)) return 1;
+  }
+  return 0;
+}
+
+}  // namespace
+
+#define EXPORT(suffix, T)                                                                                              \
+  EXPORTED int decoder_layers_##suffix(const DecoderLayer* layers, int count, const DecoderShape* shape,               \
+                                       const DecoderStep* step, int threads) {                                         \
+    return run_layers<T>(layers, count, *shape, *step, threads);                                                       \
+  }
+EXPORT(f32, float)
+EXPORT(bf16, bf16)
