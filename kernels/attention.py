@@ -51,8 +51,18 @@ class DecoderLayer:
     rotate: bool
 
 
-FusedLayers = Callable[[Tensor, Tensor, AttentionMetadata, Sequence[tuple[Tensor, Tensor]]], tuple[Tensor, Tensor]]
-"""(x [T, hidden], cos_sin, metadata, per layer its caches) to (the last MLP's output, the residual stream it joins)."""
+class FusedLayers(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos_sin: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: Sequence[tuple[Tensor, Tensor]],
+        layers: range,
+    ) -> tuple[Tensor, Tensor]:
+        """Run these of the layers: x [T, hidden] is the output of the MLP before, residual the stream it is to join
+        (None: x is embeddings); returned are the same after the last. Overwrites both. kv_cache: of all layers."""
 
 
 class Backend(Protocol):

@@ -69,6 +69,10 @@ def base_spec(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+_FEW_TOKENS = 32
+"""Up to as many, all layers run in one call; more take long enough to tell of progress after each."""
+
+
 class Decoder:
     """Weights and the forward pass. Fill it by way of `parameters()` before use."""
 
@@ -113,13 +117,16 @@ class Decoder:
         assert self._embedding is not None
         assert self._norm is not None
         x, residual = F.embedding(token_ids, self._embedding), None
-        done = 0
+        last = len(self._layers) - 1
         if self._fused is not None:
-            x, residual = self._fused(x, self._cos_sin, metadata, kv_cache)
-            done = len(self._layers) - 1
-        for layer, (k_cache, v_cache) in list(zip(self._layers, kv_cache, strict=True))[done:]:
-            last = layer is self._layers[-1]
-            x, residual = layer.forward(x, residual, self._cos_sin, metadata, k_cache, v_cache, rows if last else None)
+            together = last if len(token_ids) <= _FEW_TOKENS else 1
+            for begin in range(0, last, together):
+                some = range(begin, min(begin + together, last))
+                x, residual = self._fused(x, residual, self._cos_sin, metadata, kv_cache, some)
+                self._progress()
+        for index in range(last if self._fused is not None else 0, last + 1):
+            kept = rows if index == last else None
+            x, residual = self._layers[index].forward(x, residual, self._cos_sin, metadata, *kv_cache[index], kept)
             self._progress()
         assert residual is not None
         return self._backend.add_rms_norm(x, residual, self._norm, self.spec.norm_eps)[0]

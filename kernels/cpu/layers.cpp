@@ -23,6 +23,7 @@ struct DecoderStep {
   const int64_t *positions, *slots;
   long table_stride, tokens, pages;
   int sequences;
+  int starts_stream;  // x holds embeddings, residual nothing yet
 };
 
 namespace {
@@ -69,7 +70,7 @@ int run_layer(const DecoderLayer& layer, const DecoderShape& shape, const Decode
   return 0;
 }
 
-// x holds embeddings at first, and the last layer's output at the end; residual is the stream it is still to join.
+// x is the output of the MLP before, and at the end of the last one; residual the stream it is still to join.
 template <class T>
 int run_layers(const DecoderLayer* layers, int count, const DecoderShape& shape, const DecoderStep& step, int threads) {
   static thread_local Space<T> space;
@@ -77,7 +78,7 @@ int run_layers(const DecoderLayer* layers, int count, const DecoderShape& shape,
   T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
   for (int i = 0; i < count; ++i) {
     const T* norm = static_cast<const T*>(layers[i].input_norm);
-    if (i == 0) {
+    if (i == 0 && step.starts_stream) {
       __builtin_memcpy(residual, x, step.tokens * shape.hidden * sizeof(T));
       Kernels<T>::rms_norm(residual, norm, x, step.tokens, shape.hidden, shape.eps, threads);
     } else {

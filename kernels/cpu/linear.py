@@ -84,14 +84,17 @@ class _FusedLayers:
     def __call__(
         self,
         x: Tensor,
+        residual: Tensor | None,
         cos_sin: Tensor,
         metadata: AttentionMetadata,
         kv_cache: Sequence[tuple[Tensor, Tensor]],
+        layers: range,
     ) -> tuple[Tensor, Tensor]:
         if kv_cache is not self._caches:
             self._take_caches(kv_cache)
         x, table = x.contiguous(), metadata.block_table
-        residual = torch.empty_like(x)
+        starts = residual is None
+        residual = torch.empty_like(x) if residual is None else residual.contiguous()
         step = native.DecoderStep(
             x.data_ptr(),
             residual.data_ptr(),
@@ -105,9 +108,11 @@ class _FusedLayers:
             len(x),
             self._pages,
             table.shape[0],
+            starts,
         )
-        step_ptr, shape_ptr = ctypes.addressof(step), ctypes.addressof(self._shape)
-        if self._kernel(self._native, len(self._native), shape_ptr, step_ptr, torch.get_num_threads()):
+        first = ctypes.addressof(self._native) + layers.start * ctypes.sizeof(native.DecoderLayer)
+        shape_ptr, step_ptr = ctypes.addressof(self._shape), ctypes.addressof(step)
+        if self._kernel(first, len(layers), shape_ptr, step_ptr, torch.get_num_threads()):
             raise IndexError(f"a block table or a slot names a page outside the {self._pages} pages of the cache")
         return x, residual
 

@@ -55,7 +55,7 @@ class DecoderStep(ctypes.Structure):
         *[(name, _POINTER) for name in ("x", "residual", "cos_sin", "starts", "contexts", "table")],
         *[(name, _POINTER) for name in ("positions", "slots")],
         *[(name, _LONG) for name in ("table_stride", "tokens", "pages")],
-        ("sequences", _INT),
+        *[(name, _INT) for name in ("sequences", "starts_stream")],
     ]
 
 
