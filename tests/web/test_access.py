@@ -49,7 +49,7 @@ def test_nothing_is_out_of_reach(browser: Browser, server: Server, theme: str, w
     assert violations(browser) == []
     assert browser.run("return document.documentElement.scrollWidth") <= width
     with streams(server, 3):
-        browser.run("location.hash = 'dashboard'")
+        browser.run("location.hash = '#/engine'")
         browser.until(lambda: len(browser.all("#requests tbody tr")) == 3)
         assert violations(browser) == []
         assert browser.run("return document.documentElement.scrollWidth") <= width

@@ -52,7 +52,7 @@ def streams(server: Server, count: int, **fields: Any) -> Iterator[list[list[Any
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Browser:
-    browser.open(f"{server.url}/#dashboard")
+    browser.open(f"{server.url}/#/engine")
     browser.until(lambda: browser.text("#live") == "Live" and browser.all("#facts dd"))
     return browser
 

@@ -6,11 +6,13 @@ import { Dashboard } from "./dashboard.js";
 import { Playground } from "./playground.js";
 
 const frame = { askForKey, showText };
+// Not ids of the page: a browser would scroll to them.
+const ROUTES = { "#/": "playground", "#/engine": "dashboard" };
 const views = { playground: new Playground(frame), dashboard: new Dashboard(frame) };
 
 function route() {
   if (location.hash === "#main") return; // the skip link
-  const chosen = location.hash.slice(1) in views ? location.hash.slice(1) : "playground";
+  const chosen = ROUTES[location.hash] ?? "playground";
   for (const name of Object.keys(views)) {
     const link = $(`to-${name}`);
     $(name).hidden = name !== chosen;

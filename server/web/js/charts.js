@@ -64,6 +64,7 @@ class Chart {
     this.definition = definition;
     this.values = definition.lines.map(() => []);
     this.paths = definition.lines.map(([name]) => svg("path", { class: `line ${name}` }));
+    this.dots = definition.lines.map(([name]) => svg("path", { class: `line dots ${name}` }));
     this.area = svg("path", { class: "area" });
     this.grid = [0, 0.5, 1].map((share) => {
       const y = TOP + (1 - share) * (HEIGHT - TOP - BOTTOM);
@@ -73,7 +74,7 @@ class Chart {
     this.begin = svg("text", { x: LEFT, y: HEIGHT - 3, class: "tick" });
     const end = svg("text", { x: WIDTH, y: HEIGHT - 3, class: "tick end" }, "now");
     this.figure = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": definition.title },
-      ...this.grid.flatMap(({ label, rule }) => [rule, label]), this.begin, end, ...(definition.idle === 0 ? [this.area] : []), ...this.paths, this.rule);
+      ...this.grid.flatMap(({ label, rule }) => [rule, label]), this.begin, end, ...(definition.idle === 0 ? [this.area] : []), ...this.paths, ...this.dots, this.rule);
     this.readings = definition.lines.map(([name, label]) => {
       const value = el("b", {}, "–");
       return { value, item: el("li", {}, el("i", { class: `dash ${name}`, "aria-hidden": "true" }), label, " ", value) };
@@ -93,7 +94,10 @@ class Chart {
     const most = nice(Math.max(...this.values.flat().map((value) => value ?? 0)));
     const step = (WIDTH - LEFT) / (series.length - 1);
     const y = (value) => TOP + (1 - value / most) * (HEIGHT - TOP - BOTTOM);
-    this.values.forEach((values, index) => this.paths[index].setAttribute("d", line(values, step, y)));
+    this.values.forEach((values, index) => {
+      this.paths[index].setAttribute("d", line(values, step, y));
+      this.dots[index].setAttribute("d", dots(values, step, y));
+    });
     if (idle === 0) this.area.setAttribute("d", `M${LEFT} ${HEIGHT - BOTTOM}${line(this.values[0], step, y).replace("M", "L")}V${HEIGHT - BOTTOM}Z`);
     for (const { share, label } of this.grid) say(label, share * most ? this.definition.write(share * most) : "0");
     this.#read();
@@ -118,8 +122,8 @@ class Chart {
     const length = this.values[0].length;
     this.readings.forEach(({ value }, index) => {
       const values = this.values[index];
-      const found = this.at === null ? values.findLast((each) => each !== null && each !== undefined) : values[this.at];
-      say(value, found === null || found === undefined ? "–" : write(found));
+      const found = this.at === null ? values.findLast(known) : values[this.at];
+      say(value, known(found) ? write(found) : "–");
     });
     say(this.when, this.at === null ? "latest" : `${length - this.at} s ago`);
     if (this.at !== null) return;
@@ -128,17 +132,24 @@ class Chart {
   }
 }
 
-/** A path through the values; it breaks where there is none, and a lone value is a dot. */
+const known = (value) => value !== null && value !== undefined;
+const point = (value, index, step, y) => `${(LEFT + index * step).toFixed(1)} ${y(value).toFixed(1)}`;
+
+/** A path through the values; it breaks where there is none. */
 function line(values, step, y) {
   let path = "";
   let drawing = false;
   values.forEach((value, index) => {
-    const known = value !== null && value !== undefined;
-    if (known) path += `${drawing ? "L" : "M"}${(LEFT + index * step).toFixed(1)} ${y(value).toFixed(1)}`;
-    if (known && !drawing && (values[index + 1] ?? null) === null) path += "h0.01";
-    drawing = known;
+    if (known(value)) path += `${drawing ? "L" : "M"}${point(value, index, step, y)}`;
+    drawing = known(value);
   });
   return path;
+}
+
+/** The values that no line can show, for want of neighbours. */
+function dots(values, step, y) {
+  const lone = (value, index) => known(value) && !known(values[index - 1]) && !known(values[index + 1]);
+  return values.map((value, index) => (lone(value, index) ? `M${point(value, index, step, y)}h0.01` : "")).join("");
 }
 
 /** The next of 1, 2, 5 times a power of ten. */
