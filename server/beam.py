@@ -181,6 +181,7 @@ class BeamSearch:
         finally:
             stream.close()
             self._streams.discard(stream)
+        self._metrics.recent.now()
         if step == 0:
             self._cached[index] = max((output.cached_tokens for output in outputs.values()), default=0)
         return [outputs[request.id] for request in requests if request.id in outputs]

@@ -69,17 +69,18 @@ class Recent:
         self._generated = self._prompt = 0
 
     def first_token(self, seconds: float) -> None:
-        self._now().first_token.add(seconds)
+        self.now().first_token.add(seconds)
 
     def next_token(self, seconds: float) -> None:
-        self._now().between_tokens.add(seconds)
+        self.now().between_tokens.add(seconds)
 
     def since(self, second: int) -> list[Bin]:
         """Complete bins from that second of the Unix clock on, oldest first."""
         now = int(time.time())
         return [each for each in self._bins if second <= each.second < now]
 
-    def _now(self) -> Bin:
+    def now(self) -> Bin:
+        """The bin of this second, with the tokens that came since the last call: ask when some came."""
         second = int(time.time())
         if not self._bins or self._bins[-1].second < second:
             self._bins.append(Bin(second))

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from itertools import count
 
+import msgspec
+
 from engine.client import EngineClient
 from engine.types import (
     EngineInfo,
@@ -66,6 +68,7 @@ class FakeEngine(EngineClient):
         self.positions: dict[str, int] = {}
         self.seen: list[Request] = []
         self.aborted: list[str] = []
+        self.generated = 0
         self.looks = 0
         self.silent = False
         """Never answers a look, as in a long step."""
@@ -136,7 +139,9 @@ class FakeEngine(EngineClient):
             for output in outputs:
                 if output.finish_reason is not None:
                     self.running.pop(output.id, None)
-            self._deliver(outputs, EngineStats(running=len(self.running), used_blocks=25, total_blocks=100))
+            self.generated += sum(len(output.new_ids) for output in outputs)
+            stats = EngineStats(running=len(self.running), used_blocks=25, total_blocks=100)
+            self._deliver(outputs, msgspec.structs.replace(stats, generation_tokens=self.generated))
             self.sent.set()
             if step % self.burst == 0:
                 await asyncio.sleep(self.step_seconds)

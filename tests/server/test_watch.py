@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from server.recent import Spread
 from server.routes.engine import facts
 from server.watch import Watcher
 from tests.server.fake import FakeEngine, hashed
@@ -58,6 +60,29 @@ async def test_a_watcher_sees_requests_come_and_go(slow: House) -> None:
         pass
     watching.close()
     assert [event async for event in events] == []
+
+
+async def test_tokens_per_second_are_the_engines_own_count(slow: House) -> None:
+    engine, recent = slow.engine, slow.app.state.serving.metrics.recent
+    began = int(time.time())
+    await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 7, "n": 3})
+    await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "n": 2, "use_beam_search": True})
+    await asyncio.sleep(1.1)  # until the second in which the last came is over
+    bins = recent.since(began)
+    assert sum(each.generated for each in bins) == engine.stats.generation_tokens > 21
+    assert any(each.first_token.percentiles() for each in bins)
+
+
+def test_percentiles_are_those_of_a_sort() -> None:
+    durations = [0.001 * 1.01**i for i in range(801)]
+    spread = Spread()
+    for each in durations:
+        spread.add(each)
+    median, high = spread.percentiles() or ()
+    ordered = sorted(durations)
+    assert median == pytest.approx(ordered[400], rel=0.06)
+    assert high == pytest.approx(ordered[760], rel=0.06)
+    assert Spread().percentiles() is None
 
 
 async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(house: House) -> None:

@@ -112,6 +112,15 @@ def test_a_cancelled_request_ends_and_the_others_go_on(page: Browser, server: Se
         assert events[1][-1]["choices"][0]["finish_reason"] is None
 
 
+def test_a_request_is_explained(page: Browser, server: Server) -> None:
+    with streams(server, 1) as events:
+        page.until(lambda: all(events) and page.all("#requests tbody .name"))
+        page.click("#requests tbody .name")
+        page.until(lambda: page.one("#text-dialog").is_displayed())
+        assert events[0][0]["id"] in str(page.one("#text-body").get_property("value"))
+        page.click("#text-dialog [data-close]")
+
+
 def test_twins_share_pages(page: Browser, server: Server) -> None:
     with streams(server, 2, prompt=[7] * 64) as events:
         page.until(lambda: all(events) and legend(page)[2] >= 3)

@@ -1,11 +1,12 @@
 // The frame: which view shows, the theme, the API key, and the dialogs that both views use.
 
+import { call } from "./api.js";
 import { $, say } from "./dom.js";
 import { keepsKey, loadKey, loadTheme, saveKey, saveTheme } from "./store.js";
 import { Dashboard } from "./dashboard.js";
 import { Playground } from "./playground.js";
 
-const frame = { askForKey, showText };
+const frame = { askForKey, showText, explain };
 // Not ids of the page: a browser would scroll to them.
 const ROUTES = { "#/": "playground", "#/engine": "dashboard" };
 const views = { playground: new Playground(frame), dashboard: new Dashboard(frame) };
@@ -63,6 +64,12 @@ function showText(title, text) {
   say($("text-copied"), "");
   $("text-dialog").showModal();
   $("text-body").setSelectionRange(0, 0);
+}
+
+/** Shows where a request's time went. Throws ApiError. */
+async function explain(id) {
+  const response = await call(`/v1/requests/${encodeURIComponent(id)}/explain`);
+  showText("Where this request's time went", JSON.stringify(await response.json(), null, 2));
 }
 
 async function copyText() {

@@ -21,7 +21,7 @@ export class Dashboard {
     this.map = new BlockMap(this.hues, (id) => this.requests.mark(id));
     this.requests = new Requests(this.hues, {
       cancel: (id) => this.#cancel(id),
-      explain: (id) => this.#explain(id),
+      explain: (id) => this.frame.explain(id.replace(/-\d+$/, "")).catch((error) => this.#refused(error)),
       point: (id) => this.map.emphasise(id),
     });
     this.charts = new Charts();
@@ -170,15 +170,6 @@ export class Dashboard {
       if (error.status === 404) return true; // it has just ended
       this.#refused(error);
       return false;
-    }
-  }
-
-  async #explain(id) {
-    try {
-      const response = await call(`/v1/requests/${encodeURIComponent(id.replace(/-\d+$/, ""))}/explain`);
-      this.frame.showText("What happened to this request", JSON.stringify(await response.json(), null, 2));
-    } catch (error) {
-      this.#refused(error);
     }
   }
 

@@ -217,7 +217,7 @@ export class Playground {
   #working(running) {
     $("send").hidden = running;
     $("stop").hidden = !running;
-    for (const id of ["clear"]) $(id).disabled = running;
+    $("clear").disabled = running;
     if (running && document.activeElement === $("send")) $("stop").focus();
     else if (!running && document.activeElement === document.body) (this.state.mode === "chat" ? $("draft") : $("send")).focus();
     if (running) say($("said"), "The model is writing");
@@ -247,7 +247,7 @@ export class Playground {
       again: (view) => this.#rerun(this.state.messages.indexOf(view.message)),
       askFrom: (view) => this.#rerun(this.state.messages.indexOf(view.message) + 1),
       remove: (view) => this.#remove(view),
-      explain: (id) => this.#explain(id),
+      explain: (id) => this.frame.explain(id).catch((error) => this.#failed(error)),
       answerCall: (view, { id }) => {
         this.#add({ role: "tool", tool_call_id: id, content: "" }).edit();
       },
@@ -306,15 +306,6 @@ export class Playground {
       const body = this.#body([...asked, ...draft]);
       const key = Boolean(loadKey());
       this.frame.showText(kind === "curl" ? "As a curl command" : "As a Python script", kind === "curl" ? curl(PATHS[this.state.mode], body, key) : python(body, key));
-    } catch (error) {
-      this.#failed(error);
-    }
-  }
-
-  async #explain(id) {
-    try {
-      const response = await call(`/v1/requests/${encodeURIComponent(id)}/explain`);
-      this.frame.showText("What happened to this request", JSON.stringify(await response.json(), null, 2));
     } catch (error) {
       this.#failed(error);
     }

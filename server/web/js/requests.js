@@ -2,8 +2,6 @@
 
 import { $, el, say } from "./dom.js";
 
-const PHASES = { queued: "queued", preempted: "preempted", prefill: "prefill", decode: "decode" };
-
 export class Requests {
   /** `actions`: cancel(id), explain(id) and point(id or null). */
   constructor(hues, actions) {
@@ -73,7 +71,7 @@ export class Requests {
       ? [request.computed_tokens, request.prompt_tokens + request.output_tokens]
       : [request.output_tokens, request.limit];
     row.phase.className = `phase ${request.phase}`;
-    say(row.phase, PHASES[request.phase]);
+    say(row.phase, request.phase);
     row.bar.style.width = `${Math.min(100, (100 * done) / Math.max(1, all))}%`;
     say(row.share, `${done} / ${all}${prefill ? " prompt" : ""}`);
     say(row.cached, request.prompt_tokens ? `${request.cached_tokens} / ${request.prompt_tokens}` : "–");
