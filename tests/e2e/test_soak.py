@@ -1,0 +1,141 @@
+"""Short requests by the thousand, many of them left half-way: what they took is given back, all of it.
+
+TEST_SOAK=20000 makes it long; then the slopes are telling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.streams import COMPLETIONS, KINDS
+
+REQUESTS = int(os.environ.get("TEST_SOAK", "300"))
+USERS = 24
+LOOKS = 20
+WORDS = [
+    "the",
+    "king",
+    "had",
+    "a",
+    "fox",
+    "and",
+    "old",
+    "woman",
+    "in",
+    "forest",
+    "who",
+    "said",
+    "three",
+    "bears",
+    "went",
+    "home",
+    "with",
+    "gold",
+    "under",
+    "tree",
+]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    rss: int
+    """Bytes."""
+    threads: int
+    files: int
+
+    @classmethod
+    def of(cls, pid: int) -> Footprint:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        kib, threads = int(status["VmRSS"].split()[0]), int(status["Threads"])
+        return cls(kib * 1024, threads, len(os.listdir(f"/proc/{pid}/fd")))
+
+
+def slope(points: list[tuple[int, int]]) -> float:
+    """Of the line of least squares."""
+    mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def body(rng: random.Random) -> dict[str, Any]:
+    asked: dict[str, Any] = {
+        "prompt": " ".join(rng.choices(WORDS, k=rng.randint(1, 40))),
+        **{"max_tokens": rng.randint(1, 12), "seed": rng.randrange(99), "n": rng.choice((1, 1, 1, 2))},
+    }
+    kind = rng.random()
+    if kind < 0.05:
+        asked["logprobs"] = 3
+    elif kind < 0.1:
+        asked["response_format"] = KINDS["json"]["response_format"]
+    elif kind < 0.11:
+        asked["structured_outputs"] = {"regex": f"[ab]{{{rng.randint(1, 500)}}}"}
+    elif kind < 0.13:
+        asked["temperature"] = -1
+    return asked
+
+
+async def ask(client: httpx.AsyncClient, rng: random.Random) -> None:
+    """A request as users send them: read to its end, left under way, or given up before anything came."""
+    asked, manner = body(rng), rng.random()
+    if manner < 0.4:
+        response = await client.post(COMPLETIONS, json=asked)
+        assert response.status_code == (400 if asked.get("temperature") == -1 else 200), response.text
+    elif manner < 0.5:
+        try:
+            async with asyncio.timeout(rng.uniform(0, 0.05)):
+                await client.post(COMPLETIONS, json=asked | {"max_tokens": 400})
+        except TimeoutError:
+            pass
+    else:
+        lines = rng.choice((0, 1, 3, 10**9))
+        long = {"max_tokens": 400} if lines < 10 else {}
+        async with client.stream("POST", COMPLETIONS, json=asked | long | {"stream": True}) as response:
+            async for _ in response.aiter_lines():
+                lines -= 1
+                if lines < 0:
+                    break
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.timeout(3600)
+async def test_nothing_is_kept_of_requests_that_are_over(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", "--threads=1", "--num-kv-blocks=512", "--max-model-len=512")
+    pids = {"API": server.process.pid, "engine": server.engine_pid()}
+    seen: dict[str, list[tuple[int, Footprint]]] = {name: [] for name in pids}
+    limits = httpx.Limits(max_connections=USERS, max_keepalive_connections=USERS // 2)
+    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
+        for part in range(LOOKS):
+            rngs = [random.Random(f"{part} {number}") for number in range(REQUESTS // LOOKS)]
+            users = asyncio.Semaphore(USERS)
+
+            async def one(rng: random.Random, users: asyncio.Semaphore = users) -> None:
+                async with users:
+                    await ask(client, rng)
+
+            await asyncio.gather(*map(one, rngs))
+            for name, pid in pids.items():
+                seen[name].append(((part + 1) * len(rngs), Footprint.of(pid)))
+    async with asyncio.timeout(60):
+        while server.metric("vllm:num_requests_running") or server.metric("vllm:kv_cache_usage_perc"):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert server.metric("vllm:num_requests_waiting") == 0
+    assert server.metric("quire:engine_deaths_total") == 0
+    for name, looks in seen.items():
+        warm = looks[LOOKS // 2 :]
+        per_request = slope([(count, look.rss) for count, look in warm])
+        print(f"{name}: {warm[-1][1].rss / 2**20:.1f} MiB, {per_request:.0f} bytes per request more", end="; ")
+        print([(look.threads, look.files) for _, look in looks[:: LOOKS // 4]])
+        assert max(look.threads for _, look in warm) <= looks[LOOKS // 2 - 1][1].threads + 1
+        assert abs(warm[-1][1].files - warm[0][1].files) <= USERS, "open connections come and go, nothing else"
+        grown = warm[-1][1].rss - warm[0][1].rss
+        assert grown < 8 * 2**20, f"{name} grew by {grown} bytes while {warm[-1][0] - warm[0][0]} requests went by"
+    assert server.stop() == 0
