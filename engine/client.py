@@ -43,9 +43,8 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> list[RequestOutput]:
-        if not self._pending and self._error is None:
-            if not self._open:
-                raise StopAsyncIteration
+        # Woken by an abort too, which may leave others running.
+        while self._open and not self._pending and self._error is None:
             self._ready.clear()
             await self._ready.wait()
         if self._pending:
@@ -241,6 +240,11 @@ class EngineClient(ABC):
         looking, self._looking = self._looking, None
         if looking is not None:
             looking.cancel()
+
+    def end_all(self, error: QuireError) -> None:
+        """Abort all that is open; the streams raise `error` after what has come."""
+        for stream in {id(stream): stream for stream in self._streams.values()}.values():
+            stream.give_up(error)
 
     def _deliver(self, outputs: Sequence[RequestOutput], stats: EngineStats, step: StepRecord | None = None) -> None:
         self.stats = stats

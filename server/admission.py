@@ -16,6 +16,8 @@ from server.prompts import Prompt
 from server.serving import Serving, serving_of
 from server.tenants import Tenant
 
+SHUTTING_DOWN = "The server is shutting down"
+
 
 class GenerationRoute(APIRoute):
     """Refuses at once, before the body is read, what will be refused anyway: a server in overload has better to do.
@@ -27,6 +29,8 @@ class GenerationRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def admitted(request: Request) -> Response:
+            if serving_of(request).draining.is_set():
+                raise Overloaded(SHUTTING_DOWN)
             tenant = tenant_of(request.scope)
             check_room(serving_of(request), tenant, requests=1, tokens=1)
             tenant.limits.count_request()

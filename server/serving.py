@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class Serving:
     ledger: Ledger
     fingerprint: str
     tenants: Tenants
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server is about to end: it takes no new generations."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     def model_name(self, asked: str | None) -> str:

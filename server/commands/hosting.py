@@ -8,6 +8,7 @@ import signal
 import ssl
 import tempfile
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
@@ -21,10 +22,11 @@ import uvloop
 from fastapi import FastAPI
 
 from engine.client import EngineClient
-from engine.errors import ConfigError
+from engine.errors import ConfigError, Overloaded
 from engine.model_files import read_generation_defaults, read_model_config, resolve_model
 from engine.supervisor import ProcessClient
 from engine.tokenizer import Tokenizer
+from server.admission import SHUTTING_DOWN
 from server.app import create_app
 from server.config import ServerConfig
 from server.connection import Bounds, Connection
@@ -35,6 +37,8 @@ OPEN_DOORS: dict[str, object] = {
     **{"ssl_certfile": None, "ssl_keyfile": None, "ssl_ca_certs": None},
 }
 """Settings of a server that nobody else can reach."""
+
+_DRAIN_SECONDS = 0.05
 
 
 class HttpServer(uvicorn.Server):
@@ -59,6 +63,7 @@ class HttpServer(uvicorn.Server):
         )
         self._app = app
         self._on_ready = on_ready
+        self._patience = config.shutdown_timeout
 
     def capture_signals(self) -> nullcontext[None]:  # type: ignore[override]
         return nullcontext()
@@ -67,6 +72,18 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             self._on_ready()
+
+    async def drain(self) -> None:
+        """Take no more generations, but say so; stop when those under way have ended, or time is up: then they end with
+        an error."""
+        serving = self._app.state.serving
+        serving.draining.set()
+        ends = time.monotonic() + self._patience
+        while serving.client.num_open and time.monotonic() < ends:  # noqa: ASYNC110 - noticed soon enough
+            await asyncio.sleep(_DRAIN_SECONDS)
+        serving.client.end_all(Overloaded(SHUTTING_DOWN))
+        self.config.timeout_graceful_shutdown = max(1, round(ends - time.monotonic()))
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         self._app.state.serving.watchers.close()

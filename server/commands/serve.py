@@ -83,6 +83,7 @@ class Service:
         self._client = ProcessClient(config)
         self._server: HttpServer | None = None
         self._signals = 0
+        self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         main_task = asyncio.current_task()
@@ -123,12 +124,12 @@ class Service:
         if self._server is None:
             main_task.cancel()
         elif self._signals == 1:
-            self._server.should_exit = True
+            self._draining = asyncio.create_task(self._server.drain())
             if self._client.num_open:
                 count, seconds = self._client.num_open, self._config.shutdown_timeout
                 log.info("draining: %d open, at most %g s; Ctrl-C again ends them at once", count, seconds)
         else:
-            self._server.force_exit = True
+            self._server.force_exit = self._server.should_exit = True
 
     def _announce(self, info: EngineInfo, machine: Machine) -> None:
         host, port = self._listener.getsockname()[:2]

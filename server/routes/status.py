@@ -17,8 +17,10 @@ router = APIRouter()
 @router.get("/ping", response_model=None)
 @router.get("/ready", response_model=None)
 async def health(request: Request) -> Response:
-    """200 when the engine gave a sign of life within the bound; 503 when it is silent, being replaced, or gone."""
-    return Response(status_code=200 if serving_of(request).client.responsive else 503)
+    """200 when the engine gave a sign of life within the bound; 503 when it is silent, being replaced, or gone, and
+    when this server is about to end."""
+    serving = serving_of(request)
+    return Response(status_code=200 if serving.client.responsive and not serving.draining.is_set() else 503)
 
 
 @router.get("/live", response_model=None)

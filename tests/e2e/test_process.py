@@ -14,7 +14,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.killer.sitecustomize import SEEDS
 from tests.e2e.server import Server
+from tests.e2e.test_killers import ENV
 
 
 def alive(pid: int) -> bool:
@@ -59,9 +61,55 @@ def test_who_watches_does_not_hold_it_back(tmp_path: Path) -> None:
         assert list(lines), "what was under way, and an end"
 
 
+def test_while_it_drains_it_says_so_and_time_ends_with_an_error(tmp_path: Path) -> None:
+    """On connections it has: health and new requests are 503. What is not done in time ends with an error."""
+    server = Server(tmp_path / "log", "--shutdown-timeout=4", "--threads=1")
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 40}
+    path = f"{server.url}/v1/completions"
+    with httpx.Client(timeout=120) as client, client.stream("POST", path, json=body) as response:
+        events = (line for line in response.iter_lines() if line)
+        next(events)
+        server.process.send_signal(signal.SIGTERM)
+        while (health := client.get(f"{server.url}/health")).status_code == 200:
+            time.sleep(0.01)
+        assert health.status_code == 503
+        assert client.get(f"{server.url}/live").status_code == 200
+        refused = client.post(path, json={"prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert "Retry-After" in refused.headers
+        *_, last = events
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "The server is shutting down"
+    assert server.process.wait(60) == 0
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", "--shutdown-timeout=1000", "--threads=1")
+    engine = server.engine_pid()
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 40}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=120) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        while httpx.get(f"{server.url}/health").status_code == 200:
+            time.sleep(0.01)
+        assert server.stop(signal.SIGTERM) == 130
+    wait_until_gone(engine)
+
+
 def test_the_engine_does_not_outlive_a_killed_server(tmp_path: Path) -> None:
     server = Server(tmp_path / "log")
     engine = server.engine_pid()
+    server.process.kill()
+    server.process.wait()
+    wait_until_gone(engine)
+
+
+def test_nor_does_one_that_hangs_with_the_interpreters_lock(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", "--engine-heartbeat-timeout=1000", env=ENV)
+    engine = server.engine_pid()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "seed": SEEDS["silence"]}, timeout=2)
+    assert alive(engine)
     server.process.kill()
     server.process.wait()
     wait_until_gone(engine)

@@ -133,7 +133,7 @@ async def test_nothing_is_kept_of_requests_that_are_over(tmp_path: Path) -> None
         warm = looks[LOOKS // 2 :]
         per_request = slope([(count, look.rss) for count, look in warm])
         print(f"{name}: {warm[-1][1].rss / 2**20:.1f} MiB, {per_request:.0f} bytes per request more", end="; ")
-        print([(look.threads, look.files) for _, look in looks[:: LOOKS // 4]])
+        print([(round(look.rss / 2**20, 1), look.threads, look.files) for _, look in looks])
         assert max(look.threads for _, look in warm) <= looks[LOOKS // 2 - 1][1].threads + 1
         assert abs(warm[-1][1].files - warm[0][1].files) <= USERS, "open connections come and go, nothing else"
         grown = warm[-1][1].rss - warm[0][1].rss
