@@ -1,0 +1,42 @@
+"""The engine on Triton alone, attention, fused kernels and sampling: the same tokens as on plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.loop import Engine
+from engine.worker import runner
+from engine.worker.device_sampler import sample_on_device
+from kernels import triton_paged
+from tests.engine.harness import request, run
+from tests.kernels.triton.conftest import INTERPRETED
+from tests.tiny_models import VOCAB, save_tiny_model
+
+KINDS = [
+    {},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 30},
+    {"temperature": 0.7, "min_p": 0.05, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
+def test_tokens_are_those_of_the_reference(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if INTERPRETED:
+        monkeypatch.setattr(triton_paged, "cannot_serve", lambda device, dtype, head_dim: None)
+        monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax: sample_on_device)
+    path = save_tiny_model(tmp_path, family)
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 36)]
+
+    def answers(backend: str) -> list[list[int]]:
+        config = EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=64, max_num_batched_tokens=32)
+        asked = zip(prompts, KINDS, strict=True)
+        requests = [request(str(i), prompt, seed=i, max_tokens=4, **kind) for i, (prompt, kind) in enumerate(asked)]
+        found = run(Engine(config), requests)
+        return [found[str(i)].ids for i in range(len(prompts))]
+
+    assert answers("triton") == answers("reference")
