@@ -51,10 +51,11 @@ def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, v
 
 @triton.jit(do_not_specialize=["number"])
 def add_at(logits, rows, tokens, values, number, vocab):
-    """logits[rows[i], tokens[i]] += values[i]; no two of the same place. Grid: blocks of i."""
+    """logits[rows[i], tokens[i]] += values[i], for tokens of the vocabulary; every place once. Grid: blocks of i."""
     i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
-    inside = i < number
-    at = logits + tl.load(rows + i, mask=inside, other=0) * vocab + tl.load(tokens + i, mask=inside, other=0)
+    token = tl.load(tokens + i, mask=i < number, other=-1)
+    inside = (token >= 0) & (token < vocab)
+    at = logits + tl.load(rows + i, mask=inside, other=0) * vocab + token
     value = tl.load(at, mask=inside, other=0.0) + tl.load(values + i, mask=inside, other=0.0)
     tl.store(at, value, mask=inside)
 
@@ -71,7 +72,7 @@ def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab
     matches = 1
     for i in range(last - begin):
         matches &= (tl.load(tail + i) == tl.load(words + begin + i)).to(tl.int32)
-    if matches:
+    if (matches != 0) & (tl.load(words + last) < vocab):
         tl.store(logits + tl.load(rows + index) * vocab + tl.load(words + last), float("-inf"))
 
 
