@@ -83,9 +83,11 @@ class Tenants:
         self._all = list(known.values())
         if len(self._all) == 1:  # whoever has the only key runs the server
             self._all = [replace(self._all[0], admin=True)]
-        self.anybody = self._tenant("", None, "")
         self.closed = bool(self._all)
         """Whether a key is needed."""
+        limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
+        self.anybody = Tenant("", b"", limits, admin=not self.closed)
+        """Whoever shows no key: all callers of an open server, of a closed one those of its open routes."""
 
     def find(self, key: str) -> Tenant | None:
         """Whose key that is. All of them are compared, so that the time taken tells nothing."""
@@ -103,12 +105,11 @@ class Tenants:
             for name, entry in _read(config.api_key_file).items():
                 yield name, entry, "api_key_file"
 
-    def _tenant(self, name: str, entry: KeyEntry | None, source: str) -> Tenant:
+    def _tenant(self, name: str, entry: KeyEntry, source: str) -> Tenant:
         config = self._config
-        requests, tokens = config.requests_per_minute, config.tokens_per_minute
-        if entry is None:
-            return Tenant(name, b"", RateLimits(requests, tokens), admin=True)
-        limits = RateLimits(entry.requests_per_minute or requests, entry.tokens_per_minute or tokens)
+        limits = RateLimits(
+            entry.requests_per_minute or config.requests_per_minute, entry.tokens_per_minute or config.tokens_per_minute
+        )
         if not entry.key.strip():
             raise ConfigError(f"{source}: {name} has an empty key")
         digest = _digest(entry.key)

@@ -189,11 +189,11 @@ async def test_who_trickles_is_closed(name: str) -> None:
 
 async def test_who_is_slow_but_moves_is_served() -> None:
     """A body that comes in pieces, in more time than the limit for each; and one whose answer takes longer."""
-    body = b'{"prompt": "' + b"x" * 100_000 + b'"}'
+    body = b'{"prompt": "' + b"x" * 300_000 + b'"}'
     head = POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    pieces = [body[i : i + 10_000] for i in range(0, len(body), 10_000)]
-    engine = FakeEngine(LETTERS, max_model_len=200_000, step_seconds=0.1)
-    async with serving(engine, read_timeout=1.0) as port:
+    pieces = [body[i : i + 20_000] for i in range(0, len(body), 20_000)]
+    engine = FakeEngine(LETTERS, max_model_len=400_000, step_seconds=0.25)
+    async with serving(engine, read_timeout=3.0) as port:
         answer = await port.send(head, *pieces, pause=0.25)
         assert statuses(answer) == [200]
 
@@ -214,6 +214,15 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
         last = b"GET /nowhere HTTP/1.1\r\nConnection: close\r\n\r\n"
         assert statuses(await port.send(get * 50 + last)) == [200] * 50 + [404]
+
+
+async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request() -> None:
+    async with serving(FakeEngine(LETTERS), api_key=["secret"], read_timeout=2) as port:
+        upgrade = (
+            b" HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
+        )
+        answers = [statuses(await port.send(b"GET " + path + upgrade)) for path in (b"/health", b"/v1/models")]
+        assert [each[0] for each in answers] == [200, 401]
 
 
 async def metric(url: str, name: str) -> float:
