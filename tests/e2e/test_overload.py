@@ -22,10 +22,13 @@ from tests.e2e.server import Server
 SECONDS = float(os.environ.get("TEST_OVERLOAD_SECONDS", "4"))
 JUDGE_TIME = SECONDS >= 60
 OVERLOAD = 10
-MAX_GROWTH = 48 * 2**20
-"""Bytes: allocators keep some of what a queue of 64 requests takes. One in ten of those refused would be more."""
+MAX_GROWTH = 16 * 2**20
+"""Bytes, of which a minute takes half a million; the thousands it refuses would show if they were kept."""
 TOKENS = 200
-FLAGS = ("--max-num-seqs", "16", "--max-queued-requests", "64", "--max-model-len", "1024", "--threads", "1")
+FLAGS = (
+    *("--max-num-seqs", "16", "--max-queued-requests", "64", "--max-model-len", "1024", "--threads", "1"),
+    *("--request-history", "16"),  # which is bounded too, but fills for a while
+)
 
 
 @pytest.fixture
