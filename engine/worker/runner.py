@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from engine.worker.graphs import Capture, DecodeGraphs
 from engine.worker.inputs import Picks, Slots
 from engine.worker.pending import PendingStep, Pick, PromptChunk
 from engine.worker.sampler import SamplingRow, logprob_tensors
-from engine.worker.transfer import Download
+from engine.worker.transfer import Download, upload
 
 _LOGIT_ROWS = 256
 """Rows of prompt logits held at once: a vocabulary of 150,000 makes each 600 KB."""
@@ -87,9 +88,10 @@ class Runner:
     def _pick(self, picks: Picks, owners: list[Admission], asked: list[int], hidden: Tensor) -> list[Tensor]:
         """The picked tokens [R] int64, written to their slots; where some are asked for log probabilities, these."""
         if not picks.rows:
-            return [torch.empty(0, dtype=torch.int64)]
+            return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden)
-        unmodified = logits[asked] if asked else None
+        (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
+        unmodified = logits[reported] if asked else None
         rows = [
             SamplingRow(owner.params, owner.seed, length, owner.num_prompt, self._slots.token_ids, row.slot)
             for row, owner, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
@@ -100,7 +102,7 @@ class Runner:
         if unmodified is None:
             return [picked]
         most = max(owners[index].params.logprobs or 0 for index in asked)
-        return [picked, *logprob_tensors(unmodified, picked[asked], most)]
+        return [picked, *logprob_tensors(unmodified, picked[reported], most)]
 
     def _prompt_logprobs(self, rows: list[Row], hidden: Tensor) -> tuple[list[PromptChunk], list[Tensor]]:
         """For each row that wants them, of the prompt tokens that follow its tokens: the tokens, and what
@@ -116,7 +118,7 @@ class Runner:
                 for first in range(0, len(following), _LOGIT_ROWS):
                     part = following[first : first + _LOGIT_ROWS]
                     logits = self._model.logits(hidden[begin + first : begin + first + len(part)])
-                    tokens = torch.tensor(part, device=logits.device)
+                    (tokens,) = upload([np.array(part, dtype=np.int64)], logits.device)
                     chunks.append(PromptChunk(row.request_id, part, top))
                     tensors += logprob_tensors(logits, tokens, top)
             begin += row.count

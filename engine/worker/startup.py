@@ -77,7 +77,7 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
         max_model_len=config.max_model_len,
         num_blocks=config.num_kv_blocks,
     )
-    capture = choose_capture(config, device)
+    capture = choose_capture(config, backend, device)
     scratch = None if capture is None else plan.num_blocks
     param = "gpu_memory_utilization" if device.type == "cuda" else "kv_cache_memory"
     with explained(f"{plan.num_blocks} pages of KV cache", param, "Lower it, or --max-model-len"):
@@ -114,8 +114,10 @@ def fixed_order(backend: Backend) -> Backend:
     return batch_invariant(backend)
 
 
-def choose_capture(config: EngineConfig, device: torch.device) -> Capture | None:
-    return CudaCapture(device) if device.type == "cuda" and not config.enforce_eager else None
+def choose_capture(config: EngineConfig, backend: Backend, device: torch.device) -> Capture | None:
+    """How decodes become graphs. The reference's attention reads lengths on the host, which no graph can hold."""
+    able = device.type == "cuda" and backend.NAME != "reference"
+    return CudaCapture(device) if able and not config.enforce_eager else None
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:

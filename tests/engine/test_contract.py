@@ -1,7 +1,6 @@
 """The same tokens, whatever else is running: alone, together, chunked, prefix-hit, preempted, replayed."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from engine.config import EngineConfig
 from engine.loop import Engine
 from engine.types import Request, ThinkingBudget
+from kernels.backends import select_backend
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -41,7 +41,7 @@ def tokens(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
     return {name: answer.ids for name, answer in run(engine, requests).items()}
 
 
-GPU_BACKENDS = ("flash", "torch_varlen", "reference")
+GPU_BACKENDS = ("flash", "torch_varlen", "triton", "reference")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,11 @@ def test_tokens_do_not_depend_on_what_else_runs(dtype: str, backend: str, device
 
 
 def gpu_lacks(backend: str) -> str | None:
-    return import_module(f"kernels.{backend}").cannot_serve(torch.device("cuda"), torch.bfloat16, 32)
+    try:
+        select_backend(torch.device("cuda"), torch.bfloat16, 32, backend)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:

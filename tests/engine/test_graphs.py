@@ -92,7 +92,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
-    monkeypatch.setattr(startup, "choose_capture", lambda config, device: capture)
+    monkeypatch.setattr(startup, "choose_capture", lambda config, backend, device: capture)
     options = {"max_model_len": 1024, "max_num_seqs": 12, "max_num_batched_tokens": 256} | options
     return Engine(EngineConfig(attention_backend="flash", dtype="bfloat16", num_kv_blocks=40, **options))
 
@@ -182,7 +182,7 @@ def test_a_fake_that_can_tell() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_real_graphs_on_a_gpu(backend: str) -> None:
     options: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 12, "attention_backend": backend}
     eager = Engine(EngineConfig(dtype="bfloat16", deterministic=True, enforce_eager=True, num_kv_blocks=400, **options))
