@@ -198,3 +198,19 @@ def test_requests_that_end_while_they_wait_are_not_sent() -> None:
     replay.end("c")
     assert replay.engine_died(outside=False) == []
     assert replay.release() == []
+
+
+def test_kills_from_outside_are_no_strikes_and_hold_up_nobody() -> None:
+    replay = Replay()
+    replay.add("a")
+    for outside in (False, *[True] * 10):
+        assert replay.release() == ["a"]
+        replay.begin(["a"])
+        assert replay.engine_died(outside=outside) == []
+    replay.end("a")
+    replay.add("b")
+    replay.release()
+    replay.begin(["b"])
+    replay.engine_died(outside=True)
+    replay.add("new")
+    assert replay.release() == ["b", "new"]
