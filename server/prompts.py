@@ -56,7 +56,10 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
             text = serving.tokenizer.decode(one, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
             prompts.append(Prompt(one, text))
     if body.suffix:
-        (suffix,) = await encode(serving.tokenizer, [body.suffix], False, "suffix")
+        # SentencePiece's kind would put a space before it, which is not there behind a mark.
+        lead = "\u263a" if serving.tokenizer.strips_first_space else ""
+        lead_ids, suffix = await encode(serving.tokenizer, [lead, lead + body.suffix], False, "suffix")
+        suffix = suffix[len(lead_ids) :]
         begin = body.add_special_tokens
         filled = [infill(serving.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
         prompts = [Prompt(ids, "") for ids in filled]

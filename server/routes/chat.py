@@ -84,8 +84,11 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
 
 
 def ignored_by_template(body: ChatRequest, tools: ToolUse, template: str) -> list[str]:
-    """Names of parameters that the model's template makes nothing of."""
-    ignored = []
+    """Names of parameters that the template makes nothing of, the model's or the request's own."""
+    template = body.chat_template or template
+    ignored = [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs if name not in template]
+    if body.documents and "documents" not in template:
+        ignored.append("documents")
     if tools.shown and "tools" not in template:
         ignored.append("tools")
     if not any(name in template for name in body.implied_variables) and body.reasoning_effort is not None:

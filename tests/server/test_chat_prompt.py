@@ -47,6 +47,17 @@ async def test_tokenize_writes_what_a_chat_would(fields: dict[str, Any]) -> None
         assert told["tokens"] == house.engine.seen[-1].prompt_ids
 
 
+async def test_what_a_template_does_not_read_is_named() -> None:
+    fields = {"messages": TALK, "documents": [{"text": "x"}], "chat_template_kwargs": {"a1": 1, "messages_left": 2}}
+    reads = "{{ documents }}{{ a1 }}{{ messages_left }}{{ messages }}"
+    async with open_house(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as house:
+        response = await house.http.post(PATH, json=fields)
+        ignored = "chat_template_kwargs.a1, chat_template_kwargs.messages_left, documents"
+        assert response.headers["x-ignored-params"] == ignored
+        response = await house.http.post(PATH, json={**fields, "chat_template": reads})
+        assert "x-ignored-params" not in response.headers
+
+
 async def test_tokenize_refuses_what_a_chat_does(house: House) -> None:
     for fields, param in (
         ({"messages": TALK[:1], "continue_final_message": True}, "continue_final_message"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -235,6 +236,17 @@ async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
             assert answer["choices"][0]["text"] == "ab"
         await house.post(COMPLETIONS, {"prompt": "Hi", "suffix": ""})
         assert engine.seen[-1].prompt_ids == ids("Hi")
+
+
+async def test_a_suffix_begins_without_sentence_pieces_space(house: House) -> None:
+    tokenizer = sentence_piece_tokenizer().tokenizer
+    marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
+    tokenizer.backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
+    before, between, middle = map(tokenizer.backend.token_to_id, marks)
+    house.app.state.serving = dataclasses.replace(house.app.state.serving, tokenizer=tokenizer)
+    await house.post(COMPLETIONS, {"prompt": "ab", "suffix": "ab"})
+    spaced, bare = map(tokenizer.backend.token_to_id, ("\u2581ab", "ab"))
+    assert house.engine.seen[-1].prompt_ids == [1, before, spaced, between, bare, middle]
 
 
 async def test_codestral_reads_the_suffix_first() -> None:
