@@ -18,7 +18,9 @@ from tests.e2e.server import Server
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "log"
-    server = Server(log, "--max-num-batched-tokens", "64", "--num-kv-blocks", "40", "--max-model-len", "512")
+    server = Server(
+        log, "--max-num-batched-tokens", "64", "--num-kv-blocks", "40", "--max-model-len", "512", "--threads", "1"
+    )
     yield server
     assert server.stop() == 0
 
