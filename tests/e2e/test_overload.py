@@ -124,22 +124,25 @@ async def test_ten_times_the_load(server: Server) -> None:
     assert server.metric("vllm:num_requests_waiting") == server.metric("vllm:num_requests_running") == 0
 
 
-@pytest.mark.parametrize("server", [("--api-key", "greedy", "modest")], indirect=True)
+@pytest.mark.parametrize("server", [("--api-key", "greedy", "modest", "--max-queued-requests", "200")], indirect=True)
 @pytest.mark.timeout(600)
 async def test_a_greedy_key_does_not_take_anothers_share(server: Server) -> None:
-    """One has ten times as many requests open or refused as there are slots, the other as many as there are slots."""
+    """One has ten times as many requests open or refused as there are slots, the other twice as many as slots.
+
+    So many that the time in which a busy client gets round to its next request costs neither a slot.
+    """
     answers: dict[str, list[Answer]] = {"greedy": [], "modest": []}
     over = asyncio.Event()
 
     async def user(key: str, number: int) -> None:
         while not over.is_set():
-            answers[key].append(await ask(server, key, tokens=30 + number % 40, number=number))
+            answers[key].append(await ask(server, key, tokens=80 + number % 40, number=number))
             if answers[key][-1].status != 200:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.5)
 
     users = [asyncio.create_task(user("greedy", number)) for number in range(160)]
     await asyncio.sleep(1)  # it has all slots and its part of the queue by now
-    users += [asyncio.create_task(user("modest", number)) for number in range(16)]
+    users += [asyncio.create_task(user("modest", number)) for number in range(32)]
     await asyncio.sleep(2)
     first = time.perf_counter()
     await asyncio.sleep(2 * SECONDS)
