@@ -24,9 +24,8 @@ SOURCES = Path("kernels/cpu")
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 ISAS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
-# No link against an OpenMP runtime: its symbols stay open and are PyTorch's at load. One runtime per process.
-COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
-LINK = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
+COMPILE = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+LINK = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 
 
 def compiler() -> str | None:

@@ -1,14 +1,9 @@
-"""Loads the compiled kernels: the best library this CPU can run, on the OpenMP runtime that PyTorch brought along.
-
-The libraries are built by setup.py. Their OpenMP symbols are open, so that the process has one runtime, and one pool
-of threads, whoever calls: PyTorch's own is made visible before a library is loaded.
-"""
+"""Loads the compiled kernels: the best library this CPU can run. They are built by setup.py."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,7 +111,6 @@ def runnable() -> list[str]:
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
         return []
-    share_openmp()
     level = ctypes.CDLL(str(HERE / "plain.so")).isa_level()
     usable = [isa for isa in list(ISAS)[: level + 1] if isa in built]
     wanted = os.environ.get("QUIRE_CPU_ISA", "")
@@ -127,21 +121,3 @@ def runnable() -> list[str]:
     if wanted not in usable:
         raise ValueError(f"QUIRE_CPU_ISA={wanted} cannot run here; what can: {', '.join(usable)}")
     return usable[: usable.index(wanted) + 1]
-
-
-def share_openmp() -> None:
-    """Make the symbols of the OpenMP runtime that PyTorch has loaded visible to libraries loaded from now on."""
-    for path in openmp_runtimes():
-        ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOLOAD)
-
-
-def openmp_runtimes() -> list[str]:
-    """Paths of the OpenMP runtimes in this process: GNU's, Intel's or LLVM's, all of which GOMP_parallel is part of."""
-    name = re.compile(r"lib(gomp|iomp5|omp)\b[^/]*\.(so|dylib)")
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:  # not Linux: what lies beside PyTorch
-        beside = Path(torch.__file__).parent / "lib"
-        return [str(path) for path in sorted(beside.iterdir()) if name.match(path.name)]
-    mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    return sorted(path for path in mapped if name.match(Path(path).name))

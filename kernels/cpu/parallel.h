@@ -1,21 +1,21 @@
-// Work over PyTorch's OpenMP threads. No omp.h: the pragma alone, so that the same source builds without OpenMP too.
+// Work over the threads of a pool (parallel.cpp).
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <vector>
 
-// work(i) for each i below `items`, on up to `threads` threads, whoever is free next. Callers ask for all threads or
-// for one: libgomp ends and spawns threads when a team changes its size.
+void run_parallel(int threads, long items, void (*work)(const void*, long), const void* context);
+
+// work(i) for each i below `items`, on up to `threads` threads, whoever is free next.
 template <class Work>
 void parallel_for(int threads, long items, const Work& work) {
   if (threads <= 1 || items <= 1) {
     for (long i = 0; i < items; ++i) work(i);
     return;
   }
-  std::atomic<long> next{0};
-#pragma omp parallel num_threads(threads)
-  for (long i = next.fetch_add(1); i < items; i = next.fetch_add(1)) work(i);
+  run_parallel(
+      threads, items, [](const void* context, long i) { (*static_cast<const Work*>(context))(i); }, &work);
 }
 
 // Rows [0, rows) in one go, or in a few even pieces if their `cost` pays for waking threads: 3 microseconds, and one

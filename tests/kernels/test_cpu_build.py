@@ -1,4 +1,4 @@
-"""How the kernels are built and loaded: with and without a compiler, on one OpenMP runtime, clean under sanitizers."""
+"""How the kernels are built and loaded: with and without a compiler, no OpenMP of their own, clean under sanitizers."""
 
 from __future__ import annotations
 
@@ -83,9 +83,8 @@ def test_only_stale_libraries_are_built(tree: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_one_openmp_runtime_in_the_process() -> None:
     code = (
-        "import torch; from kernels import cpu; from kernels.cpu import native;"
-        "x = torch.ones(500, 2000); torch.set_num_threads(2); cpu.rms_norm(x, x[0], 1e-5); x @ x.T;"
-        "print(len(native.openmp_runtimes()))"
+        "import re, torch; from kernels import cpu; x = torch.ones(500, 2000); cpu.rms_norm(x, x[0], 1e-5); x @ x.T;"
+        "maps = open('/proc/self/maps').read(); print(len(set(re.findall(r'\\S*lib(?:g|i)?omp\\S*', maps))))"
     )
     done = python(code)
     assert done.stdout.strip() == "1", done.stderr
