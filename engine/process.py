@@ -60,6 +60,8 @@ class EngineProcess:
             stderr=subprocess.PIPE,
             pass_fds=(theirs,),
             start_new_session=True,
+            # PyTorch's idle OpenMP threads would spin for milliseconds on the cores that our kernels' threads need.
+            env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
         os.close(theirs)
         assert self._process.stdin is not None
