@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import engine.worker.runner as runner
 from engine.config import EngineConfig
 from engine.local import LocalClient
 from engine.types import EngineInfo
+from engine.worker import device_sampler
 from server import cli
 from server.commands.verify import Check, Verification, show
 from tests.tiny_models import save_tiny_model
@@ -53,13 +53,13 @@ async def test_in_this_process_all_but_the_kill_is_exercised(model: str) -> None
 
 
 async def test_a_sampler_that_looks_at_its_batch_is_found(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest: Callable[..., torch.Tensor] = runner.sample
+    honest: Callable[..., torch.Tensor] = device_sampler.sample
 
-    def broken(logits: torch.Tensor, rows: Any, *rest: Any) -> torch.Tensor:
-        picks = honest(logits, rows, *rest)
+    def broken(logits: torch.Tensor, rows: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        picks = honest(logits, rows, *rest, **named)
         return (picks + 1) % logits.shape[-1] if len(rows) > 8 else picks
 
-    monkeypatch.setattr(runner, "sample", broken)
+    monkeypatch.setattr(device_sampler, "sample", broken)
     _, checks = await verify(model)
     assert checks["batched"].differing > 0
     assert not checks["batched"].passed
