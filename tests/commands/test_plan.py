@@ -18,6 +18,8 @@ from engine.config import DEMO_MODEL, EngineConfig
 from engine.errors import ConfigError
 from engine.loop import Engine
 from engine.plan import GIB
+from kernels import cpu
+from kernels.cpu.native import ISAS
 from server import cli
 from server.commands.plan.estimate import BLOCK_SIZE, Wishes, estimate, predicted_tokens
 from server.commands.plan.machine import ENGINE_HOST_BYTES, Machine, find_card, read_cards
@@ -167,7 +169,8 @@ def test_the_engine_gets_what_was_planned(
     before = resident_bytes()
     monkeypatch.setattr("engine.worker.memory.available_host_bytes", lambda: GIB - (resident_bytes() - before))
     config = EngineConfig(model=path, load_format="dummy", dtype="bfloat16", **options)
-    planned = predicted_tokens(config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False))
+    squeezes = cpu.available() and cpu.isa() == ISAS["avx512_bf16"]
+    planned = predicted_tokens(config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False, squeezes=squeezes))
     info = Engine(config).info
     assert planned == pytest.approx(info.num_blocks * info.block_size, rel=0.03)
 

@@ -39,16 +39,17 @@ def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
     server = Server(tmp_path / "log")
     engine = server.engine_pid()
     answer: list[httpx.Response] = []
-    body = {"prompt": "Once", "max_tokens": 150, "ignore_eos": True}
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "n": 8}
     asking = threading.Thread(
         target=lambda: answer.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=120))
     )
     asking.start()
-    while server.metric("vllm:num_requests_running") == 0:
+    while server.metric("vllm:num_requests_running") == 0 and asking.is_alive():
         time.sleep(0.01)
+    assert asking.is_alive()
     assert server.stop(signal.SIGTERM) == 0
     asking.join()
-    assert answer[0].json()["usage"]["completion_tokens"] == 150
+    assert answer[0].json()["usage"]["completion_tokens"] == 8 * 1900
     wait_until_gone(engine)
 
 

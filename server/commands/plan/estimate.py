@@ -95,6 +95,10 @@ class Estimate:
         return self.weight_bytes * parameters / self.anatomy.parameters
 
 
+_SQUEEZED_AWAY = 0.24
+"""Of a linear's bytes: a quarter, but for the few weights that are kept whole (kernels/cpu/squeeze.h)."""
+
+
 def weights_by_arithmetic(anatomy: Anatomy, dtype: str) -> int:
     """Bytes of the weights in this type, quantized linears at their own bits."""
     return round(anatomy.parameters * DTYPE_BYTES[dtype] * anatomy.weight_ratio)
@@ -125,6 +129,10 @@ def estimate(anatomy: Anatomy, machine: Machine, wishes: Wishes, stored: tuple[i
     on_device = weights // machine.count
     if not machine.gpu and anatomy.embeddings < 2 * anatomy.head_parameters:
         on_device += anatomy.head_parameters * width  # the CPU's kernels pack a tied head into a copy of its own
+    if machine.squeezes and dtype == "bfloat16":
+        on_device -= round(
+            (on_device - anatomy.head_parameters * width) * _SQUEEZED_AWAY
+        )  # all but the embedding table
     split = min(machine.count, anatomy.kv_heads)
     token = anatomy.kv_numbers * width // split
     page = token * BLOCK_SIZE

@@ -12,6 +12,7 @@ from engine.plan import CUDA_CONTEXT_BYTES, GIB, available_host_bytes, device_kv
 
 _CARDS = Path(__file__).with_name("cards.toml")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
+_CPU = Path("/proc/cpuinfo")
 ENGINE_HOST_BYTES = 200 * 2**20
 """Memory of their own that the API and engine processes take beside weights and KV cache; measured on Linux."""
 
@@ -29,6 +30,8 @@ class Machine:
     flops: float | None = None
     """16-bit, a second."""
     bf16: bool = True
+    squeezes: bool = False
+    """A CPU whose kernels keep bfloat16 linears in 12 bits."""
     count: int = 1
 
     def kv_budget(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
@@ -79,7 +82,8 @@ def this_machine(*, gpu: bool = True) -> Machine:
             return find_card(model.removeprefix("Model:").strip())
         except ConfigError:
             continue
-    return Machine("this machine's CPU", memory=available_host_bytes(), gpu=False)
+    squeezes = _CPU.exists() and " avx512_bf16 " in _CPU.read_text(encoding="utf-8")
+    return Machine("this machine's CPU", memory=available_host_bytes(), gpu=False, squeezes=squeezes)
 
 
 def with_memory(gib: float) -> Machine:
