@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.worker.grammar import GrammarMask, constrain
-from engine.worker.sampler import SamplingRow, sample
+from engine.worker.sampler import SamplingRow, end_thinking, sample
 from engine.worker.transfer import upload
 
 Sampler = Callable[[Tensor, list[SamplingRow], tuple[int, ...], GrammarMask | None], Tensor]
@@ -45,6 +45,9 @@ def sample_on_device(
     _add(logits, rows, eos_token_ids)
     _ban(logits, rows)
     _penalize(logits, rows)
+    for index, row in enumerate(rows):
+        if row.params.thinking is not None:
+            end_thinking(logits[index], row, row.params.thinking)
     if masked is not None and unmodified is not None:
         logits[masked] = constrain(logits[masked], unmodified, allowed)
     params, vocab = [row.params for row in rows], logits.shape[1]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.types import SamplingParams
+from engine.types import SamplingParams, ThinkingBudget
 from engine.worker.device_sampler import sample_on_device
 from engine.worker.grammar import GrammarMask
 from engine.worker.sampler import SamplingRow, sample, uniforms
@@ -94,6 +94,11 @@ def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     assert together == [
         int(sample_on_device(logits[i : i + 1].to(device, copy=True), [rows[i]], EOS)) for i in range(6)
     ]
+
+
+def test_thinking_ends_when_its_budget_is_used_up() -> None:
+    budgets = [ThinkingBudget(3, end_id=9, begin_id=None), ThinkingBudget(3, end_id=9, begin_id=5)]
+    assert check(noise(2, 50), [{"thinking": budget} for budget in budgets])[0] == 9
 
 
 def test_changes_to_logits() -> None:
