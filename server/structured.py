@@ -162,13 +162,14 @@ class GrammarChecker:
         param, grammar = asked
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(f"{param} is longer than {MAX_GRAMMAR_BYTES} bytes", param=param)
-        async with self._turn:
-            if grammar not in self._verdicts:
-                self._verdicts[grammar] = await self._try(grammar)
-            self._verdicts.move_to_end(grammar)
-            if len(self._verdicts) > _KEPT_VERDICTS:
-                self._verdicts.popitem(last=False)
-            wrong = self._verdicts[grammar]
+        if grammar not in self._verdicts:  # what is known waits for nobody's check
+            async with self._turn:
+                if grammar not in self._verdicts:
+                    self._verdicts[grammar] = await self._try(grammar)
+                if len(self._verdicts) > _KEPT_VERDICTS:
+                    self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(grammar)
+        wrong = self._verdicts[grammar]
         if wrong is not None:
             raise InvalidRequest(f"{param}: {wrong}", param=param)
         return grammar

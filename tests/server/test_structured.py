@@ -140,6 +140,8 @@ async def test_a_checker_starts_when_it_is_needed_and_survives_a_cancelled_check
         await task
     good = json_grammar(SCHEMA)
     assert await checker.checked(("a", good)) == good
+    async with checker._turn:  # as while another's check is under way
+        assert await asyncio.wait_for(checker.checked(("b", good)), 10) == good, "what is known waits for nobody"
     with pytest.raises(InvalidRequest) as raised:
         await checker.checked(("b", Grammar("regex", "(")))
     assert raised.value.param == "b"
