@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -58,6 +59,7 @@ async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> 
 
 
 async def _watch(receive: Receive, close: Callable[[], None]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    with suppress(HTTPException):  # of a body over the bounds, where the route has read none
+        while (await receive())["type"] != "http.disconnect":
+            pass
     close()

@@ -108,6 +108,13 @@ async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(house: 
     await late.aclose()
 
 
+async def test_a_watcher_whose_body_is_refused_is_let_go(house: House) -> None:
+    call = house.http.request("GET", "/v1/engine/events", content=b"[" * 101)
+    response = await asyncio.wait_for(call, 60)
+    assert response.text.startswith("event: hello")
+    assert not house.app.state.serving.watchers._all
+
+
 async def test_a_silent_or_dead_engine_is_told_of(house: House) -> None:
     house.engine.silent = True
     events = watcher(house).events({})
