@@ -72,7 +72,8 @@ class Ledger:
 
     def may_name(self, sequence: str, caller: Scope) -> bool:
         """Whether a sequence of the engine belongs to an answer of this caller's."""
-        return self.find("-".join(sequence.split("-")[:2]), caller) is not None
+        trail = self._jobs.get("-".join(sequence.split("-")[:2]))
+        return trail is not None and may_see(caller, trail)
 
 
 def may_see(caller: Scope, trail: Trail) -> bool:

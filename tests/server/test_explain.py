@@ -6,7 +6,9 @@ import pytest
 
 from engine.history import History
 from engine.types import Request, RequestOutput, SamplingParams, StepRecord
-from server.trail import request_id
+from server.limits import RateLimits
+from server.tenants import Tenant
+from server.trail import Ledger, Trail, request_id
 from tests.server.fake import FakeEngine, hashed
 from tests.server.house import House, open_house
 
@@ -71,6 +73,15 @@ async def test_tenants_see_their_own_alone() -> None:
             assert (await house.http.get(f"/v1/requests/{path}/explain", headers=two)).status_code == 404
         assert (await house.http.get(f"/v1/requests/{other['id']}/explain", headers=two)).status_code == 200
         assert (await house.http.get(f"/v1/requests/{name['id']}/explain")).status_code == 401
+
+
+def test_batch_mates_are_known_by_their_answers_ids_alone() -> None:
+    tenant = Tenant("one", b"", RateLimits(None, None))
+    ledger = Ledger(1)
+    for job, name in (("cmpl-a", "first"), ("cmpl-b", "cmpl-a")):
+        ledger.begin({"tenant": tenant, "trail": Trail(name, "POST", "/v1/completions", None)}, job, "model")
+    assert ledger.may_name("cmpl-b-0", {"tenant": tenant})
+    assert not ledger.may_name("cmpl-a-0", {"tenant": tenant}), "not by an X-Request-Id that looks the same"
 
 
 def test_what_is_kept_of_long_answers_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
