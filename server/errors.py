@@ -113,18 +113,17 @@ def _without_doubles(details: Sequence[Any]) -> list[Any]:
 
 
 def _param(place: Sequence[str | int]) -> str | None:
-    """The top-level parameter of ("body", "messages", 0, "role")."""
-    names = [part for part in place if part != "body"]
-    return str(names[0]) if names else None
+    """The top-level parameter of ("body", "messages", 0, "role") or ("query", "seconds")."""
+    return str(place[1]) if len(place) > 1 else None
 
 
 def _where(place: Sequence[str | int]) -> str:
     """messages[0].role; the names of union members that pydantic puts in are left out."""
     text = ""
-    for part in place:
+    for part in place[1:]:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part != "body" and part.isidentifier() and part not in ("str", "int", "float"):
+        elif part.isidentifier() and part not in ("str", "int", "float"):
             text += f".{part}" if text else part
     return text or "body"
 
@@ -144,6 +143,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     trail = request.scope.get("trail")
-    extra = {"request_id": None if trail is None else trail.request_id}
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error, extra=extra)
-    return _answer(500, error_body(UNEXPECTED, SERVER, None, "internal_error"))
+    name = None if trail is None else trail.request_id
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error, extra={"request_id": name})
+    headers = {} if name is None else {"X-Request-Id": name}  # no middleware of ours sees this answer
+    return _answer(500, error_body(UNEXPECTED, SERVER, None, "internal_error"), headers)

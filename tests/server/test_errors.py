@@ -226,6 +226,13 @@ async def test_unknown_routes_and_methods(house: House) -> None:
     }
 
 
+async def test_a_bad_query_names_its_parameter(house: House) -> None:
+    response = await house.http.get("/v1/engine/trace?seconds=0")
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["param"], error["message"]) == ("seconds", "seconds: Input should be greater than 0")
+
+
 async def test_at_most_ten_details(house: House) -> None:
     error = (await house.post(CHAT, {"messages": [{}] * 50}, 400))["error"]
     assert error["message"].count("Field required") == 10
@@ -281,7 +288,9 @@ async def test_the_unexpected_shows_nothing_of_its_cause(house: House, caplog: p
         raise RuntimeError("secret path /etc")
 
     house.engine._send = trip
-    error = (await house.post(*completion(), 500))["error"]
+    response = await house.http.post(COMPLETIONS, json={"prompt": "x"}, headers={"X-Request-Id": "mine"})
+    assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+    error = response.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "internal_error")
     assert "secret" not in error["message"]
     assert "secret path" in caplog.text
