@@ -38,7 +38,8 @@ def load_weights(table: ParameterTable, stream: TensorStream, *, dtype: torch.dt
                 f"model: {name} has shape {list(tensor.shape)}, config.json means {list(parameter.shape)}",
                 param="model",
             )
-        parameter.put(tensor.to(device=device, dtype=dtype))
+        # A copy: a tensor that stayed a view of the mapped file would keep the whole of it in memory.
+        parameter.put(tensor.to(device=device, dtype=dtype, copy=True))
         size += tensor.numel() * dtype.itemsize
     if waiting:
         raise ModelError(f"model: the weights lack {_listing(list(waiting))}", param="model")

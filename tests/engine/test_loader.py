@@ -33,6 +33,14 @@ def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
     assert answer(tmp_path / "shards") == answer(whole)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+def test_a_loaded_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32))
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
+
+
 def test_errors_name_the_tensor(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     norm = load_file(path / "model.safetensors")["model.norm.weight"]
