@@ -96,7 +96,7 @@ async def test_two_killers_one_streaming_one_by_openais_sdk(tmp_path: Path) -> N
             assert response.status_code == 200
             lines = [line async for line in response.aiter_lines() if line]
         chunks = [msgspec.json.decode(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-        assert len(chunks) == 6
+        assert 2 <= len(chunks) <= 6, "what left the engine of its five tokens before it was gone, and an error"
         assert chunks[-1]["error"]["code"] == "request_quarantined"
         with pytest.raises(InternalServerError, match=MESSAGE):
             await by_sdk
