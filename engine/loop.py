@@ -47,6 +47,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             prefix_piece=min(plan.block_size, PREFIX_PIECE),
         )
+        self._pulse = pulse
         self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead, pulse)
         self.info = EngineInfo(
             model=config.model,
@@ -82,7 +83,10 @@ class Engine:
 
     def prepare(self) -> bool:
         """Use a moment without requests for what later ones will need; False when there is nothing left to do."""
-        return self.runner.warm_up()
+        self._pulse.begin_step([])  # one that hangs is found like a step that does
+        more = self.runner.warm_up()
+        self._pulse.end_step()
+        return more
 
     @property
     def last_step(self) -> StepRecord | None:

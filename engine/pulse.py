@@ -69,7 +69,8 @@ class Pulse(Unwatched):
         self._moved = time.monotonic()
 
     def progress(self) -> None:
-        self._moved = time.monotonic()
+        if self._moved is not None:  # a model computes outside steps too: its memory is measured when it starts
+            self._moved = time.monotonic()
 
     def end_step(self) -> None:
         self._moved = None

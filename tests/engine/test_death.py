@@ -89,6 +89,28 @@ def test_a_fault_of_its_own_ends_a_process_as_ever(act: str, number: int) -> Non
     assert die(act) == (-number, [Began(["up"])])
 
 
+IDLE = """
+import os
+from engine.pulse import Pulse, Struck, decode_sign
+signs, theirs = os.pipe()
+pulse = Pulse(theirs)
+pulse.begin_step([])
+pulse.end_step()
+pulse.progress()
+pulse.struck(0)
+signs = map(decode_sign, os.fdopen(signs, "rb"))
+while next(signs) != Struck(0): pass
+next(signs)  # may have been on its way
+print(next(signs).stuck_ms, flush=True)
+os._exit(0)
+"""
+
+
+def test_what_is_computed_outside_steps_is_no_step_that_hangs() -> None:
+    done = subprocess.run([sys.executable, "-c", IDLE], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
+
+
 def fake_proc(root: Path, *threads: tuple[float, str]) -> Path:
     """/proc of process 1: per thread, the seconds it has waited for a processor and its state."""
     for index, (waited, letter) in enumerate(threads):
