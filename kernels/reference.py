@@ -157,10 +157,12 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    packs = weight.dtype == torch.float32 or (
-        weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    packs = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # PyTorch for Apple's CPUs lacks it
+    packs = packs and (
+        weight.dtype == torch.float32
+        or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
-    linear = _pack_onednn(weight, bias) if weight.device.type == "cpu" and packs else None
+    linear = _pack_onednn(weight, bias) if packs else None
     if wide and bias is None and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
         return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
     if linear is None:

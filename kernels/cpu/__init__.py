@@ -255,7 +255,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
     refuses to pack it; in float32 on AVX2 it is the faster for more than a few rows, so it stays there.
     """
     library = _native()
-    narrow = weight.dtype == torch.float32 and library.isa in ("plain", "avx2")
+    narrow = weight.dtype == torch.float32 and library.isa in ("plain", "avx2") and torch.backends.mkldnn.is_available()
     if weight.dtype not in library.linear or narrow or weight.shape[1] * weight.element_size() % 4:
         return reference.pack_linear(weight, bias, wide=wide)
     return linear.PackedLinear(library, weight, bias, wide=wide)

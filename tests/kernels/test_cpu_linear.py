@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import cpu
+from kernels import cpu, reference
 from kernels.cpu.linear import PackedLinear
 from tests.kernels.ragged import error
 
@@ -25,6 +25,16 @@ def test_linear(isa: str, inner: int, outs: int, biased: bool, dtype: torch.dtyp
         assert got.shape == (rows, outs)
         expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
         assert rows == 0 or error(got, expected) < (5e-3 if dtype == torch.bfloat16 else 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pytorch_without_onednn(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for Apple's CPUs: its operators do not exist there."""
+    monkeypatch.setattr(torch._C, "_has_mkldnn", False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    x, weight = torch.ones((3, 8), dtype=dtype), torch.eye(8, dtype=dtype)
+    assert isinstance(cpu.pack_linear(weight, None), PackedLinear)
+    assert torch.equal(reference.pack_linear(weight, None)(x), x)
 
 
 def test_rounded_once(isa: str, generator: torch.Generator) -> None:
