@@ -84,7 +84,7 @@ async def test_kills_while_the_server_starts_and_drains(tmp_path: Path) -> None:
         expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
         streams = [asyncio.create_task(answer(client, asked)) for asked in KINDS.values()]
         while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)  # for all to be sent: what comes after the signal is refused
         server.process.send_signal(signal.SIGTERM)
         os.kill(server.engine_pid(), signal.SIGKILL)
         assert await asyncio.gather(*streams) == list(expected.values())
