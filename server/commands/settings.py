@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
 from engine.errors import ConfigError
+from server.commands.elsewhere import dashed, unknown_arguments
 
 PREFIX = "QUIRE_"
 PRESETS = Path(__file__).resolve().parent.parent.parent / "configs"
@@ -51,7 +52,9 @@ def parse(
 
     `positional` names an argument for the field `model`. Exits with status 2 and one line for a bad value.
     """
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(dashed(argv))
+    if unknown:
+        parser.exit(2, f"{parser.prog}: {unknown_arguments(unknown, parser._option_string_actions)}")
     flags = {name: value for name, value in vars(args).items() if name in model.model_fields}
     given = getattr(args, positional) if positional else None
     if given is not None:
@@ -62,6 +65,8 @@ def parse(
     for name in sorted(set(os.environ) - known):
         if name.startswith(PREFIX):
             print(f"{parser.prog}: environment variable {name} is not a setting, ignored", file=sys.stderr)
+    if os.environ.get("VLLM_API_KEY"):  # who set it thinks that the door is locked
+        print(f"{parser.prog}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     try:
         return args, load(model, flags, args.config)
     except ConfigError as error:

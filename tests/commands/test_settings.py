@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +14,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from server.commands import elsewhere
 from server.commands.settings import PRESETS, add_flags, load, parse
 from server.config import ServerConfig
 
@@ -148,3 +150,38 @@ def test_help_shows_every_field_with_its_description_and_default() -> None:
         assert field.description, f"{name} has no description"
         assert field.description.split(";")[0] in text
     assert "Port to listen on; 0: any free one (default: 8000)" in text
+
+
+def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "--swap-space", "4", "-ngl=9", "--sise", "2", "--zzz")
+    assert said.splitlines() == [
+        "small: cannot be understood:",
+        "  --swap-space: not needed: what is preempted is recomputed, not swapped",
+        "  -ngl: not needed: a GPU holds all layers",
+        "  --sise: did you mean --size?",
+        "  --zzz: not known; --help lists all",
+    ]
+    assert "  b: one argument too many" in complaint(capsys, "a", "b")
+
+
+def test_advice_on_flags_names_flags_that_are_there() -> None:
+    known = {"--" + name.replace("_", "-") for name in ServerConfig.model_fields}
+    advice = elsewhere.advice()
+    assert set(re.findall(r"--[a-z-]+", " ".join(advice.values()))) <= known
+    assert not known & {f"--{flag}" for flag in advice}
+
+
+def test_flags_may_have_underscores() -> None:
+    assert small("--ratio=0.5", "--names", "a_b").names == ["a_b"]
+    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False)
+    add_flags(parser, ServerConfig, {ServerConfig: "all"})
+    config = parse(parser, ["--max_model_len=77", "--served_model_name", "a_b"], ServerConfig)[1]
+    assert (config.max_model_len, config.served_model_name) == (77, ["a_b"])
+
+
+def test_a_key_given_to_vllm_is_said_not_to_guard(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    small()
+    assert capsys.readouterr().err == "small: VLLM_API_KEY is not read; QUIRE_API_KEY is\n"
