@@ -11,8 +11,9 @@ from engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["queued", "preempted", "prefill", "decode"]
-MAX_STOP_STRINGS = 4
-MAX_STOP_CHARACTERS = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096
+"""Of all of them: text that is held back is compared with each."""
 _MOST_TOKENS = 2**31 - 1
 
 
@@ -69,6 +70,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.stop, tuple):  # one string, or a list
+            stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            msgspec.structs.force_setattr(self, "stop", stop)
         _within("n", self.n, 1, 128)
         _within("temperature", self.temperature, 0.0, 2.0)
         _within("top_p", self.top_p, 0.0, 1.0, above=True)
@@ -90,8 +94,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop")
         if any(not text for text in self.stop):
             raise InvalidRequest("stop must not contain an empty string", param="stop")
-        if any(len(text) > MAX_STOP_CHARACTERS for text in self.stop):
-            raise InvalidRequest(f"stop must not contain more than {MAX_STOP_CHARACTERS} characters", param="stop")
+        if sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
+            message = f"stop must not contain more than {MAX_STOP_CHARACTERS} characters in all"
+            raise InvalidRequest(message, param="stop")
         for bias in (self.logit_bias or {}).values():
             _within("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any
 
@@ -132,12 +133,16 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     if error.status_code == HTTPStatus.NOT_FOUND:
-        body = error_body(f"Unknown request URL: {method} {path}", INVALID, None, "unknown_url")
+        near = get_close_matches(path, request.app.openapi()["paths"], 1, 0.75)
+        hint = f"did you mean {near[0]}?" if near else "/openapi.json lists what is served"
+        body = error_body(f"Unknown request URL: {method} {path}; {hint}", INVALID, None, "unknown_url")
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         body = error_body(f"Not allowed to {method} on {path}", INVALID, None, "method_not_supported")
     else:
         kind = SERVER if error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
-        body = error_body(str(error.detail), kind, None, None)
+        unreadable = "error parsing the body" in str(error.detail)  # FastAPI's words for bytes that are no text
+        detail = "The body must be JSON in UTF-8, not compressed" if unreadable else str(error.detail)
+        body = error_body(detail, kind, None, None)
     return _answer(error.status_code, body, dict(error.headers or {}))
 
 

@@ -51,7 +51,7 @@ class Serving:
         if asked is None:
             return names[0]
         if asked not in names:
-            raise ModelNotFound(f"The model `{asked}` does not exist.", param="model")
+            raise ModelNotFound(f"The model `{asked}` does not exist; served here: {', '.join(names)}", param="model")
         return asked
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,6 +17,16 @@ class TextPart(BaseModel):
 
     type: Literal["text", "input_text", "refusal"] = "text"
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def only_text(cls, part: Any) -> Any:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind not in get_args(cls.model_fields["type"].annotation):
+            raise InvalidRequest(
+                f"messages: only text is read here, got a content part of type {kind}", param="messages"
+            )
+        return part
 
 
 class ChatMessage(BaseModel):

@@ -13,6 +13,7 @@ from server.version import VERSION
 router = APIRouter()
 
 
+@router.head("/health", response_model=None)
 @router.get("/health", response_model=None)
 @router.get("/ping", response_model=None)
 @router.get("/ready", response_model=None)

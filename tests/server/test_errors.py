@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import re
 from typing import Any
@@ -41,9 +42,9 @@ BAD_INPUTS = [
     (completion(repetition_penalty=0), "repetition_penalty", "above 0.0"),
     (completion(seed=2**63), "seed", "at most"),
     (completion(seed=2**80), "seed", "integer|at most"),
-    (completion(stop=["a", "b", "c", "d", "e"]), "stop", "at most 4"),
+    (completion(stop=["a"] * 65), "stop", "at most 64"),
     (completion(stop=""), "stop", "empty"),
-    (completion(stop=["a", "b" * 1025]), "stop", "more than 1024"),
+    (completion(stop=["a", "b" * 4096]), "stop", "more than 4096"),
     (completion(stop_token_ids=[1] * 1025), "stop_token_ids", "at most 1024"),
     (completion(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias", "at most 1024"),
     (chat(cache_salt="s" * 1025), "cache_salt", "at most 1024"),
@@ -110,7 +111,12 @@ BAD_INPUTS = [
     (chat(messages=[]), "messages", "at least 1"),
     (chat(messages="x"), "messages", "valid list"),
     (chat(messages=[{"content": "x"}]), "messages", r"messages\[0\].role"),
-    (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages", r"messages\[0\].content"),
+    (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages", "only text.*type image_url"),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
+        "messages",
+        r"content\[0\].text: Field",
+    ),
     (chat(top_logprobs=2), "top_logprobs", "logprobs to be true"),
     (chat(logprobs=True, top_logprobs=21), "top_logprobs", "at most 20"),
     (chat(max_completion_tokens=0), "max_completion_tokens", "greater than or equal to 1"),
@@ -176,7 +182,7 @@ async def test_an_unknown_model_is_a_404(house: House) -> None:
     for path, body in (completion(model="gpt"), chat(model="gpt"), ("/tokenize", {"model": "gpt", "prompt": "x"})):
         error = (await house.post(path, body, 404))["error"]
         assert error == {
-            "message": "The model `gpt` does not exist.",
+            "message": "The model `gpt` does not exist; served here: owner/model, second",
             "type": "not_found_error",
             "param": "model",
             "code": "model_not_found",
@@ -211,10 +217,20 @@ async def test_a_form_is_told_to_be_json(house: House) -> None:
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
+async def test_a_body_that_is_no_text_is_told_so(house: House) -> None:
+    response = await house.http.post(COMPLETIONS, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "The body must be JSON in UTF-8, not compressed"
+
+
 async def test_unknown_routes_and_methods(house: House) -> None:
     response = await house.http.get("/v1/nothing")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "unknown_url"
+    for path, meant in (("/chat/completions", CHAT), ("/v1/v1/completions", COMPLETIONS), (f"{CHAT}/", CHAT)):
+        message = (await house.post(path, {}, 404))["error"]["message"]
+        assert message == f"Unknown request URL: POST {path}; did you mean {meant}?"
+    assert "/openapi.json lists" in (await house.post("/v1/embeddings", {}, 404))["error"]["message"]
     response = await house.http.get(COMPLETIONS)
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"

@@ -18,7 +18,7 @@ async def test_models(house: House) -> None:
     assert (model.id, model.object, model.owned_by) == (NAME, "model", "quire")
     assert model.model_dump()["max_model_len"] == 512
     error = (await house.http.get("/v1/models/no/such")).json()["error"]
-    assert error["message"] == "The model `no/such` does not exist."
+    assert error["message"] == f"The model `no/such` does not exist; served here: {NAME}, second"
     answer = await house.post("/v1/completions", {"model": "second", "prompt": "x"})
     assert answer["model"] == "second"
 
@@ -36,6 +36,7 @@ async def test_health_and_version(house: House) -> None:
     for path in ("/health", "/ping"):
         response = await house.http.get(path)
         assert (response.status_code, response.content) == (200, b"")
+    assert (await house.http.head("/health")).status_code == 200
     assert set((await house.http.get("/version")).json()) == {"version"}
     house.engine.die()
     assert (await house.http.get("/health")).status_code == 503
