@@ -21,6 +21,7 @@ class EngineConfig(BaseSettings):
 
     model: str = Field(DEMO_MODEL, description="Local directory or hub id; default: the embedded story-teller")
     tokenizer: str | None = Field(None, description="Directory or hub id of the tokenizer, if not the model's")
+    chat_template: str | None = Field(None, description="Jinja file of the chat template, if not the model's")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, nothing is read")
     dtype: Dtype = Field(

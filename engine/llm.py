@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import secrets
 import threading
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from engine.chat_template import ChatRenderer
 from engine.config import EngineConfig
 from engine.detokenizer import TextStream
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import ConfigError, EngineError, InvalidRequest
 from engine.local import LocalClient
 from engine.model_files import resolve_model
 from engine.seeds import choice_seed
 from engine.tokenizer import Tokenizer
 from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = dict[str, Any]
 _T = TypeVar("_T")
 
@@ -59,8 +62,13 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
-        self.tokenizer = Tokenizer.load(resolve_model(config.tokenizer or config.model, config.revision))
+        try:
+            config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
+        except ValidationError as error:
+            wrong = [f"{each['loc'][0]}: {each['msg']}, got {each['input']!r}" for each in error.errors()]
+            raise ConfigError("; ".join(wrong)) from None
+        folder = resolve_model(config.tokenizer or config.model, config.revision)
+        self.tokenizer = Tokenizer.load(folder, config.chat_template)
         self._renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
@@ -73,34 +81,55 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
     ) -> list[Generation]:
-        """Answer one prompt or many, texts or token ids, in their order. One `params` for all, or one for each.
+        """Answer one prompt or many, texts or token ids, in their order. One `sampling_params` for all, or one each.
 
         Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
         """
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
         many: list[Any] = [prompts] if alone else list(prompts)
-        return self._answer([self._encode(prompt, special=True) for prompt in many], params, use_tqdm)
+        return self._answer([self._encode(each, index) for index, each in enumerate(many)], sampling_params, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Generation]:
-        """Answer one conversation or many, rendered by the model's chat template."""
+        """Answer one conversation or many, rendered by the model's chat template; answers are text, tool calls too."""
         many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        rendered = [self._renderer.render(talk) for talk in many]
-        return self._answer([self._encode(text, special=False) for text in rendered], params, use_tqdm)
+        texts = [
+            self._renderer.render(
+                talk,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for talk in many
+        ]
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return self._answer(list(zip(texts, encoded, strict=True)), sampling_params, use_tqdm)
 
-    def _encode(self, prompt: Prompt, *, special: bool) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Any, index: int) -> tuple[str | None, list[int]]:
+        """vLLM's dictionaries of one entry are known too."""
+        if isinstance(prompt, Mapping):
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt, add_special_tokens=special)
-        return None, list(prompt)
+            return prompt, self.tokenizer.encode(prompt)
+        try:
+            return None, [operator.index(token) for token in prompt]  # numpy's and torch's numbers too
+        except TypeError:
+            message = f"prompt {index} must be a text or a list of token ids, got {type(prompt).__name__}"
+            raise InvalidRequest(message, param="prompts") from None
 
     def _answer(
         self,
@@ -111,28 +140,24 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise InvalidRequest(f"{len(params)} params for {len(prompts)} prompts", param="params")
+            raise InvalidRequest(f"sampling_params: {len(params)} for {len(prompts)} prompts", param="sampling_params")
         self._check([ids for _, ids in prompts])
-        progress = Progress(
-            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), disable=not show_progress
-        )
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        progress = Progress(*columns, console=Console(stderr=True), disable=not show_progress)
         with progress:
             task = progress.add_task("", total=len(prompts))
             return self._run(self._generate_all(prompts, params, progress, task))
 
     def _check(self, prompts: Sequence[list[int]]) -> None:
-        info, vocab = self.info, self.tokenizer.vocab_size
+        longest, vocab = self.info.max_model_len, self.tokenizer.vocab_size
         for index, ids in enumerate(prompts):
-            if not ids:
-                raise InvalidRequest(f"prompt {index} is empty", param="prompts")
-            if len(ids) >= info.max_model_len:
-                raise InvalidRequest(
-                    f"prompt {index} has {len(ids)} tokens, the context is {info.max_model_len}", param="prompts"
-                )
-            if outside := [token for token in ids if not 0 <= token < vocab]:
-                raise InvalidRequest(
-                    f"prompt {index}: token id {outside[0]} is outside the vocabulary", param="prompts"
-                )
+            wrong = "is empty" if not ids else ""
+            if len(ids) >= longest:
+                wrong = f"has {len(ids)} tokens, the context is {longest}"
+            elif outside := [token for token in ids if not 0 <= token < vocab]:
+                wrong = f"has token id {outside[0]}, which is outside the vocabulary"
+            if wrong:
+                raise InvalidRequest(f"prompt {index} {wrong}", param="prompts")
 
     async def _generate_all(
         self,
@@ -174,6 +199,9 @@ class LLM:
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run on the engine's loop and wait; an interrupt of the waiting thread cancels the work."""
+        if not self.close.alive:
+            work.close()
+            raise EngineError("this LLM was closed")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from engine.errors import ModelError
+from engine.errors import ConfigError, ModelError
 
 SPACE_MARK = "\u2581"
 """SentencePiece's visible space."""
@@ -57,8 +57,9 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
 
     @classmethod
-    def load(cls, path: str | Path) -> Tokenizer:
-        """Read a model directory. Raises ModelError when it holds no tokenizer that can be read."""
+    def load(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
+        """Read a model directory; `chat_template`, a file or the template itself, stands in for its own. Raises
+        ModelError when it holds no tokenizer that can be read, ConfigError where there is no such template."""
         path = Path(path)
         config = _read_json(path / "tokenizer_config.json")
         special_map = _read_json(path / "special_tokens_map.json")
@@ -78,7 +79,7 @@ class Tokenizer:
         return cls(
             backend,
             special_tokens=special_tokens,
-            chat_templates=_chat_templates(path, config),
+            chat_templates=_chat_templates(path, config) if chat_template is None else _given_template(chat_template),
             eos_token_ids=_eos_token_ids(path),
         )
 
@@ -225,6 +226,14 @@ def _load_by_transformers(path: Path) -> tokenizers.Tokenizer:
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ModelError(f"{path.name} has no fast tokenizer (no tokenizer.json, and transformers builds none)")
     return backend
+
+
+def _given_template(given: str) -> dict[str, str]:
+    """By its path, or as it is: no path has a brace."""
+    try:
+        return {"default": given if "{" in given else Path(given).expanduser().read_text(encoding="utf-8")}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"chat_template: cannot read {given}: {error}", param="chat_template") from error
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

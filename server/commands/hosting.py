@@ -137,7 +137,7 @@ def _build(config: ServerConfig, client: ProcessClient) -> FastAPI:
     return create_app(
         config,
         client,
-        Tokenizer.load(tokenizer_path),
+        Tokenizer.load(tokenizer_path, config.chat_template),
         vocab_size=read_model_config(path).vocab_size,
         generation_defaults=read_generation_defaults(path),
     )

@@ -2,11 +2,12 @@
 
 import json
 
+import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.config import DEMO_MODEL
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import ConfigError, EngineError, InvalidRequest
 from quire import LLM, Grammar, SamplingParams, json_grammar
 
 
@@ -58,6 +59,48 @@ def test_n_stop_and_logprobs(llm: LLM) -> None:
         if output.finish_reason == "stop":
             assert output.stop_reason == "the"
     assert any(output.finish_reason == "stop" for output in generation.outputs)
+
+
+def test_prompts_come_in_all_the_forms_that_people_have(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=6)
+    (wanted,) = llm.generate("Once upon a time", params, use_tqdm=False)
+    ids = wanted.prompt_token_ids
+    forms = [np.array(ids), tuple(ids), {"prompt_token_ids": ids}, {"prompt": "Once upon a time"}]
+    for found in llm.generate(forms, sampling_params=params, use_tqdm=False):
+        assert (found.prompt_token_ids, found.outputs[0].text) == (ids, wanted.outputs[0].text)
+    with pytest.raises(InvalidRequest, match="prompt 1 must be a text or a list of token ids, got int"):
+        llm.generate([[1], 5], params)
+
+
+@pytest.mark.parametrize("stop", ["the", ["the"], ("the",), None])
+def test_a_stop_string_is_one_string_however_it_is_given(stop: str | list[str] | None) -> None:
+    assert SamplingParams(stop=stop).stop == (("the",) if stop else ())
+
+
+def test_a_chat_goes_on_where_its_last_message_ends(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": "Once there was"}]
+    (found,) = llm.chat(talk, SamplingParams(max_tokens=3), use_tqdm=False, continue_final_message=True)
+    assert found.prompt is not None
+    assert found.prompt.endswith("Once there was")
+
+
+def test_progress_is_told_beside_the_output(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["Once", "The"], SamplingParams(max_tokens=2))
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "2/2" in err
+
+
+def test_options_that_are_none_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"max_num_seqs: .*got 0; quantization: Extra inputs"):
+        LLM(max_num_seqs=0, quantization="awq")
+
+
+def test_a_closed_one_says_so() -> None:
+    llm = LLM(num_kv_blocks=64, max_model_len=64, threads=1)
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate("Once", use_tqdm=False)
 
 
 @pytest.mark.parametrize("prompt", [[], [10**6], [1] * 5000])

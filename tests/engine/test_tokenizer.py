@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ModelError
+from engine.config import DEMO_MODEL
+from engine.errors import ConfigError, ModelError
 from engine.tokenizer import Scheme, Tokenizer
 from tests.texts import byte_level_tokenizer, sentence_piece_tokenizer, shared
 
@@ -97,3 +98,12 @@ def test_a_directory_without_a_readable_tokenizer_is_an_error(tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot read the tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_template_of_the_operators_stands_in_for_the_models(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages }}", encoding="utf-8")
+    for given in (str(file), "{{ messages }}"):
+        assert Tokenizer.load(DEMO_MODEL, given).chat_templates == {"default": "{{ messages }}"}
+    with pytest.raises(ConfigError, match=r"chat_template: cannot read nowhere\.jinja: .*No such file"):
+        Tokenizer.load(DEMO_MODEL, "nowhere.jinja")
