@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError
+from engine.model_files import text_config
 
-SERVED = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+SERVED = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 """What engine/models has; a test holds them equal."""
 _OLDER = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "opt", "falcon", "bloom", "mpt", "phi"}
 _OLDER |= {"starcoder2", "nemotron", "arcee"}
@@ -92,11 +93,12 @@ def read_anatomy(raw: Mapping[str, Any]) -> Anatomy:
     """Of a config.json. Raises ModelError, naming what is missing, for what is no decoder."""
     if raw.get("is_encoder_decoder"):
         raise ModelError("model: an encoder-decoder has no plan here, only decoders do", param="model")
-    text = {**raw, **_text_part(raw)}
+    text = text_config(raw)
     kind = str(text.get("model_type", ""))
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
     vocab = _number(text, "vocab_size")
-    notes = [] if text is raw or not _text_part(raw) else ["only the text part is counted, no image or audio tower"]
+    whole = kind == raw.get("model_type", "")
+    notes = [] if whole else ["only the text part is counted, no image or audio tower"]
     attending, sliding = _layer_kinds(text, layers)
     if attending < layers:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
@@ -154,7 +156,7 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
         parameters += heads * size + 2 * shared * size + hidden
     elif kind in ("qwen2", "qwen2_moe"):
         parameters += heads * size + 2 * shared * size
-    if kind in ("qwen3", "qwen3_moe"):
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         parameters += 2 * size
     return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
 
@@ -202,8 +204,11 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int]:
         attend = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
         return len(attend), sum("sliding" in kind for kind in attend)
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    first = int(text.get("max_window_layers") or 0) if text.get("model_type") == "qwen2" else 0
-    return layers, max(layers - first, 0) if window else 0
+    kind = text.get("model_type")
+    full = int(text.get("max_window_layers") or 0) if kind == "qwen2" else 0
+    if every := text.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(str(kind)):
+        full = layers // int(every)
+    return layers, max(layers - full, 0) if window else 0
 
 
 def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:
@@ -219,11 +224,6 @@ def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:
     bits = int(settings.get("bits") or settings.get("w_bit") or (4 if settings.get("load_in_4bit") else 8))
     group = int(settings.get("group_size") or settings.get("q_group_size") or 128)
     return method, bits + ((16 + bits) / group if group > 0 and bits < 8 else 0.0)
-
-
-def _text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config") or {}
-    return part if isinstance(part, Mapping) else {}
 
 
 def _optional(text: Mapping[str, Any], name: str) -> int:

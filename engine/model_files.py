@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from engine.errors import ModelError
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_GEMMA3 |= {"max_position_embeddings": 131_072}
+"""What files of Gemma 3 leave out."""
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -84,6 +88,8 @@ def read_model_config(path: Path) -> ModelConfig:
     raw = _read_json(path / "config.json")
     if raw is None:
         raise ModelError(f"model: {path.name} has no config.json", param="model")
+    if raw.get("model_type") == "gemma3":  # of models with images the only ones whose text part is served
+        raw = text_config(raw)
     generation = _read_json(path / "generation_config.json") or {}
     heads = _integer(raw, "num_attention_heads")
     hidden = _integer(raw, "hidden_size")
@@ -104,6 +110,20 @@ def read_model_config(path: Path) -> ModelConfig:
         eos_token_ids=_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
         raw=raw,
     )
+
+
+def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with the part on its decoder, where there is one, over the rest."""
+    part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config")
+    text = {**raw, **(part if isinstance(part, Mapping) else {})}
+    return _GEMMA3 | text if text.get("model_type") == "gemma3_text" else text
+
+
+def text_tensor(name: str) -> str | None:
+    """What a checkpoint's tensor is called in a model of text alone; None: it is of what sees images."""
+    if "vision_tower." in name or "multi_modal_projector." in name:
+        return None
+    return name.replace("language_model.", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +149,7 @@ def read_stored_weights(path: Path) -> StoredWeights | None:
     floats = other = total = 0
     for shard in shards:
         for name, tensor in _safetensors_header(shard).items():
-            if name == "__metadata__" or name.endswith("rotary_emb.inv_freq"):
+            if name == "__metadata__" or name.endswith("rotary_emb.inv_freq") or text_tensor(name) is None:
                 continue
             begin, end = tensor["data_offsets"]
             total += end - begin

@@ -37,7 +37,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A pre-norm layer of attention and a gated MLP, ready to compute: what engine/models/decoder.py runs in steps."""
+    """A layer of attention and a gated MLP, ready to compute: what engine/models/decoder.py runs in steps."""
 
     qkv: Linear
     out: Linear
@@ -47,8 +47,14 @@ class DecoderLayer:
     output_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    attention_norm: Tensor | None
+    """Of what attention gives, before it joins the stream; so with the MLP."""
+    mlp_norm: Tensor | None
+    cos_sin: Tensor | None
     window: int | None
-    rotate: bool
+    scale: float
+    softcap: float | None
+    gelu: bool
 
 
 class FusedLayers(Protocol):
@@ -56,7 +62,6 @@ class FusedLayers(Protocol):
         self,
         x: Tensor,
         residual: Tensor | None,
-        cos_sin: Tensor,
         metadata: AttentionMetadata,
         kv_cache: Sequence[tuple[Tensor, Tensor]],
         layers: range,
@@ -78,8 +83,9 @@ class Backend(Protocol):
     def description(self) -> str:
         """What computes, for the log: the library and its version, the instruction set."""
 
-    def cannot_serve(self, device: device, dtype: dtype, head_dim: int) -> str | None:
-        """Why it cannot serve such a model there, in one line that says what would help; None where it can."""
+    def cannot_serve(self, device: device, dtype: dtype, head_dim: int, softcap: bool = False) -> str | None:
+        """Why it cannot serve such a model there, in one line that says what would help; None where it can.
+        softcap: the model caps its attention scores."""
 
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: dtype) -> tuple[int, ...]:
         """Shape of one layer's key cache and of its value cache; the first axis is the page.
@@ -111,7 +117,8 @@ class Backend(Protocol):
         """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis; the mean in float32 (Zhang and Sennrich, 2019)."""
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). The weight is float32, and
+        the arithmetic, rounded to the dtype of x at the end."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
@@ -119,10 +126,13 @@ class Backend(Protocol):
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [T, 2 * F], gate in the first half: [T, F]."""
 
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
+
     def rope_store(
         self,
         qkv: Tensor,
-        cos_sin: Tensor,
+        cos_sin: Tensor | None,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
@@ -131,12 +141,11 @@ class Backend(Protocol):
         metadata: AttentionMetadata,
         *,
         head_dim: int,
-        rotate: bool = True,
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm q and k per head (weights [D], where given), rotate both, store k and v.
+        """Split qkv [T, (H + 2K) * D], norm q and k per head (weights [D] where given), rotate both, store k and v.
 
         cos_sin [most positions, D]: cosines in the first half of a row, sines in the second, float32; pairs are
-        (i, i + D/2) as in the Llama checkpoints. rotate=False leaves positions out (NoPE layers). Returns q [T, H, D].
+        (i, i + D/2) as in the Llama checkpoints. None leaves positions out (NoPE layers). Returns q [T, H, D].
         K is told by the caches' element count. May overwrite qkv.
         """
 

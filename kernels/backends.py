@@ -21,7 +21,9 @@ _MODULES = {
 BACKENDS = tuple(_MODULES)
 
 
-def select_backend(device: device, dtype: dtype, head_dim: int, name: str = "auto") -> tuple[Backend, str]:
+def select_backend(
+    device: device, dtype: dtype, head_dim: int, name: str = "auto", softcap: bool = False
+) -> tuple[Backend, str]:
     """The backend module for a model on a device, and one line on why it is this one.
 
     Raises ValueError for a name that is not in BACKENDS, or whose backend cannot serve the model; it says why.
@@ -29,13 +31,13 @@ def select_backend(device: device, dtype: dtype, head_dim: int, name: str = "aut
     if name != "auto":
         if name not in BACKENDS:
             raise ValueError(f"unknown attention backend {name!r}; one of auto, {', '.join(BACKENDS)}")
-        backend, reason = _find(name, device, dtype, head_dim)
+        backend, reason = _find(name, device, dtype, head_dim, softcap)
         if backend is None:
             raise ValueError(f"{name}: {reason}")
         return backend, f"{backend.description()}; asked for"
     passed_over: list[str] = []
     for name in _PREFERRED.get(device.type, ()):
-        backend, reason = _find(name, device, dtype, head_dim)
+        backend, reason = _find(name, device, dtype, head_dim, softcap)
         if backend is not None:
             return backend, "; ".join([backend.description(), *passed_over])
         passed_over.append(f"{name}: {reason}")
@@ -43,13 +45,13 @@ def select_backend(device: device, dtype: dtype, head_dim: int, name: str = "aut
     return reference, "; ".join([reference.description(), *passed_over])
 
 
-def _find(name: str, device: device, dtype: dtype, head_dim: int) -> tuple[Backend | None, str]:
+def _find(name: str, device: device, dtype: dtype, head_dim: int, softcap: bool) -> tuple[Backend | None, str]:
     """The backend, or None and why it cannot serve."""
     try:
         backend = _load(name)
     except ModuleNotFoundError as error:
         return None, f"the Python package {error.name} is not installed"
-    reason = backend.cannot_serve(device, dtype, head_dim)
+    reason = backend.cannot_serve(device, dtype, head_dim, softcap)
     return (backend, "") if reason is None else (None, reason)
 
 

@@ -42,7 +42,7 @@ def description() -> str:
     return f"flash-attn {_library().__version__}"
 
 
-def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
     found = _load()
     return flash_cannot_serve(device, dtype, head_dim) or (found if isinstance(found, str) else None)
 

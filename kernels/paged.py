@@ -5,26 +5,17 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Backend
 from kernels.reference import argmax, fuse_layers, pack_linear
 
-__all__ = [
-    "BLOCK_SIZE",
-    "add_rms_norm",
-    "argmax",
-    "fuse_layers",
-    "kv_cache_shape",
-    "pack_linear",
-    "rms_norm",
-    "rope_store",
-    "silu_mul",
-]
-__all__ += ["store_kv"]
+__all__ = ["BLOCK_SIZE", "add_rms_norm", "argmax", "fuse_layers", "gelu_mul", "kv_cache_shape", "pack_linear"]
+__all__ += ["rms_norm", "rope_store", "silu_mul", "store_kv"]
 
 BLOCK_SIZE = 256
 """flash-attn 2 takes multiples of 256 alone."""
@@ -57,23 +48,24 @@ def _fused() -> ModuleType:
     return triton_fused
 
 
-def _for(x: Tensor) -> ModuleType:
-    return _fused() if x.is_cuda else reference
+def _for(x: Tensor) -> Backend:
+    return cast(Backend, _fused() if x.is_cuda else reference)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out: Tensor = _for(x).rms_norm(x, weight, eps)
-    return out
+    return _for(x).rms_norm(x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = _for(x).add_rms_norm(x, residual, weight, eps)
-    return out
+    return _for(x).add_rms_norm(x, residual, weight, eps)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    out: Tensor = _for(gate_up).silu_mul(gate_up)
-    return out
+    return _for(gate_up).silu_mul(gate_up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    return _for(gate_up).gelu_mul(gate_up)
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
@@ -82,7 +74,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 def rope_store(
     qkv: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -91,9 +83,5 @@ def rope_store(
     metadata: AttentionMetadata,
     *,
     head_dim: int,
-    rotate: bool = True,
 ) -> Tensor:
-    out: Tensor = _for(qkv).rope_store(
-        qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, metadata, head_dim=head_dim, rotate=rotate
-    )
-    return out
+    return _for(qkv).rope_store(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, metadata, head_dim=head_dim)

@@ -25,7 +25,7 @@ def description() -> str:
     return "plain PyTorch, slower"
 
 
-def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
     return None
 
 
@@ -96,7 +96,7 @@ def _attend(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float() if x.dtype != torch.float64 else x
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -110,14 +110,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up for gate_up [T, 2 * F], in the tanh approximation (Hendrycks and Gimpel, 2016)."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 
 
 def rope_store(
     qkv: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -126,7 +125,6 @@ def rope_store(
     metadata: AttentionMetadata,
     *,
     head_dim: int,
-    rotate: bool = True,
 ) -> Tensor:
     kv_heads = k_cache.shape[2]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -135,7 +133,7 @@ def rope_store(
         q = rms_norm(q, q_norm, eps)
     if k_norm is not None:
         k = rms_norm(k, k_norm, eps)
-    if rotate:
+    if cos_sin is not None:
         cos, sin = cos_sin[metadata.positions][:, None].chunk(2, dim=-1)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     store_kv(k, v, k_cache, v_cache, metadata.slots)

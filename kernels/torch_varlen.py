@@ -19,6 +19,7 @@ from kernels.paged import *  # noqa: F403 - every function of a backend beside a
 from kernels.paged import flash_cannot_serve
 
 NAME = "torch_varlen"
+_NO_SOFTCAP = "PyTorch's varlen attention has no softcap; install flash-attn (pip install 'quire[flash]')"
 
 
 @cache
@@ -36,10 +37,10 @@ def description() -> str:
     return f"flash-attn as built into PyTorch {torch.__version__}"
 
 
-def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
     if _varlen_attn() is None:
         return f"PyTorch {torch.__version__} has no paged attention, 2.13 has"
-    return flash_cannot_serve(device, dtype, head_dim)
+    return flash_cannot_serve(device, dtype, head_dim) or (_NO_SOFTCAP if softcap else None)
 
 
 def paged_attention(
@@ -58,7 +59,7 @@ def paged_attention(
     (https://github.com/pytorch/pytorch/issues/194167). It also makes the results independent of the batch.
     """
     if softcap is not None:
-        raise NotImplementedError("PyTorch's varlen attention has no softcap; install flash-attn: quire[flash]")
+        raise NotImplementedError(_NO_SOFTCAP)
     attend = _varlen_attn()
     assert attend is not None
     return attend(

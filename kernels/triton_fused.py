@@ -1,7 +1,7 @@
 """What stands between the matrix products and attention, each one Triton kernel; twins in kernels/reference.py.
 
-Caches are [pages, page size, K, D] with pages of any size. Arithmetic is float32; a norm rounds to the tensors' dtype
-where the reference does, the gates round once, at the end. Rows share nothing, so no bit depends on the batch.
+Caches are [pages, page size, K, D] with pages of any size. Arithmetic is float32, as are the weights of norms, rounded
+once, at the end. Rows share nothing, so no bit depends on the batch.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -31,8 +31,8 @@ def _norm_kernel(out, x, residual, weight, eps, SIZE: tl.constexpr, BLOCK: tl.co
         value = (value.to(tl.float32) + beside.to(tl.float32)).to(value.dtype)
         tl.store(residual + at, value, mask=inside)
     wide = value.to(tl.float32)
-    wide = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)).to(value.dtype).to(tl.float32)
-    wide *= tl.load(weight + tl.arange(0, BLOCK), mask=inside, other=0.0).to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    wide *= tl.load(weight + tl.arange(0, BLOCK), mask=inside, other=0.0)
     tl.store(out + at, wide.to(value.dtype), mask=inside)
 
 
@@ -120,10 +120,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 @triton.jit
 def _normed(half, inverse, weight, inside, chosen):
-    """Half of every head, float32 [heads, half], normed where `chosen` and rounded as the norm of a row would be."""
-    dtype = weight.dtype.element_ty
-    scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(chosen, ((half * inverse).to(dtype).to(tl.float32) * scale).to(dtype).to(tl.float32), half)
+    """Half of every head, float32 [heads, half], normed where `chosen`."""
+    return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
@@ -171,7 +169,7 @@ def _rope_kernel(
 
 def rope_store(
     qkv: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -180,7 +178,6 @@ def rope_store(
     metadata: AttentionMetadata,
     *,
     head_dim: int,
-    rotate: bool = True,
 ) -> Tensor:
     qkv = qkv.contiguous()
     page, kv_heads = k_cache.shape[1:3]
@@ -190,8 +187,8 @@ def rope_store(
     half = power_of_2(head_dim // 2)
     if tokens:
         _rope_kernel[tokens, cdiv(total, _ROPE_HEADS)](
-            q, qkv, cos_sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, k_cache, v_cache,
+            q, qkv, *(qkv if each is None else each for each in (cos_sin, q_norm, k_norm)), k_cache, v_cache,
             metadata.positions, metadata.slots, k_cache.stride(0), v_cache.stride(0), eps, heads, kv_heads, head_dim,
-            half, page, _ROPE_HEADS, q_norm is not None, k_norm is not None, rotate, num_warps=2,
+            half, page, _ROPE_HEADS, q_norm is not None, k_norm is not None, cos_sin is not None, num_warps=2,
         )  # fmt: skip
     return q

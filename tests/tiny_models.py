@@ -33,6 +33,20 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+GEMMA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "tie_word_embeddings": True,
+    "sliding_window": 24,
+    "query_pre_attn_scalar": 50,
+}
+
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied-biased": {
@@ -52,6 +66,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": {
+        **GEMMA,
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 8.0,
+        "final_logit_softcapping": 6.0,
+    },
+    "gemma3": {**GEMMA, "model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3-linear-rope": {
+        **GEMMA,
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "rope_parameters": GEMMA3_ROPES,
+    },
+    "gemma3-with-images": {
+        "model_type": "gemma3",
+        "text_config": SHAPE | GEMMA | {"sliding_window_pattern": 3, "rope_parameters": GEMMA3_ROPES},
+        "vision_config": TOWER,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -65,6 +99,7 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5)
         else:
-            torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+            offset = name.endswith("bias") or family.startswith("gemma")  # whose norms multiply by 1 + weight
+            torch.nn.init.normal_(parameter, mean=0.0 if offset else 1.0, std=0.2)
     model.to(dtype).save_pretrained(path)
     return path

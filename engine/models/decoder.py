@@ -1,7 +1,7 @@
 """One decoder-only transformer with parameters for what the families differ in. It knows no request and no scheduler.
 
-Pre-norm blocks of grouped-query attention and a gated MLP (Touvron et al., 2023). A family's file maps a config.json
-to a DecoderSpec; nothing else of it is code.
+Pre-norm blocks of grouped-query attention and a gated MLP (Touvron et al., 2023), with Gemma's norms after both where
+asked for. A family's file maps a config.json to a DecoderSpec; nothing else of it is code.
 """
 
 from __future__ import annotations
@@ -36,16 +36,28 @@ class DecoderSpec:
     head_dim: int
     norm_eps: float
     tie_embeddings: bool
-    rope: dict[str, Any]
+    ropes: tuple[dict[str, Any] | None, ...]
+    """Per layer: how positions are rotated in, as ModelConfig.rope says it; None: not at all (NoPE)."""
     windows: tuple[int | None, ...]
     """Per layer: keys a query sees, itself included; None: all."""
-    rotated: tuple[bool, ...]
-    """Per layer: whether positions are rotated in (False: NoPE)."""
+    scale: float
+    """Of attention scores."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     """RMSNorm of every query and key head before the rotation."""
+    post_norms: bool = False
+    """RMSNorm of what attention and the MLP give, too, before it joins the stream."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms."""
+    gelu: bool = False
+    """The MLP's gate: GELU in its tanh approximation, not SiLU."""
+    embedding_scale: float = 1.0
+    softcap: float | None = None
+    """Attention scores s become c * tanh(s / c)."""
+    logit_softcap: float | None = None
+    """So do logits."""
 
     @property
     def num_layers(self) -> int:
@@ -63,9 +75,9 @@ def base_spec(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "norm_eps": config.norm_eps,
         "tie_embeddings": config.tie_embeddings,
-        "rope": config.rope,
+        "ropes": (config.rope,) * config.num_layers,
         "windows": (None,) * config.num_layers,
-        "rotated": (True,) * config.num_layers,
+        "scale": config.head_dim**-0.5,
     }
 
 
@@ -91,8 +103,9 @@ class Decoder:
         self.max_model_len = max_model_len
         self._progress = progress
         self._backend = backend
-        self._cos_sin = rope_table(spec.rope, spec.head_dim, max_model_len).to(device)
-        self._layers = [_Layer(spec, backend, index) for index in range(spec.num_layers)]
+        ropes = {str(rope): rope for rope in spec.ropes if rope is not None}
+        tables = {key: rope_table(rope, spec.head_dim, max_model_len).to(device) for key, rope in ropes.items()}
+        self._layers = [_Layer(spec, backend, index, tables.get(str(rope))) for index, rope in enumerate(spec.ropes)]
         self._embedding: Tensor | None = None
         self._norm: Tensor | None = None
         self._head = FusedLinear(backend, spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False, wide=True)
@@ -117,16 +130,18 @@ class Decoder:
         assert self._embedding is not None
         assert self._norm is not None
         x, residual = F.embedding(token_ids, self._embedding), None
+        if self._embedding_scale != 1:
+            x *= self._embedding_scale
         last = len(self._layers) - 1
         if self._fused is not None:
             together = last if len(token_ids) <= _FEW_TOKENS else 1
             for begin in range(0, last, together):
                 some = range(begin, min(begin + together, last))
-                x, residual = self._fused(x, residual, self._cos_sin, metadata, kv_cache, some)
+                x, residual = self._fused(x, residual, metadata, kv_cache, some)
                 self._progress()
         for index in range(last if self._fused is not None else 0, last + 1):
             kept = rows if index == last else None
-            x, residual = self._layers[index].forward(x, residual, self._cos_sin, metadata, *kv_cache[index], kept)
+            x, residual = self._layers[index].forward(x, residual, metadata, *kv_cache[index], kept)
             self._progress()
         assert residual is not None
         return self._backend.add_rms_norm(x, residual, self._norm, self.spec.norm_eps)[0]
@@ -140,23 +155,28 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden] to [R, vocab] float32."""
         self._progress()
-        return self._head(hidden)
+        logits, cap = self._head(hidden), self.spec.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _put_embedding(self, tensor: Tensor) -> None:
         self._embedding = tensor
+        # Rounded to the weights' dtype, as Gemma was trained.
+        self._embedding_scale = torch.tensor(self.spec.embedding_scale, dtype=tensor.dtype).item()
         if self.spec.tie_embeddings:
             self._head.parameters()["lm_head.weight"].put(tensor)
 
     def _put_norm(self, tensor: Tensor) -> None:
-        self._norm = tensor
+        self._norm = tensor.float() + self.spec.norm_offset
 
 
 class _Layer:
-    def __init__(self, spec: DecoderSpec, backend: Backend, index: int) -> None:
+    def __init__(self, spec: DecoderSpec, backend: Backend, index: int, cos_sin: Tensor | None) -> None:
         self._spec = spec
         self._backend = backend
         self._window = spec.windows[index]
-        self._rotated = spec.rotated[index]
+        self._cos_sin = cos_sin
+        self._gate_mul = backend.gelu_mul if spec.gelu else backend.silu_mul
+        self._mlp_input_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
         self._prefix = prefix = f"model.layers.{index}"
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
@@ -173,6 +193,8 @@ class _Layer:
     def parameters(self) -> ParameterTable:
         hidden, head = (self._spec.hidden_size,), (self._spec.head_dim,)
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if self._spec.post_norms:
+            norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
         if self._spec.qk_norm:
             norms |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
         table = {
@@ -187,7 +209,6 @@ class _Layer:
         self,
         x: Tensor,
         residual: Tensor | None,
-        cos_sin: Tensor,
         metadata: AttentionMetadata,
         k_cache: Tensor,
         v_cache: Tensor,
@@ -201,7 +222,7 @@ class _Layer:
             x, residual = backend.add_rms_norm(x, residual, norms["input_layernorm"], spec.norm_eps)
         q = backend.rope_store(
             self._qkv(x),
-            cos_sin,
+            self._cos_sin,
             norms.get("self_attn.q_norm"),
             norms.get("self_attn.k_norm"),
             spec.norm_eps,
@@ -209,32 +230,41 @@ class _Layer:
             v_cache,
             metadata,
             head_dim=spec.head_dim,
-            rotate=self._rotated,
         )
-        scale = spec.head_dim**-0.5
-        attended = backend.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=self._window).flatten(1)
+        attended = backend.paged_attention(
+            q, k_cache, v_cache, metadata, scale=spec.scale, window=self._window, softcap=spec.softcap
+        ).flatten(1)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
-        x, residual = backend.add_rms_norm(
-            self._out(attended), residual, norms["post_attention_layernorm"], spec.norm_eps
-        )
-        return self._down(backend.silu_mul(self._gate_up(x))), residual
+        x = self._out(attended)
+        if spec.post_norms:
+            x = backend.rms_norm(x, norms["post_attention_layernorm"], spec.norm_eps)
+        x, residual = backend.add_rms_norm(x, residual, norms[self._mlp_input_norm], spec.norm_eps)
+        x = self._down(self._gate_mul(self._gate_up(x)))
+        if spec.post_norms:
+            x = backend.rms_norm(x, norms["post_feedforward_layernorm"], spec.norm_eps)
+        return x, residual
 
     def ready(self) -> DecoderLayer:
         """The layer's parts, once its weights are there."""
-        norms = self._norms
+        spec, norms = self._spec, self._norms
         return DecoderLayer(
             qkv=self._qkv.packed,
             out=self._out.packed,
             gate_up=self._gate_up.packed,
             down=self._down.packed,
             input_norm=norms["input_layernorm"],
-            output_norm=norms["post_attention_layernorm"],
+            output_norm=norms[self._mlp_input_norm],
             q_norm=norms.get("self_attn.q_norm"),
             k_norm=norms.get("self_attn.k_norm"),
+            attention_norm=norms["post_attention_layernorm"] if spec.post_norms else None,
+            mlp_norm=norms.get("post_feedforward_layernorm"),
+            cos_sin=self._cos_sin,
             window=self._window,
-            rotate=self._rotated,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            gelu=spec.gelu,
         )
 
     def _put_norm(self, name: str, tensor: Tensor) -> None:
-        self._norms[name] = tensor
+        self._norms[name] = tensor.float() + self._spec.norm_offset

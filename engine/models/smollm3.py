@@ -8,10 +8,10 @@ from engine.models.qwen2 import layer_windows
 def spec(config: ModelConfig) -> DecoderSpec:
     every = config.raw.get("no_rope_layer_interval", 4)
     default = [int((layer + 1) % every != 0) for layer in range(config.num_layers)]
-    rotated = tuple(bool(flag) for flag in config.raw.get("no_rope_layers") or default)
+    ropes = tuple(config.rope if rotated else None for rotated in config.raw.get("no_rope_layers") or default)
     bias = bool(config.raw.get("attention_bias", False))
     return DecoderSpec(
-        **base_spec(config) | {"windows": layer_windows(config), "rotated": rotated},
+        **base_spec(config) | {"windows": layer_windows(config), "ropes": ropes},
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bool(config.raw.get("mlp_bias", False)),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.layers.parameters import ParameterTable
+from engine.model_files import text_tensor
 
 TensorStream = Iterator[tuple[str, Tensor]]
 _NAMED = 8
@@ -49,12 +50,13 @@ def load_weights(table: ParameterTable, stream: TensorStream, *, dtype: torch.dt
 
 
 def safetensors_stream(path: Path) -> TensorStream:
-    """All tensors of a model directory: model.safetensors, or the shards of its index."""
+    """All tensors of a model directory but those for images: model.safetensors, or the shards of its index."""
     for shard in _shards(path):
         try:
             with safe_open(shard, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118, this is no mapping
-                    yield name, file.get_tensor(name)
+                for stored in file.keys():  # noqa: SIM118, this is no mapping
+                    if (name := text_tensor(stored)) is not None:
+                        yield name, file.get_tensor(stored)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"model: {shard.name} cannot be read: {error}", param="model") from error
 

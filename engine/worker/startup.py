@@ -55,14 +55,19 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
+    spec = decoder_spec(model_config)
+    capped = spec.softcap is not None
     try:
-        backend, why = select_backend(device, dtype, model_config.head_dim, config.attention_backend)
+        backend, why = select_backend(device, dtype, spec.head_dim, config.attention_backend, capped)
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
     if config.deterministic and device.type == "cuda":  # a CPU's results never depend on the batch
         backend, why = fixed_order(backend), f"{why}; deterministic"
+    # The context's length is fitted later, with the weights loaded; until then it can be as long as the model allows.
+    length = config.max_model_len or model_config.max_position
     with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
-        model, weight_bytes = load_model(config, path, model_config, backend, dtype, device, progress)
+        model = Decoder(spec, backend, device=device, max_model_len=length, progress=progress)
+        weight_bytes = fill(model, config, path, dtype)
     step_bytes = 0
     if device.type == "cuda":
         tokens = config.max_num_batched_tokens
@@ -131,22 +136,10 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     return _DTYPES[name]
 
 
-def load_model(
-    config: EngineConfig,
-    path: Path,
-    model_config: ModelConfig,
-    backend: Backend,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Callable[[], None],
-) -> tuple[Decoder, int]:
-    """The model with its weights, and their bytes."""
-    # The context's length is fitted later, with the weights loaded; until then it can be as long as the model allows.
-    length = config.max_model_len or model_config.max_position
-    model = Decoder(decoder_spec(model_config), backend, device=device, max_model_len=length, progress=progress)
-    table = model.parameters()
-    stream = (
-        dummy_stream(table, config.seed, dtype, device) if config.load_format == "dummy" else safetensors_stream(path)
-    )
+def fill(model: Decoder, config: EngineConfig, path: Path, dtype: torch.dtype) -> int:
+    """Load the model's weights, or make them up. Returns their bytes."""
+    table, stream = model.parameters(), safetensors_stream(path)
+    if config.load_format == "dummy":
+        stream = dummy_stream(table, config.seed, dtype, model.device)
     with torch.inference_mode():
-        return model, load_weights(table, stream, dtype=dtype, device=device)
+        return load_weights(table, stream, dtype=dtype, device=model.device)

@@ -7,7 +7,7 @@ A call costs a few microseconds of Python; keep it so: no tensor is made that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -17,21 +17,9 @@ from kernels import reference
 from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear
 from kernels.cpu import linear, native
 
-__all__ = [
-    "BLOCK_SIZE",
-    "DTYPES",
-    "NAME",
-    "add_rms_norm",
-    "argmax",
-    "available",
-    "cannot_serve",
-    "description",
-    "fuse_layers",
-    "isa",
-    "kv_cache_shape",
-    "pack_linear",
-]
-__all__ += ["paged_attention", "rms_norm", "rope_store", "silu_mul", "store_kv", "why_not"]
+__all__ = ["BLOCK_SIZE", "DTYPES", "NAME", "add_rms_norm", "argmax", "available", "cannot_serve", "description"]
+__all__ += ["fuse_layers", "gelu_mul", "isa", "kv_cache_shape", "pack_linear", "paged_attention", "rms_norm"]
+__all__ += ["rope_store", "silu_mul", "store_kv", "why_not"]
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -68,7 +56,7 @@ def description() -> str:
     return f"compiled kernels, {isa()}"
 
 
-def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
     if device.type != "cpu":
         return f"runs on the CPU, not on {device.type}"
     if dtype not in DTYPES:
@@ -162,7 +150,7 @@ def _check_cache(x: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     kernel = _native().rms_norm.get(x.dtype)
-    if kernel is None or weight.dtype != x.dtype:
+    if kernel is None or weight.dtype != torch.float32:
         return reference.rms_norm(x, weight, eps)
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -175,7 +163,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """In place: returns x and residual themselves where they are contiguous."""
     kernel = _native().add_rms_norm.get(x.dtype)
-    if kernel is None or not (weight.dtype == x.dtype == residual.dtype):
+    if kernel is None or weight.dtype != torch.float32 or residual.dtype != x.dtype:
         return reference.add_rms_norm(x, residual, weight, eps)
     x, residual = x.contiguous(), residual.contiguous()
     size = x.shape[-1]
@@ -186,8 +174,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     kernel = _native().silu_mul.get(gate_up.dtype)
-    if kernel is None:
-        return reference.silu_mul(gate_up)
+    return reference.silu_mul(gate_up) if kernel is None else _gate_mul(kernel, gate_up)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    kernel = _native().gelu_mul.get(gate_up.dtype)
+    return reference.gelu_mul(gate_up) if kernel is None else _gate_mul(kernel, gate_up)
+
+
+def _gate_mul(kernel: Callable[..., int], gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     *rows, size = gate_up.shape
     out = gate_up.new_empty((*rows, size // 2))
@@ -197,7 +192,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def rope_store(
     qkv: Tensor,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -206,7 +201,6 @@ def rope_store(
     metadata: AttentionMetadata,
     *,
     head_dim: int,
-    rotate: bool = True,
 ) -> Tensor:
     _check_cache(qkv, k_cache, v_cache)
     qkv = qkv.contiguous()
@@ -216,9 +210,7 @@ def rope_store(
     q = qkv.new_empty((tokens, heads, head_dim))
     outside = _native().rope_store[qkv.dtype](
         qkv.data_ptr(),
-        _weight_ptr(q_norm, qkv.dtype),
-        _weight_ptr(k_norm, qkv.dtype),
-        cos_sin.data_ptr() if rotate else None,
+        *[_float_ptr(each) for each in (q_norm, k_norm, cos_sin)],
         metadata.positions.data_ptr(),
         metadata.slots.data_ptr(),
         q.data_ptr(),
@@ -239,12 +231,12 @@ def rope_store(
     return q
 
 
-def _weight_ptr(weight: Tensor | None, dtype: torch.dtype) -> int | None:
-    if weight is None:
+def _float_ptr(tensor: Tensor | None) -> int | None:
+    if tensor is None:
         return None
-    if weight.dtype != dtype:
-        raise TypeError(f"q_norm and k_norm must be {dtype}, like qkv, not {weight.dtype}")
-    return weight.data_ptr()
+    if tensor.dtype != torch.float32:
+        raise TypeError(f"q_norm, k_norm and cos_sin must be float32, not {tensor.dtype}")
+    return tensor.data_ptr()
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:

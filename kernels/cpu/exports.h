@@ -19,11 +19,13 @@ EXPORTED void squeeze(const uint16_t* packed, uint8_t* to, int in, int outs, int
 #define EXPORTS(suffix, T)                                                                                             \
   EXPORTED void pack_linear_##suffix(const T* weight, T* packed, int in, int outs, int threads);                       \
   EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads);            \
-  EXPORTED void rms_norm_##suffix(const T* x, const T* weight, T* out, long rows, int size, float eps, int threads);   \
-  EXPORTED void add_rms_norm_##suffix(T* x, T* residual, const T* weight, long rows, int size, float eps,              \
+  EXPORTED void rms_norm_##suffix(const T* x, const float* weight, T* out, long rows, int size, float eps,             \
+                                  int threads);                                                                        \
+  EXPORTED void add_rms_norm_##suffix(T* x, T* residual, const float* weight, long rows, int size, float eps,          \
                                       int threads);                                                                    \
   EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
-  EXPORTED int rope_store_##suffix(const T* qkv, const T* q_norm, const T* k_norm, const float* cos_sin,               \
+  EXPORTED void gelu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
+  EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
                                    const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,       \
                                    long key_stride, long value_stride, long tokens, long pages, int heads,             \
                                    int kv_heads, int dim, float eps, int threads);                                     \
@@ -48,6 +50,7 @@ struct Kernels;
     static constexpr auto rms_norm = rms_norm_##suffix;                                                                \
     static constexpr auto add_rms_norm = add_rms_norm_##suffix;                                                        \
     static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
+    static constexpr auto gelu_mul = gelu_mul_##suffix;                                                                \
     static constexpr auto store_kv = store_kv_##suffix;                                                                \
     static constexpr auto rope_store = rope_store_##suffix;                                                            \
     static constexpr auto paged_attention = paged_attention_##suffix;                                                  \

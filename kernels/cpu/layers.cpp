@@ -4,21 +4,23 @@
 
 struct DecoderLayer {
   PackedLinear qkv, out, gate_up, down;
-  const void *input_norm, *output_norm, *q_norm, *k_norm;  // the last two may be null
+  const float *input_norm, *output_norm;
+  const float *q_norm, *k_norm, *attention_norm, *mlp_norm;  // each may be null
+  const float* cos_sin;                                      // null: no rotation
   void *keys, *values;
   long key_stride, value_stride;  // elements between pages
   int window;                     // keys a query sees; 0: all
-  int rotate;
+  float scale, softcap;           // of attention scores; softcap 0: none
+  int gelu;                       // the gate; else SiLU
 };
 
 struct DecoderShape {
   int hidden, heads, kv_heads, dim, gate;  // gate: outputs of gate_up / 2
-  float eps, scale;
+  float eps;
 };
 
 struct DecoderStep {
   void *x, *residual;  // [tokens, hidden]
-  const float* cos_sin;
   const int32_t *starts, *contexts, *table;
   const int64_t *positions, *slots;
   long table_stride, tokens, pages;
@@ -50,23 +52,23 @@ template <class T>
 int run_layer(const DecoderLayer& layer, const DecoderShape& shape, const DecoderStep& step, Space<T>& space,
               int threads) {
   using K = Kernels<T>;
-  const auto weight = [](const void* norm) { return static_cast<const T*>(norm); };
   T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
   const long n = step.tokens;
   K::linear(&layer.qkv, x, space.qkv, n, threads);
-  if (K::rope_store(space.qkv, weight(layer.q_norm), weight(layer.k_norm), layer.rotate ? step.cos_sin : nullptr,
-                    step.positions, step.slots, space.query, static_cast<T*>(layer.keys),
-                    static_cast<T*>(layer.values), layer.key_stride, layer.value_stride, n, step.pages, shape.heads,
-                    shape.kv_heads, shape.dim, shape.eps, threads) ||
+  if (K::rope_store(space.qkv, layer.q_norm, layer.k_norm, layer.cos_sin, step.positions, step.slots, space.query,
+                    static_cast<T*>(layer.keys), static_cast<T*>(layer.values), layer.key_stride, layer.value_stride, n,
+                    step.pages, shape.heads, shape.kv_heads, shape.dim, shape.eps, threads) ||
       K::paged_attention(space.attended, space.query, layer.keys, layer.values, step.starts, step.contexts, step.table,
                          step.table_stride, layer.key_stride, layer.value_stride, step.pages, step.sequences,
-                         shape.heads, shape.kv_heads, shape.dim, shape.scale, layer.window, 0.0f, threads))
+                         shape.heads, shape.kv_heads, shape.dim, layer.scale, layer.window, layer.softcap, threads))
     return 1;
   K::linear(&layer.out, space.attended, x, n, threads);
-  K::add_rms_norm(x, residual, weight(layer.output_norm), n, shape.hidden, shape.eps, threads);
+  if (layer.attention_norm) K::rms_norm(x, layer.attention_norm, x, n, shape.hidden, shape.eps, threads);
+  K::add_rms_norm(x, residual, layer.output_norm, n, shape.hidden, shape.eps, threads);
   K::linear(&layer.gate_up, x, space.gate_up, n, threads);
-  K::silu_mul(space.gate_up, space.gated, n, shape.gate, threads);
+  (layer.gelu ? K::gelu_mul : K::silu_mul)(space.gate_up, space.gated, n, shape.gate, threads);
   K::linear(&layer.down, space.gated, x, n, threads);
+  if (layer.mlp_norm) K::rms_norm(x, layer.mlp_norm, x, n, shape.hidden, shape.eps, threads);
   return 0;
 }
 
@@ -77,7 +79,7 @@ int run_layers(const DecoderLayer* layers, int count, const DecoderShape& shape,
   space.fit(shape, step.tokens);
   T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
   for (int i = 0; i < count; ++i) {
-    const T* norm = static_cast<const T*>(layers[i].input_norm);
+    const float* norm = layers[i].input_norm;
     if (i == 0 && step.starts_stream) {
       __builtin_memcpy(residual, x, step.tokens * shape.hidden * sizeof(T));
       Kernels<T>::rms_norm(residual, norm, x, step.tokens, shape.hidden, shape.eps, threads);

@@ -74,7 +74,7 @@ class _FusedLayers:
         self._kernel = library.decoder_layers[self._dtype]
         heads = out.inner // head_dim
         kv_heads = (qkv.outs // head_dim - heads) // 2
-        self._shape = native.DecoderShape(qkv.inner, heads, kv_heads, head_dim, down.inner, eps, head_dim**-0.5)
+        self._shape = native.DecoderShape(qkv.inner, heads, kv_heads, head_dim, down.inner, eps)
         self._native = (native.DecoderLayer * len(layers))()
         for index, layer in enumerate(layers):
             self._native[index] = _native_layer(layer, linears[4 * index : 4 * index + 4])
@@ -85,7 +85,6 @@ class _FusedLayers:
         self,
         x: Tensor,
         residual: Tensor | None,
-        cos_sin: Tensor,
         metadata: AttentionMetadata,
         kv_cache: Sequence[tuple[Tensor, Tensor]],
         layers: range,
@@ -98,7 +97,6 @@ class _FusedLayers:
         step = native.DecoderStep(
             x.data_ptr(),
             residual.data_ptr(),
-            cos_sin.data_ptr(),
             metadata.query_start.data_ptr(),
             metadata.context_lens.data_ptr(),
             table.data_ptr(),
@@ -128,7 +126,8 @@ class _FusedLayers:
 
 def _native_layer(layer: DecoderLayer, linears: Sequence[PackedLinear]) -> native.DecoderLayer:
     """All but its caches."""
-    norms = [layer.input_norm, layer.output_norm, layer.q_norm, layer.k_norm]
-    pointers = [None if norm is None else norm.data_ptr() for norm in norms]
+    norms = [layer.input_norm, layer.output_norm, layer.q_norm, layer.k_norm, layer.attention_norm, layer.mlp_norm]
+    pointers = [None if each is None else each.data_ptr() for each in (*norms, layer.cos_sin)]
     natives = [linear.native for linear in linears]
-    return native.DecoderLayer(*natives, *pointers, None, None, 0, 0, layer.window or 0, layer.rotate)
+    rules = (layer.window or 0, layer.scale, layer.softcap or 0.0, layer.gelu)
+    return native.DecoderLayer(*natives, *pointers, None, None, 0, 0, *rules)

@@ -32,22 +32,25 @@ class DecoderLayer(ctypes.Structure):
 
     _fields_ = [
         *[(name, PackedLinear) for name in ("qkv", "out", "gate_up", "down")],
-        *[(name, _POINTER) for name in ("input_norm", "output_norm", "q_norm", "k_norm", "keys", "values")],
+        *[(name, _POINTER) for name in ("input_norm", "output_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm")],
+        *[(name, _POINTER) for name in ("cos_sin", "keys", "values")],
         *[(name, _LONG) for name in ("key_stride", "value_stride")],
-        *[(name, _INT) for name in ("window", "rotate")],
+        ("window", _INT),
+        *[(name, _FLOAT) for name in ("scale", "softcap")],
+        ("gelu", _INT),
     ]
 
 
 class DecoderShape(ctypes.Structure):
     _fields_ = [
         *[(name, _INT) for name in ("hidden", "heads", "kv_heads", "dim", "gate")],
-        *[(name, _FLOAT) for name in ("eps", "scale")],
+        ("eps", _FLOAT),
     ]
 
 
 class DecoderStep(ctypes.Structure):
     _fields_ = [
-        *[(name, _POINTER) for name in ("x", "residual", "cos_sin", "starts", "contexts", "table")],
+        *[(name, _POINTER) for name in ("x", "residual", "starts", "contexts", "table")],
         *[(name, _POINTER) for name in ("positions", "slots")],
         *[(name, _LONG) for name in ("table_stride", "tokens", "pages")],
         *[(name, _INT) for name in ("sequences", "starts_stream")],
@@ -61,6 +64,7 @@ _SIGNATURES = {
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
+    "gelu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "pack_linear": [*[_POINTER] * 2, _INT, _INT, _INT],
     "linear": [*[_POINTER] * 3, _LONG, _INT],
     "decoder_layers": [_POINTER, _INT, *[_POINTER] * 2, _INT],
@@ -80,6 +84,7 @@ class Native:
     rms_norm: Table
     add_rms_norm: Table
     silu_mul: Table
+    gelu_mul: Table
     pack_linear: Table
     linear: Table
     decoder_layers: Table

@@ -1,4 +1,4 @@
-// RMSNorm, alone and fused with the residual addition, and the SiLU gate. Inside float32, rounded once at the end.
+// RMSNorm, alone and fused with the residual addition, and the gates. Inside float32, rounded once at the end.
 #include "kernels.h"
 
 #include "rms.h"
@@ -6,7 +6,7 @@
 namespace {
 
 template <class T>
-void rms_norm(const T* x, const T* weight, T* out, long rows, int size, float eps, int threads) {
+void rms_norm(const T* x, const float* weight, T* out, long rows, int size, float eps, int threads) {
   parallel_rows(threads, rows, rows * size, [&](long begin, long end) {
     for (long r = begin; r < end; ++r) {
       const float factor = rms_factor(x + r * size, size, eps);
@@ -20,7 +20,7 @@ void rms_norm(const T* x, const T* weight, T* out, long rows, int size, float ep
 
 // residual += x, rounded to T; x = its norm, computed from the rounded sum as the reference does.
 template <class T>
-void add_rms_norm(T* x, T* residual, const T* weight, long rows, int size, float eps, int threads) {
+void add_rms_norm(T* x, T* residual, const float* weight, long rows, int size, float eps, int threads) {
   parallel_rows(threads, rows, rows * size, [&](long begin, long end) {
     for (long r = begin; r < end; ++r) {
       T *added = x + r * size, *sum = residual + r * size;
@@ -35,14 +35,14 @@ void add_rms_norm(T* x, T* residual, const T* weight, long rows, int size, float
   });
 }
 
-template <class T>
-void silu_mul(const T* gate_up, T* out, long rows, int size, int threads) {
+template <bool gelu, class T>
+void gate_mul(const T* gate_up, T* out, long rows, int size, int threads) {
   parallel_rows(threads, rows, rows * size * 6, [&](long begin, long end) {
     for (long r = begin; r < end; ++r) {
       const T *gate = gate_up + r * 2 * size, *up = gate + size;
       for (int i = 0; i < size; i += 16) {
-        const Vec open = vsilu(vload_first(gate + i, size - i));
-        vstore_first(out + r * size + i, vmul(open, vload_first(up + i, size - i)), size - i);
+        const Vec x = vload_first(gate + i, size - i);
+        vstore_first(out + r * size + i, vmul(gelu ? vgelu(x) : vsilu(x), vload_first(up + i, size - i)), size - i);
       }
     }
   });
@@ -51,15 +51,19 @@ void silu_mul(const T* gate_up, T* out, long rows, int size, int threads) {
 }  // namespace
 
 #define EXPORT(suffix, T)                                                                                              \
-  EXPORTED void rms_norm_##suffix(const T* x, const T* weight, T* out, long rows, int size, float eps, int threads) { \
+  EXPORTED void rms_norm_##suffix(const T* x, const float* weight, T* out, long rows, int size, float eps,             \
+                                  int threads) {                                                                       \
     rms_norm(x, weight, out, rows, size, eps, threads);                                                                \
   }                                                                                                                    \
-  EXPORTED void add_rms_norm_##suffix(T* x, T* residual, const T* weight, long rows, int size, float eps,            \
-                                        int threads) {                                                                 \
+  EXPORTED void add_rms_norm_##suffix(T* x, T* residual, const float* weight, long rows, int size, float eps,          \
+                                      int threads) {                                                                   \
     add_rms_norm(x, residual, weight, rows, size, eps, threads);                                                       \
   }                                                                                                                    \
-  EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads) {                      \
-    silu_mul(gate_up, out, rows, size, threads);                                                                       \
+  EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads) {                        \
+    gate_mul<false>(gate_up, out, rows, size, threads);                                                                \
+  }                                                                                                                    \
+  EXPORTED void gelu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads) {                        \
+    gate_mul<true>(gate_up, out, rows, size, threads);                                                                 \
   }
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

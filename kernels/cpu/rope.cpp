@@ -10,7 +10,7 @@ constexpr int kMaxDim = 1024;
 // One head of `dim`: its norm (where weighted), then its rotation (where `cosines` is given; sines follow them).
 // Everything in float32, rounded once.
 template <class T>
-INLINE void turn_head(const T* x, const T* weight, const float* cosines, float eps, int dim, T* out) {
+INLINE void turn_head(const T* x, const float* weight, const float* cosines, float eps, int dim, T* out) {
   const int half = dim / 2;
   const float factor = weight ? rms_factor(x, dim, eps) : 1.0f;
   for (int i = 0; i < half; i += 16) {
@@ -33,7 +33,8 @@ INLINE void turn_head(const T* x, const T* weight, const float* cosines, float e
 
 template <class T>
 struct Projection {
-  const T *qkv, *q_norm, *k_norm;
+  const T* qkv;
+  const float *q_norm, *k_norm;
   const float* cos_sin;  // null: no rotation
   const int64_t *positions, *slots;
   T *query, *keys, *values;
@@ -92,7 +93,7 @@ int store_kv(const T* k, const T* v, T* keys, T* values, const int64_t* slots, l
 
 // Both return 1, having written nothing, where a slot lies outside the caches.
 #define EXPORT(suffix, T)                                                                                              \
-  EXPORTED int rope_store_##suffix(const T* qkv, const T* q_norm, const T* k_norm, const float* cos_sin,             \
+  EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
                                      const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,     \
                                      long key_stride, long value_stride, long tokens, long pages, int heads,           \
                                      int kv_heads, int dim, float eps, int threads) {                                  \

@@ -89,6 +89,25 @@ def test_tokens_do_not_depend_on_what_else_runs(dtype: str, backend: str, device
     assert {r.id: r.emitted_ids + rest[r.id] for r in half} == alone, "resumed after a crash"
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+@pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
+def test_log_probabilities_keep_their_bits(family: str, dtype: str, backend: str, tmp_path: Path) -> None:
+    """Windows, caps and two rotations: whole, in chunks and in a batch."""
+    path = save_tiny_model(tmp_path, family, vocab_size=VOCAB + 7)
+    generator = torch.Generator().manual_seed(8)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (90, 1, 37, 64)]
+    asked = [request(str(i), p, max_tokens=9, logprobs=2, prompt_logprobs=2) for i, p in enumerate(prompts)]
+
+    def found(*together: Request, **options: int) -> dict[str, object]:
+        where = {"model": str(path), "dtype": dtype, "attention_backend": backend, "num_kv_blocks": 64}
+        answers = run(Engine(EngineConfig(**where, enable_prefix_caching=False, **options)), together)
+        return {name: (each.ids, each.logprobs, each.prompt_logprobs) for name, each in answers.items()}
+
+    alone = {each.id: found(each)[each.id] for each in asked}
+    assert found(*asked) == alone
+    assert found(*asked, max_num_batched_tokens=11) == alone
+
+
 def gpu_lacks(backend: str) -> str | None:
     try:
         select_backend(torch.device("cuda"), torch.bfloat16, 32, backend)

@@ -58,7 +58,7 @@ def test_errors_name_the_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "'mamba' is not supported; supported: llama"),
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: gemma"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
         ({"hidden_act": "relu"}, "'relu' is not supported"),

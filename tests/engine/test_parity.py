@@ -59,12 +59,13 @@ def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Pa
                 assert [value for _, value in logprob.top] == pytest.approx(best.tolist(), abs=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
 @pytest.mark.parametrize(
     ("checkpoint", "asked", "served"),
     [(torch.bfloat16, "auto", "bfloat16"), (torch.float16, "auto", "bfloat16"), (torch.float16, "float16", "float16")],
 )
-def test_half_precision_is_close(checkpoint: torch.dtype, asked: str, served: str, tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, "qwen3", dtype=checkpoint)
+def test_half_precision_is_close(family: str, checkpoint: torch.dtype, asked: str, served: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family, dtype=checkpoint)
     engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, dtype=asked))
     assert engine.info.dtype == served
     prompt = prompts()[-1]

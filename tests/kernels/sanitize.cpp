@@ -72,9 +72,9 @@ void attend() {
                          kv_heads, dim);
     for (long i = starts[s]; i < starts[s + 1]; ++i) slots[i] = slot(positions[i] = old + i - starts[s]);
   }
-  auto qkv = numbers<T>(tokens * width * dim), norm = numbers<T>(dim), query = numbers<T>(tokens * heads * dim);
+  auto qkv = numbers<T>(tokens * width * dim), query = numbers<T>(tokens * heads * dim);
   auto out = numbers<T>(tokens * heads * dim, true);
-  auto cos_sin = numbers<float>(most * 16 * dim);
+  auto cos_sin = numbers<float>(most * 16 * dim), norm = numbers<float>(dim);
   const bool normed = draw(0, 1);
   int failed = Kernels<T>::rope_store(qkv.get(), normed ? norm.get() : nullptr, normed ? norm.get() : nullptr,
                                       draw(0, 1) ? cos_sin.get() : nullptr, positions.get(), slots.get(), query.get(),
@@ -91,7 +91,8 @@ template <class T>
 void rowwise() {
   const int size = draw(1, 200), threads = draw(1, 3);
   const long rows = draw(1, 400);
-  auto x = numbers<T>(rows * size), y = numbers<T>(rows * size), weight = numbers<T>(size);
+  auto x = numbers<T>(rows * size), y = numbers<T>(rows * size);
+  auto weight = numbers<float>(size);
   auto out = numbers<T>(rows * size, true), gate_up = numbers<T>(2 * rows * size);
   Kernels<T>::rms_norm(x.get(), weight.get(), out.get(), rows, size, 1e-5f, threads);
   expect_finite(out, rows * size, "rms_norm");
@@ -99,6 +100,8 @@ void rowwise() {
   expect_finite(x, rows * size, "add_rms_norm");
   Kernels<T>::silu_mul(gate_up.get(), out.get(), rows, size, threads);
   expect_finite(out, rows * size, "silu_mul");
+  Kernels<T>::gelu_mul(gate_up.get(), out.get(), rows, size, threads);
+  expect_finite(out, rows * size, "gelu_mul");
 }
 
 template <class T>

@@ -97,14 +97,15 @@ def test_any_mix(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rowwise_kernels(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
-    """Norms and the gate: a row alone gives what it gives among others."""
-    x, weight = torch.randn((300, 576), generator=generator).to(dtype), torch.ones(576, dtype=dtype)
-    normed, gated = cpu.rms_norm(x, weight, 1e-5), cpu.silu_mul(x)
+    """Norms and gates: a row alone gives what it gives among others."""
+    x, weight = torch.randn((300, 576), generator=generator).to(dtype), torch.ones(576)
+    normed, gated, bent = cpu.rms_norm(x, weight, 1e-5), cpu.silu_mul(x), cpu.gelu_mul(x)
     added, total = cpu.add_rms_norm(x.clone(), x.flip(0), weight, 1e-5)
     for i in (0, 17, 299):
         row = slice(i, i + 1)
         assert torch.equal(cpu.rms_norm(x[row], weight, 1e-5), normed[row])
         assert torch.equal(cpu.silu_mul(x[row]), gated[row])
+        assert torch.equal(cpu.gelu_mul(x[row]), bent[row])
         alone = cpu.add_rms_norm(x[row].clone(), x.flip(0)[row].clone(), weight, 1e-5)
         assert torch.equal(alone[0], added[row])
         assert torch.equal(alone[1], total[row])

@@ -1,4 +1,4 @@
-"""Norms, gate, rope and KV store of the CPU backend against the reference in float64."""
+"""Norms, gates, rope and KV store of the CPU backend against the reference in float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 256), (3, 50), (200, 2048), (2, 3, 64)])
 def test_rms_norm(isa: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
-    x, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape[-1:]))
+    x, weight = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[-1:], generator=generator)
     expected = reference.rms_norm(x.double(), weight.double(), 1e-5)
     assert error(cpu.rms_norm(x, weight, 1e-5), expected) < TOLERANCE[dtype]
     assert error(cpu.rms_norm(x.mT.contiguous().mT, weight, 1e-5), expected) < TOLERANCE[dtype]
@@ -26,7 +26,8 @@ def test_rms_norm(isa: str, shape: tuple[int, ...], dtype: torch.dtype, generato
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 50), (200, 2048)])
 def test_add_rms_norm(isa: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
-    x, residual, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape, shape[1:]))
+    x, residual = torch.randn((2, *shape), generator=generator).to(dtype)
+    weight = torch.randn(shape[1:], generator=generator)
     total = x + residual
     expected = reference.rms_norm(total.double(), weight.double(), 1e-5)
     normed, summed = cpu.add_rms_norm(x, residual, weight, 1e-5)
@@ -35,17 +36,31 @@ def test_add_rms_norm(isa: str, shape: tuple[int, int], dtype: torch.dtype, gene
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (300, 704)])
-def test_silu_mul(isa: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_gates(isa: str, shape: tuple[int, int], gate: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     x = (torch.randn(shape, generator=generator) * 8).to(dtype)
-    assert error(cpu.silu_mul(x), reference.silu_mul(x.double())) < TOLERANCE[dtype]
+    assert error(getattr(cpu, gate)(x), getattr(reference, gate)(x.double())) < TOLERANCE[dtype]
 
 
-def test_silu_at_the_ends(isa: str) -> None:
-    gate = torch.tensor([[0.0, 100.0, 1e30, torch.inf, -20.0, -100.0, -1e30, torch.nan]])
-    got = cpu.silu_mul(torch.cat([gate, torch.ones_like(gate)], dim=1))[0]
-    assert got[:4].tolist() == [0.0, 100.0, float(gate[0, 2]), torch.inf]
-    assert float(got[4]) == pytest.approx(-20 / (1 + 485165195.4), rel=1e-5)
+@pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
+def test_small_results_of_gates_are_as_exact(isa: str, gate: str) -> None:
+    """Relative to each value, not to the largest: down the tails, where 1 + tanh would cancel."""
+    x = torch.linspace(-6, 6, 1000)[None]
+    both = torch.cat([x, torch.ones_like(x)], dim=1)
+    expected = getattr(reference, gate)(both.double())
+    if gate == "gelu_mul":  # torch's own cancels, too
+        u = (2 / torch.pi) ** 0.5 * (x.double() + 0.044715 * x.double() ** 3)
+        expected = x.double() * torch.sigmoid(2 * u)
+    assert ((getattr(cpu, gate)(both) - expected) / expected).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize(("gate", "small"), [("silu_mul", -20 / (1 + 485165195.4)), ("gelu_mul", 0.0)])
+def test_gates_at_the_ends(isa: str, gate: str, small: float) -> None:
+    ends = torch.tensor([[0.0, 100.0, 1e30, torch.inf, -20.0, -100.0, -1e30, torch.nan]])
+    got = getattr(cpu, gate)(torch.cat([ends, torch.ones_like(ends)], dim=1))[0]
+    assert got[:4].tolist() == [0.0, 100.0, float(ends[0, 2]), torch.inf]
+    assert float(got[4]) == pytest.approx(small, rel=1e-5, abs=1e-30)
     assert abs(float(got[5])) < 1e-30
     assert got[7].isnan()
 
@@ -56,6 +71,7 @@ def test_other_dtypes_use_the_reference(isa: str) -> None:
     assert torch.equal(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
     assert torch.equal(cpu.add_rms_norm(x, x, weight, 1e-5)[0], reference.add_rms_norm(x, x, weight, 1e-5)[0])
     assert torch.equal(cpu.silu_mul(x), reference.silu_mul(x))
+    assert torch.equal(cpu.gelu_mul(x), reference.gelu_mul(x))
 
 
 def tables(positions: int, dim: int) -> Tensor:
@@ -82,14 +98,10 @@ def test_rope_store(
     k_wide, v_wide, _ = page(reference, wide)
     tokens = len(metadata.slots)
     qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
-    norms = [(1 + torch.randn(dim, generator=generator) / 4).to(dtype) if normed else None for _ in range(2)]
-    cos_sin = tables(300, dim)
-    wide_norms = [norm.double() if norm is not None else None for norm in norms]
-    expected = reference.rope_store(
-        qkv.double(), cos_sin, *wide_norms, 1e-5, k_wide, v_wide, metadata, head_dim=dim, rotate=rotate
-    )
-    table = cos_sin.float()
-    got = cpu.rope_store(qkv, table, *norms, 1e-5, k_cache, v_cache, metadata, head_dim=dim, rotate=rotate)
+    norms = [1 + torch.randn(dim, generator=generator) / 4 if normed else None for _ in range(2)]
+    table = tables(300, dim).float() if rotate else None
+    expected = reference.rope_store(qkv.double(), table, *norms, 1e-5, k_wide, v_wide, metadata, head_dim=dim)
+    got = cpu.rope_store(qkv, table, *norms, 1e-5, k_cache, v_cache, metadata, head_dim=dim)
     assert got.shape == (tokens, heads, dim)
     assert error(got, expected) < TOLERANCE[dtype]
     out = cpu.paged_attention(got, k_cache, v_cache, metadata, scale=dim**-0.5)

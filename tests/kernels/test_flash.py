@@ -144,7 +144,7 @@ def test_store_and_rope_on_large_pages(library: FakeFlashAttn) -> None:
     k_cache, v_cache, metadata = page(flash, [part])
     empty = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]
     qkv = torch.cat([part.q.flatten(1), part.k.flatten(1), part.v.flatten(1)], dim=1)
-    q = flash.rope_store(qkv, torch.zeros(1), None, None, 1e-5, *empty, metadata, head_dim=64, rotate=False)
+    q = flash.rope_store(qkv, None, None, None, 1e-5, *empty, metadata, head_dim=64)
     assert torch.equal(q, part.q)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(empty, (k_cache, v_cache), strict=True))
 
@@ -165,6 +165,9 @@ def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyP
     with pytest.raises(ValueError, match=r"flash: flash-attn is not installed \(pip install 'quire\[flash\]'\)"):
         select_backend(device, torch.bfloat16, 128, "flash")
     assert select_backend(device, torch.bfloat16, 128, "torch_varlen")[1].endswith("asked for")
+    assert select_backend(device, torch.bfloat16, 128, softcap=True)[0].NAME not in ("flash", "torch_varlen")
+    with pytest.raises(ValueError, match="no softcap"):
+        select_backend(device, torch.bfloat16, 128, "torch_varlen", softcap=True)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def attentions() -> None:
 
 
 def elementwise() -> None:
-    x, weight = torch.empty((3, 4096), dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
+    x, weight = torch.empty((3, 4096), dtype=torch.bfloat16), torch.empty(4096)
     triton_fused.rms_norm(x, weight, 1e-5)
     triton_fused.add_rms_norm(x, x.clone(), weight, 1e-5)
     triton_fused.silu_mul(x)
@@ -120,7 +120,7 @@ def elementwise() -> None:
     k_cache, v_cache = torch.empty((2, 4, 16, 8, 128), dtype=torch.bfloat16)
     k = torch.empty((3, 8, 128), dtype=torch.bfloat16)
     triton_fused.store_kv(k, k, k_cache, v_cache, positions)
-    qkv, norm = torch.empty((3, 48 * 128), dtype=torch.bfloat16), torch.empty(128, dtype=torch.bfloat16)
+    qkv, norm = torch.empty((3, 48 * 128), dtype=torch.bfloat16), torch.empty(128)
     for norms in ((None, None), (norm, norm)):
         triton_fused.rope_store(qkv, torch.empty(9, 128), *norms, 1e-5, k_cache, v_cache, metadata, head_dim=128)
 

@@ -17,7 +17,7 @@ DTYPES = list(TOLERANCE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 576), (3, 50), (2, 3, 64), (0, 64)])
 def test_rms_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
-    x, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape[-1:]))
+    x, weight = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[-1:], generator=generator)
     got = triton_fused.rms_norm(x.to(device), weight.to(device), 1e-5).cpu()
     assert got.shape == shape
     if len(x):
@@ -31,7 +31,8 @@ def test_rms_norm(device: torch.device, shape: tuple[int, ...], dtype: torch.dty
 def test_add_rms_norm(
     device: torch.device, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
 ) -> None:
-    x, residual, weight = (torch.randn(s, generator=generator).to(dtype) for s in (shape, shape, shape[1:]))
+    x, residual = torch.randn((2, *shape), generator=generator).to(dtype)
+    weight = torch.randn(shape[1:], generator=generator)
     total = x + residual
     expected = reference.rms_norm(total.double(), weight.double(), 1e-5)
     normed, summed = triton_fused.add_rms_norm(x.to(device), residual.to(device), weight.to(device), 1e-5)
@@ -83,15 +84,14 @@ def test_rope_store(
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (9, 9), (300, 2)]]
     k_cache, v_cache, metadata = page(backend, parts)
     qkv = torch.randn((len(metadata.slots), (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
-    norms = [(1 + torch.randn(dim, generator=generator) / 4).to(dtype) if name in normed else None for name in "qk"]
-    table = tables(300, dim)
+    norms = [1 + torch.randn(dim, generator=generator) / 4 if name in normed else None for name in "qk"]
+    table = tables(300, dim).float() if rotate else None
 
     def run(module: object, kind: torch.dtype, where: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         caches = [cache.to(where, kind, copy=True) for cache in (k_cache, v_cache)]
-        weights = [None if norm is None else norm.to(where, kind) for norm in norms]
-        angles = table.to(where, torch.float64 if kind == torch.float64 else torch.float32)
+        angles, *weights = (None if each is None else each.to(where) for each in (table, *norms))
         there = to_device(metadata, where)
-        q = module.rope_store(qkv.to(where, kind), angles, *weights, 1e-5, *caches, there, head_dim=dim, rotate=rotate)
+        q = module.rope_store(qkv.to(where, kind), angles, *weights, 1e-5, *caches, there, head_dim=dim)
         return q.cpu(), caches[0].cpu(), caches[1].cpu()
 
     expected = run(reference, torch.float64, torch.device("cpu"))

@@ -1,0 +1,27 @@
+"""Gemma 2 (Gemma Team, 2024): norms after attention and the MLP too, caps, all but every second layer sliding."""
+
+from dataclasses import replace
+
+from engine.model_files import ModelConfig
+from engine.models import gemma
+from engine.models.decoder import DecoderSpec
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    raw = config.raw
+    return replace(
+        gemma.spec(config),
+        windows=layer_windows(config, global_every=2),
+        scale=raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        post_norms=True,
+        softcap=raw.get("attn_logit_softcapping", 50.0),
+        logit_softcap=raw.get("final_logit_softcapping", 30.0),
+    )
+
+
+def layer_windows(config: ModelConfig, global_every: int) -> tuple[int | None, ...]:
+    """Per layer, from layer_types; in older files all slide but every so many-th."""
+    window, layers = config.raw.get("sliding_window", 4096), range(1, config.num_layers + 1)
+    default = ["sliding_attention" if layer % global_every else "full_attention" for layer in layers]
+    types = config.raw.get("layer_types") or default
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
