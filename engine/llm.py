@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import operator
+import os
 import secrets
 import threading
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -70,11 +72,12 @@ class LLM:
         folder = resolve_model(config.tokenizer or config.model, config.revision)
         self.tokenizer = Tokenizer.load(folder, config.chat_template)
         self._renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+        self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
         self._thread.start()
         self._client = LocalClient(config)
-        self.close = weakref.finalize(self, _end, self._client, self._loop, self._thread)
+        self.close = weakref.finalize(self, _end, self._client, self._loop, self._thread, self._pid)
         """Ends the engine; then the object is of no use. Calls itself when the object is garbage or the script ends."""
         self.info = self._run(self._client.start())
 
@@ -139,6 +142,7 @@ class LLM:
     ) -> list[Generation]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        params = [_of_sound_types(each) for each in params]
         if len(params) != len(prompts):
             raise InvalidRequest(f"sampling_params: {len(params)} for {len(prompts)} prompts", param="sampling_params")
         self._check([ids for _, ids in prompts])
@@ -199,9 +203,9 @@ class LLM:
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Run on the engine's loop and wait; an interrupt of the waiting thread cancels the work."""
-        if not self.close.alive:
+        if not self.close.alive or self._pid != os.getpid():
             work.close()
-            raise EngineError("this LLM was closed")
+            raise EngineError("this LLM was closed" if not self.close.alive else "this LLM is another process's")
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -210,7 +214,17 @@ class LLM:
             raise
 
 
-def _end(client: LocalClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+def _of_sound_types(params: SamplingParams) -> SamplingParams:
+    """What comes over HTTP has been checked; a float for an int, given here, would end the engine."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InvalidRequest(f"sampling_params: {error}", param="sampling_params") from None
+
+
+def _end(client: LocalClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+    if pid != os.getpid():  # a fork has no engine: threads stay behind
+        return
     asyncio.run_coroutine_threadsafe(client.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()

@@ -44,9 +44,11 @@ class ModelConfig:
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """The directory of a local model, or of a hub id's snapshot, downloaded if need be. Raises ModelError."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    return _downloaded(name, revision, _WANTED_FILES)
+    if path.is_file():
+        raise ModelError(
+            f"model: {name!r} is a file; give a directory of safetensors (GGUF is not read)", param="model"
+        )
+    return path if path.is_dir() else _downloaded(name, revision, _WANTED_FILES)
 
 
 def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import ssl
@@ -61,6 +62,8 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
+        if not config.disable_access_log:
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # whatever the level of what else it says
         self._app = app
         self._on_ready = on_ready
         self._patience = config.shutdown_timeout

@@ -68,6 +68,13 @@ def test_it_says_what_it_serves_and_its_curl_line_works() -> None:
         assert process.wait(60) == 0
 
 
+def test_requests_are_logged_where_that_is_asked_for() -> None:
+    with serving("--no-disable-access-log") as (process, base, _):
+        httpx.get(f"{base}/v1/models")
+        assert process.stderr is not None
+        assert '"GET /v1/models HTTP/1.1" 200' in process.stderr.readline()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
     """An open stream is finished, to its [DONE], after the signal; new connections are refused."""
@@ -149,6 +156,8 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
     ("flags", "message"),
     [
         (["./nowhere"], "model: there is no directory './nowhere'"),
+        (["README.md"], "model: 'README.md' is a file"),
+        (["tests"], "model: tests has no config.json and no tokenizer"),
         (["--max-model-len", "4096", "--num-kv-blocks", "16"], "max_model_len"),
         (["--attention-backend", "magic"], "attention_backend"),
     ],

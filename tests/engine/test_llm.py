@@ -1,6 +1,8 @@
 """The offline API, on the embedded model."""
 
+import contextlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -75,6 +77,28 @@ def test_prompts_come_in_all_the_forms_that_people_have(llm: LLM) -> None:
 @pytest.mark.parametrize("stop", ["the", ["the"], ("the",), None])
 def test_a_stop_string_is_one_string_however_it_is_given(stop: str | list[str] | None) -> None:
     assert SamplingParams(stop=stop).stop == (("the",) if stop else ())
+
+
+@pytest.mark.parametrize("wrong", [{"logprobs": True}, {"max_tokens": 3.5}, {"top_k": None}, {"logit_bias": {"5": 1}}])
+def test_params_of_the_wrong_type_are_refused_before_they_end_the_engine(llm: LLM, wrong: dict[str, object]) -> None:
+    params = SamplingParams(**wrong)
+    with pytest.raises(InvalidRequest, match=f"sampling_params: .*{next(iter(wrong))}"):
+        llm.generate("Once", params, use_tqdm=False)
+    assert llm.generate("Once", SamplingParams(max_tokens=1, stop_token_ids=[2]), use_tqdm=False)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_is_told_that_it_has_no_engine_and_ends(llm: LLM) -> None:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(EngineError):
+            llm.generate("Once", use_tqdm=False)
+            status = 2
+        llm.close()
+        os._exit(0 if status == 1 else status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)
 
 
 def test_a_chat_goes_on_where_its_last_message_ends(llm: LLM) -> None:

@@ -20,10 +20,11 @@ _SHORT = 1024
 def as_text(made: Estimate, name: str, better: Machine | None) -> str:
     anatomy = made.anatomy
     active = f", {_count(anatomy.active_parameters)} per token" if anatomy.experts else ""
+    kept = ", in 12 bits on this CPU" if made.machine.squeezes and made.dtype == "bfloat16" else ""
     quantized = f" ({anatomy.quantization}, {anatomy.bits:g} bits)" if anatomy.quantization else ""
     lines = [
         ("model", f"{anatomy.model_type}, {_count(anatomy.parameters)} parameters{active}"),
-        ("weights", f"{made.dtype}{quantized}: {_size(made.weight_bytes)}, by {made.weight_source}"),
+        ("weights", f"{made.dtype}{quantized}: {_size(made.weight_bytes)}, by {made.weight_source}{kept}"),
         (
             "KV",
             f"{anatomy.kv_formula} x {DTYPE_BYTES[made.dtype]} B = {_size(made.kv_token_bytes)} a token"
