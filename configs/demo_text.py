@@ -10,23 +10,10 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from demo_words import (
-    ADJECTIVES,
-    BRIDGES,
-    CLASS_OF,
-    CLOSINGS,
-    NAMES,
-    NOUNS,
-    OPENINGS,
-    OPENINGS_LIVING,
-    PAIR_OPENINGS,
-    PLACES,
-    REQUESTS,
-    SMALL_TALK,
-    START_REQUESTS,
-    SYSTEM_PROMPTS,
-    plural,
-)
+WORDS = json.loads(Path(__file__).with_name("demo_words.json").read_text(encoding="utf-8"))
+"""Words and sentences by hand."""
+CLASS_OF = {noun: kind for kind, nouns in WORDS["nouns"].items() for noun in nouns}
+NOUNS = sorted(CLASS_OF)
 
 Chat = list[dict[str, str]]
 
@@ -43,6 +30,22 @@ _STORY_START = re.compile(
     re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.!?]['\")]*(?=\s|$)")
+
+
+def plural(phrase: str) -> str:
+    """The plural of a noun, or of a phrase that ends with one."""
+    lead, _, noun = phrase.rpartition(" ")
+    if noun in WORDS["irregular"]:
+        many = WORDS["irregular"][noun]
+    elif noun in ("wolf", "elf", "thief"):
+        many = noun.rstrip("f") + "ves"
+    elif noun.endswith("y") and noun[-2] not in "aeiou":
+        many = noun[:-1] + "ies"
+    else:
+        many = noun + ("es" if noun.endswith(("s", "x", "ch", "sh", "o")) else "s")
+    return f"{lead} {many}".strip()
+
+
 _SINGULAR = {form: noun for noun in NOUNS for form in (plural(noun), noun)}
 _NOUN = re.compile(r"\b(" + "|".join(sorted(_SINGULAR, key=len, reverse=True)) + r")\b")
 
@@ -187,8 +190,10 @@ def _opening(noun: str, phrase: str, rng: random.Random, name: str | None) -> st
     """One sentence of a story's start that names `phrase` (noun with adjective), and the person if it has a name."""
     who = f"{article(phrase)} named {name}" if name else article(phrase)
     living = CLASS_OF[noun] != "thing"
-    form = rng.choice(OPENINGS + OPENINGS_LIVING if living else OPENINGS)
-    return form.format(a=who, A=who[0].upper() + who[1:], n=noun, N=noun.capitalize(), place=rng.choice(PLACES))
+    form = rng.choice(WORDS["openings"] + WORDS["openings_living"] if living else WORDS["openings"])
+    return form.format(
+        a=who, A=who[0].upper() + who[1:], n=noun, N=noun.capitalize(), place=rng.choice(WORDS["places"])
+    )
 
 
 def turn(role: str, content: str) -> dict[str, str]:
@@ -208,24 +213,24 @@ def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
     if rng.random() < (0.15 if CLASS_OF[noun] == "thing" else 0.45):
         other = rng.choice([n for n in NOUNS if CLASS_OF[n] == CLASS_OF[noun]])
         noun, text = other, swap_noun(text, noun, other)
-    adjective = f"{rng.choice(ADJECTIVES)} " if rng.random() < 0.25 else ""
-    name = rng.choice(NAMES) if not adjective and CLASS_OF[noun] != "thing" and rng.random() < 0.08 else None
+    adjective = f"{rng.choice(WORDS['adjectives'])} " if rng.random() < 0.25 else ""
+    name = rng.choice(WORDS["names"]) if not adjective and CLASS_OF[noun] != "thing" and rng.random() < 0.08 else None
     second = rng.choice(NOUNS) if not adjective and not name and rng.random() < 0.08 else None
     phrase = adjective + noun
     about = article(phrase) + (f" named {name}" if name else "") + (f" and {article(second)}" if second else "")
     body = cut(text, rng.choice((350, 500, 700, 900, 1200, 1600)))
     if second:
         one, two = article(phrase), article(second)
-        form = rng.choice(PAIR_OPENINGS)
-        body = form.format(a=one, A=one.capitalize(), b=two, place=rng.choice(PLACES)) + " " + body
+        form = rng.choice(WORDS["pair_openings"])
+        body = form.format(a=one, A=one.capitalize(), b=two, place=rng.choice(WORDS["places"])) + " " + body
     elif not start or adjective or name:
-        body = _opening(noun, phrase, rng, name) + rng.choice(BRIDGES) + body
+        body = _opening(noun, phrase, rng, name) + rng.choice(WORDS["bridges"]) + body
     if rng.random() < 0.35:
-        body += rng.choice(CLOSINGS)
+        body += rng.choice(WORDS["closings"])
     if second or name or rng.random() < 0.8:
-        request = rng.choice(REQUESTS)
+        request = rng.choice(WORDS["requests"])
     else:
-        request, about = rng.choice(REQUESTS), rng.choice((f"the {phrase}", plural(phrase), phrase))
+        request, about = rng.choice(WORDS["requests"]), rng.choice((f"the {phrase}", plural(phrase), phrase))
     request = request.format(x=about)
     if rng.random() < 0.2:
         request = request.lower() if rng.random() < 0.5 else request.rstrip(".?!")
@@ -239,7 +244,7 @@ def free_turn(openings: list[str], rng: random.Random) -> Chat:
         given = " ".join(text.split()[: rng.randint(4, 12)])
         request = rng.choice(("{}", "{}...", "Continue this story: {}", "Go on: {}")).format(given)
     else:
-        request = rng.choice(START_REQUESTS)
+        request = rng.choice(WORDS["start_requests"])
     return [turn("user", request), turn("assistant", text)]
 
 
@@ -282,9 +287,9 @@ def chats(folder: Path, train: list[list[str]], count: int, rng: random.Random) 
             elif draw < 0.92 and questions:
                 turns += rng.choice(questions)
             else:
-                asked, replies = rng.choice(SMALL_TALK)
+                asked, replies = rng.choice(WORDS["small_talk"])
                 turns += [turn("user", rng.choice(asked)), turn("assistant", rng.choice(replies))]
         if rng.random() < 0.25:
-            turns.insert(0, turn("system", rng.choice(SYSTEM_PROMPTS)))
+            turns.insert(0, turn("system", rng.choice(WORDS["system_prompts"])))
         made.append(turns)
     return made
