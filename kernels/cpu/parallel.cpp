@@ -6,6 +6,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 namespace {
@@ -46,13 +47,20 @@ class Pool {
 
  private:
   static constexpr int kSpins = 4000;  // some 100 microseconds: longer than from one call of a step to the next
+  static constexpr long kPatience = 100000;
 
   void take() {
     for (long i = next_.fetch_add(1); i < items_; i = next_.fetch_add(1)) work_(context_, i);
   }
 
+  // Where the system has no room for another thread those there are do the work; it is asked again many calls later.
   void grow(int helpers) {
-    for (; started_ < helpers; ++started_) std::thread([this, me = started_] { help(me); }).detach();
+    if (started_ >= helpers || calls_.load() < ask_again_) return;
+    try {
+      for (; started_ < helpers; ++started_) std::thread([this, me = started_] { help(me); }).detach();
+    } catch (const std::system_error&) {
+      ask_again_ = calls_.load() + kPatience;
+    }
   }
 
   void help(int me) {
@@ -93,6 +101,7 @@ class Pool {
   std::mutex caller_, sleep_;
   std::condition_variable wake_;
   int started_ = 0;
+  long ask_again_ = 0;
 };
 
 }  // namespace

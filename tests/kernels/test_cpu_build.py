@@ -126,3 +126,28 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         pytest.skip("the compiler has no sanitizer runtime")
     done = subprocess.run([tmp_path / "driver"], capture_output=True, text=True)
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
+
+
+WITHOUT_THREADS = """
+import os, resource, torch
+from kernels import cpu
+torch.set_num_threads(1)
+x = torch.randn(300, 704)
+wanted = cpu.silu_mul(x)
+torch.set_num_threads(5)
+count = lambda: len(os.listdir("/proc/self/task"))
+before, size = count(), int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (size + (4 << 20), limits[1]))  # no room for the stack of a thread
+got = cpu.silu_mul(x)
+resource.setrlimit(resource.RLIMIT_AS, limits)
+print(count() - before, torch.equal(got, wanted))
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory as Linux does")
+def test_a_system_without_room_for_threads_is_served_by_those_there_are() -> None:
+    done = python(WITHOUT_THREADS)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "True"]
