@@ -5,8 +5,6 @@
 
 namespace {
 
-constexpr int kMaxDim = 1024;
-
 // One head of `dim`: its norm (where weighted), then its rotation (where `cosines` is given; sines follow them).
 // Everything in float32, rounded once.
 template <class T>
@@ -52,8 +50,8 @@ void rope_token(const Projection<T>& p, long token) {
   const T *key = row + static_cast<long>(p.heads) * p.dim, *value = key + static_cast<long>(p.kv_heads) * p.dim;
   const long page = p.slots[token] / kBlock;
   const int slot = static_cast<int>(p.slots[token] % kBlock);
+  T* turned = reinterpret_cast<T*>(scratch(p.dim * sizeof(T)));
   for (int h = 0; h < p.kv_heads; ++h) {
-    alignas(64) T turned[kMaxDim];
     turn_head(key + h * p.dim, p.k_norm, cosines, p.eps, p.dim, turned);
     store_key(turned, p.keys + page * p.key_stride + piece_offset(h, p.dim), slot, p.dim);
     store_value(value + h * p.dim, p.values + page * p.value_stride + piece_offset(h, p.dim), slot, p.dim);
@@ -68,7 +66,7 @@ bool inside(const int64_t* slots, long tokens, long pages) {
 
 template <class T>
 int rope_store(const Projection<T>& p, long tokens, long pages, int threads) {
-  if (!inside(p.slots, tokens, pages) || p.dim > kMaxDim) return 1;
+  if (!inside(p.slots, tokens, pages)) return 1;
   parallel_rows(threads, tokens, tokens * (p.heads + 2L * p.kv_heads) * p.dim * 4, [&](long begin, long end) {
     for (long t = begin; t < end; ++t) rope_token(p, t);
   });

@@ -85,7 +85,7 @@ def empty_cache(metadata: AttentionMetadata, kv_heads: int, dim: int, dtype: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [8, 64, 80, 96])
+@pytest.mark.parametrize("dim", [8, 64, 80, 96, 1030])
 @pytest.mark.parametrize(("normed", "rotate"), [(False, True), (True, True), (True, False)])
 def test_rope_store(
     isa: str, dim: int, normed: bool, rotate: bool, dtype: torch.dtype, generator: torch.Generator
