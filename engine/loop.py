@@ -120,12 +120,11 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
 
 
 def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
-    """Take in all messages that are there, waiting for one only if there is nothing to compute."""
-    wait = idle = not engine.busy
-    while wait and not socket.poll(0) and engine.prepare():
-        pass
-    while wait or socket.poll(0):
-        wait = False
+    """Take in all messages that are there; with nothing to compute, prepare for later requests or wait for one."""
+    idle = not engine.busy
+    while idle or socket.poll(0):
+        if idle and not socket.poll(0) and engine.prepare():
+            continue
         match decode_to_engine(socket.recv()):
             case Submit(requests):
                 idle = False
@@ -135,9 +134,8 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
                 idle = False
                 for request_id in ids:
                     engine.abort(request_id)
-            case Look():
+            case Look():  # which is nothing to compute
                 _send(socket, Seen(engine.view()))
-                wait = idle  # being looked at is nothing to compute
 
 
 def _send(socket: zmq.Socket[bytes], message: FromEngine) -> None:

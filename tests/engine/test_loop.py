@@ -1,0 +1,79 @@
+"""What the engine process does between messages, on a socket and an engine without either."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import zmq
+
+from engine.loop import Engine, _receive
+from engine.types import EngineStats, EngineView, Request, SamplingParams
+from engine.wire import Look, Submit, ToEngine, encode
+
+
+class Idle:
+    """An engine with `left` things to prepare and nothing to compute."""
+
+    busy = False
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+        self.done: list[str] = []
+
+    def prepare(self) -> bool:
+        self.done.append("prepare")
+        self.left = max(0, self.left - 1)
+        return self.left > 0
+
+    def view(self) -> EngineView:
+        self.done.append("view")
+        return EngineView(EngineStats(), [], b"", 0, 0.0)
+
+    def add(self, request: Request) -> None:
+        self.done.append("add")
+
+
+class Script:
+    """Messages, each of which has come once the engine has done so many things; waiting lets the next one come."""
+
+    def __init__(self, engine: Idle, messages: list[tuple[int, ToEngine]]) -> None:
+        self.engine = engine
+        self.messages = messages
+        self.sent = 0
+
+    def poll(self, timeout: int) -> bool:
+        assert timeout == 0
+        return bool(self.messages) and len(self.engine.done) >= self.messages[0][0]
+
+    def recv(self) -> bytes:
+        if not self.poll(0):
+            self.engine.done.append("wait")
+        return encode(self.messages.pop(0)[1])
+
+    def send(self, message: bytes) -> None:
+        self.sent += 1
+
+
+def receive(left: int, messages: list[tuple[int, ToEngine]]) -> list[str]:
+    engine = Idle(left)
+    socket = Script(engine, messages)
+    _receive(cast(Engine, engine), cast("zmq.Socket[bytes]", socket))
+    assert not socket.messages
+    assert socket.sent == sum(each == "view" for each in engine.done)
+    return engine.done
+
+
+SUBMIT = Submit([Request(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
+
+
+def test_an_engine_that_is_looked_at_goes_on_preparing() -> None:
+    done = receive(4, [(1, Look()), (3, Look()), (100, SUBMIT)])
+    assert done == ["prepare", "view", "prepare", "view", "prepare", "prepare", "wait", "add"]
+
+
+def test_a_request_waits_for_no_more_than_is_being_prepared() -> None:
+    assert receive(9, [(2, SUBMIT)]) == ["prepare", "prepare", "add"]
+
+
+def test_with_nothing_to_prepare_it_waits_and_is_looked_at() -> None:
+    assert receive(0, [(100, Look()), (100, SUBMIT)])[-4:] == ["view", "prepare", "wait", "add"]
