@@ -19,26 +19,34 @@ from server.tenants import Tenant
 SHUTTING_DOWN = "The server is shutting down"
 
 
-class GenerationRoute(APIRoute):
-    """Refuses at once, before the body is read, what will be refused anyway: a server in overload has better to do.
-
-    Answers tell the key's limits in x-ratelimit headers.
-    """
+class CountedRoute(APIRoute):
+    """Counts a call among its key's requests a minute before the body is read; answers tell the key's limits in
+    x-ratelimit headers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def admitted(request: Request) -> Response:
-            if serving_of(request).draining.is_set():
-                raise Overloaded(SHUTTING_DOWN)
-            tenant = tenant_of(request.scope)
-            check_room(serving_of(request), tenant, requests=1, tokens=1)
-            tenant.limits.count_request()
+        async def counted(request: Request) -> Response:
+            self.check(request)
+            limits = tenant_of(request.scope).limits
+            limits.count_request()
             response = await handle(request)
-            response.headers.update(tenant.limits.headers())
+            response.headers.update(limits.headers())
             return response
 
-        return admitted
+        return counted
+
+    def check(self, request: Request) -> None:
+        """Raise what a call is to be refused with, whatever its body."""
+
+
+class GenerationRoute(CountedRoute):
+    """A server in overload has better to do than to read what it will refuse."""
+
+    def check(self, request: Request) -> None:
+        if serving_of(request).draining.is_set():
+            raise Overloaded(SHUTTING_DOWN)
+        check_room(serving_of(request), tenant_of(request.scope), requests=1, tokens=1)
 
 
 def admit(serving: Serving, tenant: Tenant, prompts: Sequence[Prompt], n: int, max_tokens: int | None) -> Reservation:

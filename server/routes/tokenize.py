@@ -1,28 +1,28 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize. Both run in a thread: their inputs may be as long as bodies may be."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.prompts import encode, renderer_for
+from server.admission import CountedRoute
+from server.answers.head import encode_json
+from server.prompts import renderer_for
 from server.protocol.common import ignored_header
 from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from server.sampling import check_token_id
+from server.sampling import check_text, check_token_id
 from server.serving import serving_of
 
-router = APIRouter()
+router = APIRouter(route_class=CountedRoute)
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request, response: Response) -> dict[str, Any]:
+@router.post("/tokenize", response_model=None)
+def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a prompt, or of a conversation as the chat template writes it."""
     serving = serving_of(request)
     serving.model_name(body.model)
-    response.headers.update(ignored_header(body.ignored_params(), serving.config.strict))
+    headers = ignored_header(body.ignored_params(), serving.config.strict)
     if body.messages is None:
         text, param, special = body.prompt or "", "prompt", True
     else:
@@ -34,19 +34,21 @@ async def tokenize(body: TokenizeRequest, request: Request, response: Response) 
             variables=body.chat_template_kwargs,
         )
         param, special = "messages", False
-    if body.add_special_tokens is not None:
-        special = body.add_special_tokens
-    (ids,) = await encode(serving.tokenizer, [text], special, param)
+    check_text(text, param)
+    special = special if body.add_special_tokens is None else body.add_special_tokens
+    ids = serving.tokenizer.encode(text, add_special_tokens=special)
     strings = [serving.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": serving.info.max_model_len, "tokens": ids, "token_strs": strings}
+    told = {"count": len(ids), "max_model_len": serving.info.max_model_len, "tokens": ids, "token_strs": strings}
+    return Response(encode_json(told), 200, headers, "application/json")
 
 
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request, response: Response) -> dict[str, Any]:
+@router.post("/detokenize", response_model=None)
+def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens shown."""
     serving = serving_of(request)
     serving.model_name(body.model)
-    response.headers.update(ignored_header(body.ignored_params(), serving.config.strict))
+    headers = ignored_header(body.ignored_params(), serving.config.strict)
     for token_id in body.tokens:
         check_token_id(token_id, serving.vocab_size, "tokens")
-    return {"prompt": serving.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    text = serving.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return Response(encode_json({"prompt": text}), 200, headers, "application/json")

@@ -170,6 +170,18 @@ async def test_rates_are_told_and_kept(key_file: Path) -> None:
         assert (await house.http.get("/v1/models", headers=key("b"))).status_code == 200
 
 
+async def test_tokenizing_counts_among_a_key_s_requests(key_file: Path) -> None:
+    async with open_house(FakeEngine(LETTERS), api_key_file=key_file) as house:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]}), ("/tokenize", {})):
+            answer = await house.http.post(path, json=body, headers=key("b"))
+            assert answer.status_code == (200 if body else 400)
+        assert (await ask(house, "b")).status_code == 429
+        refused = await house.http.post("/tokenize", json={"prompt": "x"}, headers=key("b"))
+        assert (refused.status_code, refused.headers["x-ratelimit-remaining-requests"]) == (429, "0")
+        answer = await house.http.post("/tokenize", json={"prompt": "x"}, headers=key("a"))
+        assert answer.status_code == 200
+
+
 async def test_tokens_that_were_not_used_come_back() -> None:
     async with open_house(FakeEngine(LETTERS, fail_at=3), api_key=KEYS, tokens_per_minute=60) as house:
         for stream in (False, True):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from typing import Any
+
+import pytest
 
 from engine.config import DEMO_MODEL
+from engine.tokenizer import Tokenizer
 from server.config import ServerConfig
 from tests.server.fake import FakeEngine, scripted
 from tests.server.house import NAME, House, open_house
@@ -30,6 +35,22 @@ async def test_tokenize_and_back(house: House) -> None:
     assert (answer["count"], answer["token_strs"]) == (20, None)
     back = await house.post("/detokenize", {"tokens": answer["tokens"]})
     assert back == {"prompt": "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"}
+
+
+async def test_tokenizing_holds_up_no_stream(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    for name in ("encode", "decode"):
+        plain = getattr(Tokenizer, name)
+
+        def noted(*args: Any, plain: Any = plain, **options: Any) -> Any:
+            threads.add(threading.current_thread())
+            return plain(*args, **options)
+
+        monkeypatch.setattr(Tokenizer, name, noted)
+    answer = await house.post("/tokenize", {"prompt": "x" * 20_000})
+    assert await house.post("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": "x" * 20_000}
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_health_and_version(house: House) -> None:
