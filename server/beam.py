@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from engine.client import EngineClient, OutputStream
 from engine.errors import EngineError, InvalidRequest, Timeout
 from engine.tokenizer import Tokenizer
-from engine.types import Request, RequestOutput, SamplingParams, TokenLogprob
+from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
 from server.generate import Answer, Choice, ChoiceDelta, Job, Usage
 from server.metrics import Metrics
 from server.prompts import Prompt
@@ -73,6 +73,8 @@ class BeamSearch:
         n = job.params.n
         self._choices = [Choice(i, job.prompts[i // n], job, tokenizer) for i in range(len(job.prompts) * n)]
         self._cached = [0] * len(job.prompts)
+        self._cancelled: set[int] = set()
+        """Prompts whose search somebody ended."""
         self._streams: set[OutputStream] = set()
         self._closed = False
         self._started = time.monotonic()
@@ -123,7 +125,7 @@ class BeamSearch:
             stream.close()
 
     async def _search(self, index: int) -> list[Beam]:
-        """The n best hypotheses for one prompt, best first."""
+        """The n best hypotheses for one prompt, best first; those there are so far when somebody cancels it."""
         prompt, params, width = self._job.prompts[index], self._job.params, self._job.params.n
         longest = self._room - len(prompt.ids)
         longest = longest if params.max_tokens is None else min(longest, params.max_tokens)
@@ -131,8 +133,8 @@ class BeamSearch:
         running, completed = [Beam()], list[Beam]()
         for step in range(longest):
             outputs = await self._step(index, step, prompt, running)
-            if self._closed:
-                return []
+            if self._closed or index in self._cancelled:
+                break
             candidates = [
                 beam.then(logprob, logprob.token_id in self._ends)
                 for beam, output in zip(running, outputs, strict=True)
@@ -147,10 +149,11 @@ class BeamSearch:
             if all(scores.bound(beam) <= worst for beam in running):
                 running = []
                 break
-        return sorted(completed + running, key=scores.of, reverse=True)[:width]
+        found = sorted(completed + running, key=scores.of, reverse=True)
+        return [*found, *[Beam()] * width][:width]
 
     async def _step(self, index: int, step: int, prompt: Prompt, beams: Sequence[Beam]) -> list[RequestOutput]:
-        """One more token of every beam. Fewer outputs than beams when closed under way."""
+        """One more token of every beam. Fewer outputs than beams when closed or cancelled under way."""
         job = self._job
         top = max(2 * job.params.n, job.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, ignore_eos=True)
@@ -176,7 +179,7 @@ class BeamSearch:
                     if output.finish_reason == "error":
                         raise EngineError(output.error or "the engine failed this request")
                     if output.finish_reason == "abort":
-                        raise EngineError("the request was cancelled")
+                        self._cancelled.add(index)
                     outputs[output.id] = output
         finally:
             stream.close()
@@ -187,13 +190,14 @@ class BeamSearch:
         return [outputs[request.id] for request in requests if request.id in outputs]
 
     def _answer(self, choice: Choice, beam: Beam) -> ChoiceDelta:
-        reason = "stop" if beam.ended else "length"
+        unfinished: FinishReason = "abort" if choice.index // self._job.params.n in self._cancelled else "length"
+        reason = "stop" if beam.ended else unfinished
         last = beam.ids[-1] if beam.ids else None
         output = RequestOutput(
             id="",
             new_ids=list(beam.ids),
             logprobs=None if self._job.params.logprobs is None else list(beam.logprobs),
-            finish_reason="stop" if beam.ended else "length",
+            finish_reason=reason,
             stop_reason=last if beam.ended and last in self._job.params.stop_token_ids else None,
         )
         delta = choice.push(output)

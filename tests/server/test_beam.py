@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 from pathlib import Path
@@ -114,6 +115,41 @@ async def test_beams_are_those_of_transformers(width: int, length_penalty: float
         response = await http.post(COMPLETIONS, json={**body, "ignore_eos": True, "return_token_ids": True})
     assert response.status_code == 200, response.text
     assert [choice["token_ids"] for choice in response.json()["choices"]] == wanted[:, len(prompt) :].tolist()
+
+
+async def test_a_cancelled_search_answers_what_it_has() -> None:
+    body = {"prompt": [[120, 121], [122]], "n": 3, "max_tokens": 400, "use_beam_search": True, "return_token_ids": True}
+    for of in ("{}", "{}-1-6-0"):  # all of it, or one beam of the second prompt's seventh step
+        engine = Markov(hashed(b"a"), step_seconds=0.001)
+        async with open_house(engine) as house:
+            asking = asyncio.create_task(house.post(COMPLETIONS, {**body, "length_penalty": 9.0}))
+            while not any(each.id.endswith("-1-6-0") for each in engine.seen):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            name = engine.seen[0].id.rpartition("-0-0-0")[0]
+            assert (await house.http.delete(f"/v1/requests/{of.format(name)}")).status_code == 200
+            if of != "{}":
+                await asyncio.sleep(0.01)
+                assert (await house.http.delete(f"/v1/requests/{name}")).status_code == 200
+            choices = (await asking)["choices"]
+            assert [choice["index"] for choice in choices] == list(range(6))
+            for choice in choices:
+                assert choice["finish_reason"] == ("stop" if choice["token_ids"][-1] == EOS else "abort")
+            assert "abort" in {choice["finish_reason"] for choice in choices[3:]}
+            assert max(len(choice["token_ids"]) for choice in choices[3:]) == 6
+            assert not engine.running
+
+
+async def test_a_search_that_is_cancelled_at_once_has_nothing_to_answer() -> None:
+    engine = Markov(hashed(b"a"), step_seconds=0.001)
+    async with open_house(engine) as house:
+        body = {"prompt": "x", "n": 2, "max_tokens": 9, "use_beam_search": True}
+        asking = asyncio.create_task(house.post(COMPLETIONS, body))
+        while not engine.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert engine.cancel(engine.seen[0].id) == 1
+        answer = await asking
+        assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("", "abort")] * 2
+        assert answer["usage"]["completion_tokens"] == 0
 
 
 @pytest.mark.parametrize(
