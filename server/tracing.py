@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from engine.history import History, Step, Timeline
+from server.answers.head import encode_json
 from server.version import VERSION
 
 ENGINE, REQUESTS = 1, 2
@@ -20,8 +22,8 @@ STEPS = 1
 Event = dict[str, Any]
 
 
-async def record(history: History, seconds: float) -> dict[str, Any]:
-    """Watch the engine for so long."""
+async def record(history: History, seconds: float) -> bytes:
+    """Watch the engine for so long; JSON. What takes long is done in a thread, on copies of what goes on changing."""
     steps: list[Step] = []
     began = time.monotonic()
     history.listeners.append(steps.append)
@@ -29,8 +31,9 @@ async def record(history: History, seconds: float) -> dict[str, Any]:
         await asyncio.sleep(seconds)
     finally:
         history.listeners.remove(steps.append)
-    timelines = [*history.ended, *history.open]
-    return trace(steps, timelines, began, time.monotonic())
+    timelines = [replace(each, marks=[*each.marks]) for each in (*history.ended, *history.open)]
+    ended = time.monotonic()
+    return await asyncio.to_thread(lambda: encode_json(trace(steps, timelines, began, ended)))
 
 
 def trace(steps: Sequence[Step], timelines: Sequence[Timeline], began: float, ended: float) -> dict[str, Any]:

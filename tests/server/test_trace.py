@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -9,8 +11,10 @@ import jsonschema
 import pytest
 
 from engine.history import Step, Timeline
-from engine.types import StepRecord
+from engine.types import Request, SamplingParams, StepRecord
+from server import tracing
 from server.tracing import phase_totals, trace
+from tests.server.house import House
 
 COMMON = {"pid": {"type": "integer"}, "tid": {"type": "integer"}, "ts": {"type": "number", "minimum": 0}}
 NAMED = {"name": {"type": "string", "minLength": 1}, "args": {"type": "object"}}
@@ -118,3 +122,26 @@ def test_an_idle_engine_has_a_trace_too() -> None:
     found = trace([], [], 0.0, 1.0)
     check(found)
     assert phase_totals(found["traceEvents"]) == {"between steps": 1e6}
+
+
+async def test_a_trace_is_made_beside_the_streams_of_what_was_then(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going_on = house.engine.submit([Request(id="cmpl-a-0", prompt_ids=[1], params=SamplingParams(), seed=0)])
+    (timeline,) = house.engine.history.open
+    plain = tracing.trace
+
+    def meanwhile(steps: Any, timelines: Any, *times: float) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        before = plain(steps, timelines, *times)
+        timeline.enter("preempted", time.monotonic())
+        assert plain(steps, timelines, *times) == before
+        return before
+
+    monkeypatch.setattr(tracing, "trace", meanwhile)
+    response = await house.http.get("/v1/engine/trace?seconds=0.05")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    check(response.json())
+    assert "preempted" in [phase for _, phase in timeline.marks]
+    going_on.close()
