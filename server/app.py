@@ -96,6 +96,7 @@ def _add_doors(app: FastAPI, config: ServerConfig, tenants: Tenants, ended: Sequ
     """The last one added is met first."""
     app.add_middleware(BodyLimit, max_bytes=int(config.max_body_size * 2**20))
     app.add_middleware(KeyGuard, tenants=tenants)
+    app.add_middleware(errors.UnexpectedErrors)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import (
     EngineError,
@@ -47,12 +48,11 @@ UNEXPECTED = "The server had an error while processing your request. The log say
 
 
 def install(app: FastAPI) -> None:
-    """Answer every exception of the app with an OpenAI error body."""
+    """Answer what routes raise on purpose with an OpenAI error body; for all else there is UnexpectedErrors."""
     for kind, handler in (
         (QuireError, _quire_error),
         (RequestValidationError, _validation_error),
         (HTTPException, _http_exception),
-        (Exception, _unexpected),
     ):
         app.add_exception_handler(kind, handler)
 
@@ -146,9 +146,27 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     return _answer(error.status_code, body, dict(error.headers or {}))
 
 
-async def _unexpected(request: Request, error: Exception) -> Response:
-    trail = request.scope.get("trail")
-    name = None if trail is None else trail.request_id
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error, extra={"request_id": name})
-    headers = {} if name is None else {"X-Request-Id": name}  # no middleware of ours sees this answer
-    return _answer(500, error_body(UNEXPECTED, SERVER, None, "internal_error"), headers)
+class UnexpectedErrors:
+    """ASGI middleware that answers 500. Starlette's own place for this is outside of all middleware: web pages of other
+    origins would not be let read the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting)
+        except Exception as error:
+            if begun:
+                raise
+            trail = scope.get("trail")
+            extra = {"request_id": None if trail is None else trail.request_id}
+            logger.error("%s %s failed", scope.get("method"), scope.get("path"), exc_info=error, extra=extra)
+            await _answer(500, error_body(UNEXPECTED, SERVER, None, "internal_error"))(scope, receive, send)

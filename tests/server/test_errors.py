@@ -299,13 +299,17 @@ async def test_an_engine_that_dies() -> None:
         assert (await house.http.get("/health")).status_code == 503
 
 
-async def test_the_unexpected_shows_nothing_of_its_cause(house: House, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_unexpected_shows_nothing_of_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     def trip(requests: object) -> None:
         raise RuntimeError("secret path /etc")
 
-    house.engine._send = trip
-    response = await house.http.post(COMPLETIONS, json={"prompt": "x"}, headers={"X-Request-Id": "mine"})
-    assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+    page = "https://a.example"
+    async with open_house(FakeEngine(hashed(b"abc")), allowed_origins=[page]) as house:
+        house.engine._send = trip
+        headers = {"X-Request-Id": "mine", "Origin": page}
+        response = await house.http.post(COMPLETIONS, json={"prompt": "x"}, headers=headers)
+    assert (response.status_code, response.headers.get_list("x-request-id")) == (500, ["mine"])
+    assert response.headers["access-control-allow-origin"] == page, "or a browser would tell of a network error"
     error = response.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "internal_error")
     assert "secret" not in error["message"]
