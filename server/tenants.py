@@ -90,7 +90,7 @@ class Tenants:
         """Whoever shows no key: all callers of an open server, of a closed one those of its open routes."""
 
     def find(self, key: str) -> Tenant | None:
-        """Whose key that is. All of them are compared, so that the time taken tells nothing."""
+        """Whose key that is, as it stood in a header: bytes read as Latin-1. All of them are compared, so that the time taken tells nothing."""
         shown = _digest(key)
         found = [tenant for tenant in self._all if hmac.compare_digest(shown, tenant.digest)]
         return found[0] if found else None
@@ -112,6 +112,11 @@ class Tenants:
         )
         if not entry.key.strip():
             raise ConfigError(f"{source}: {name} has an empty key")
+        if entry.key != entry.key.strip() or not (entry.key.isascii() and entry.key.isprintable()):
+            raise ConfigError(
+                f"{source}: {name} has a key that clients cannot send: take letters, digits and signs of ASCII, "
+                "no white space at either end"
+            )
         digest = _digest(entry.key)
         if entry.key.startswith(HASHED):
             try:
@@ -145,4 +150,4 @@ def _read(path: Path) -> dict[str, KeyEntry]:
 
 
 def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hashlib.sha256(key.encode("latin-1")).digest()

@@ -29,7 +29,7 @@ admin = true
 def tenants(tmp_path: Path, text: str | None = None, **options: Any) -> Tenants:
     if text is not None:
         options["api_key_file"] = tmp_path / "keys.toml"
-        options["api_key_file"].write_text(text)
+        options["api_key_file"].write_text(text, encoding="utf-8")
     return Tenants(ServerConfig(**options))
 
 
@@ -48,9 +48,15 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert [each["x-ratelimit-limit-tokens"] for each in limits] == ["70", "1000", "70"]
     assert len({each.salt("s") for each in (alice, bob, one)}) == 3
     assert found.closed
-    for wrong in ("", "sk-alic", "sha256:" + hashlib.sha256(b"sk-bob").hexdigest(), "alice", "\udcff"):
+    for wrong in ("", "sk-alic", "sha256:" + hashlib.sha256(b"sk-bob").hexdigest(), "alice", "\xff"):
         assert found.find(wrong) is None
     assert "sk-alice" not in repr(alice)
+
+
+def test_a_hashed_key_of_any_bytes_is_known_by_them(tmp_path: Path) -> None:
+    key = "ключ-é".encode()
+    found = tenants(tmp_path, FILE.format(hashlib.sha256(key).hexdigest()))
+    assert found.find(key.decode("latin-1")).name == "bob"  # as Starlette reads a header
 
 
 def test_an_admins_key_and_no_keys_at_all(tmp_path: Path) -> None:
@@ -74,6 +80,9 @@ def test_an_admins_key_and_no_keys_at_all(tmp_path: Path) -> None:
         ("[a]\nkey = 'secret'\nweight = 0", "a.weight: input should be greater than 0"),
         ("[a]\nkey = 'secret'\nwait = 1", "a.wait: extra inputs are not permitted"),
         ("[a]\nkey = 'secret'\nrequests_per_minute = 0", "a.requests_per_minute: input should be greater"),
+        ("[a]\nkey = 'secr\u00e9t'", "a has a key that clients cannot send"),
+        ("[a]\nkey = 'secret '", "a has a key that clients cannot send"),
+        ('[a]\nkey = "sec\\tret"', "a has a key that clients cannot send"),
         ("[a]\nkey = 'sha256:secret'", "64 hexadecimal digits"),
         ("[a]\nkey = 'secret'\n[b]\nkey = 'secret'", "b has the same key as a"),
         ("key = 'secret'", "key: input should be a valid dictionary"),
