@@ -18,7 +18,8 @@ from engine.client import EngineClient, OutputStream
 from engine.errors import EngineError, InvalidRequest, Timeout
 from engine.tokenizer import Tokenizer
 from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
-from server.generate import Answer, Choice, ChoiceDelta, Job, Usage
+from server.choice import Choice, ChoiceDelta, Job
+from server.generate import Answer, Usage
 from server.metrics import Metrics
 from server.prompts import Prompt
 

@@ -9,7 +9,8 @@ from typing import Any
 from server.answers.head import encode_json
 from server.answers.logprobs import chat_logprobs, prompt_logprobs
 from server.answers.writer import AnswerWriter
-from server.generate import Answer, ChoiceDelta, TokenText, Usage
+from server.choice import ChoiceDelta, TokenText
+from server.generate import Answer, Usage
 from server.tools.sink import CallDelta
 
 

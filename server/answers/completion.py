@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from server.answers.head import encode_json
 from server.answers.logprobs import completion_logprobs, prompt_logprobs
 from server.answers.writer import AnswerWriter
-from server.generate import Answer, ChoiceDelta, TokenText, Usage
+from server.choice import ChoiceDelta, TokenText
+from server.generate import Answer, Usage
 
 
 class CompletionWriter(AnswerWriter):

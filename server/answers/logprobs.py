@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.tokenizer import Tokenizer
 from engine.types import TokenLogprob
-from server.generate import TokenText
+from server.choice import TokenText
 
 LOWEST = -9999.0
 """JSON has no -inf; this is what vLLM writes for it."""

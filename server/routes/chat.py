@@ -12,7 +12,7 @@ from engine.types import Grammar
 from server.admission import GenerationRoute
 from server.answers.chat import ChatWriter
 from server.answers.head import Head, new_id
-from server.generate import Job
+from server.choice import Job
 from server.message import MessageFormat
 from server.prompts import Prompt, chat_prompt
 from server.protocol.chat import ChatRequest

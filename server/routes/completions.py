@@ -10,7 +10,7 @@ from starlette.responses import Response
 from server.admission import GenerationRoute
 from server.answers.completion import CompletionWriter
 from server.answers.head import Head, new_id
-from server.generate import Job
+from server.choice import Job
 from server.prompts import completion_prompts
 from server.protocol.common import ignored_header
 from server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest

@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from server.admission import admit
 from server.beam import BeamSearch
+from server.choice import ChoiceDelta, Job
 from server.doors import tenant_of
-from server.generate import Answer, ChoiceDelta, Generation, Job, Usage, fold
+from server.generate import Answer, Generation, Usage, fold
 from server.serving import Serving
 from server.sse import EventStream, closing_on_disconnect
 

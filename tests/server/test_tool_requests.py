@@ -17,8 +17,8 @@ from engine.tokenizer import Tokenizer
 from server.answers.chat import ChatWriter
 from server.answers.head import Head
 from server.app import create_app
+from server.choice import ChoiceDelta
 from server.config import ServerConfig
-from server.generate import ChoiceDelta
 from server.tools.sink import CallDelta
 from tests.server.fake import FakeEngine, scripted
 from tests.server.house import House, open_house, parse_events
