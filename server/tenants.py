@@ -90,7 +90,7 @@ class Tenants:
         """Whoever shows no key: all callers of an open server, of a closed one those of its open routes."""
 
     def find(self, key: str) -> Tenant | None:
-        """Whose key that is; a header's bytes read as Latin-1. All are compared, so that the time taken tells nothing."""
+        """Whose key that is, of a header's bytes as Latin-1. All are compared, so that the time taken tells nothing."""
         shown = _digest(key)
         found = [tenant for tenant in self._all if hmac.compare_digest(shown, tenant.digest)]
         return found[0] if found else None
