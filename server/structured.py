@@ -130,6 +130,11 @@ def after_thinking(grammar: Grammar, reasoning: ReasoningFormat, begun: bool | N
     return Grammar("lark", "\n".join(rules))
 
 
+def either(one: Grammar, other: Grammar) -> Grammar:
+    """Whatever one of them matches."""
+    return Grammar("lark", f"start: one | other\none: {_as_rule(one)}\nother: {_as_rule(other)}")
+
+
 def _as_rule(grammar: Grammar) -> str:
     if grammar.kind == "json":
         return f"%json {grammar.text}"

@@ -7,7 +7,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.tokenizer import Tokenizer
 from engine.types import Grammar
 from server.admission import GenerationRoute
 from server.answers.chat import ChatWriter
@@ -21,7 +20,7 @@ from server.reasoning import thinking_budget
 from server.routes.reply import reply
 from server.sampling import check_logprobs, sampling_params
 from server.serving import Serving, serving_of
-from server.structured import after_thinking, asked_grammar
+from server.structured import after_thinking, asked_grammar, either
 from server.tools.request import ToolUse, tool_use
 
 router = APIRouter(route_class=GenerationRoute)
@@ -52,7 +51,7 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     )
     prompt = await chat_prompt(body, serving, tools.shown)
     message = message_format(body, tools, prompt, serving)
-    grammar = await serving.grammars.checked(answer_grammar(body, tools, message, serving.tokenizer))
+    grammar = await answer_grammar(body, tools, message, serving)
     begun = None if message is None else message.begun
     thinking = thinking_budget(body.thinking_token_budget, serving.formats.reasoning, begun, serving.tokenizer)
     params = msgspec.structs.replace(params, grammar=grammar, thinking=thinking)
@@ -96,19 +95,22 @@ def ignored_by_template(body: ChatRequest, tools: ToolUse, template: str) -> lis
     return ignored
 
 
-def answer_grammar(
-    body: ChatRequest, tools: ToolUse, message: MessageFormat | None, tokenizer: Tokenizer
-) -> tuple[str, Grammar] | None:
-    """The parameter that asks for one, and what the answer must match; calls that must be made leave no content to
-    format."""
+async def answer_grammar(
+    body: ChatRequest, tools: ToolUse, message: MessageFormat | None, serving: Serving
+) -> Grammar | None:
+    """What the answer must match: calls that must be made, which leave no content to format; or, where the model may
+    call tools and the content has a format, either of the two."""
     asked = asked_grammar(body)
-    call = tools.grammar(tokenizer)
-    if call is not None and (asked is None or tools.must_call):
+    call = tools.grammar(serving.tokenizer, alone=asked is not None)
+    if call is not None:
+        if asked is not None and not tools.must_call:
+            # Tried out by itself first, so that an error names the parameter that is wrong.
+            await serving.grammars.checked(asked)
+            call = either(asked[1], call)
         asked = "tools", call
-    if asked is None or message is None or message.reasoning is None:
-        return asked
-    param, grammar = asked
-    return param, after_thinking(grammar, message.reasoning, message.begun, tokenizer)
+    if asked is not None and message is not None and message.reasoning is not None:
+        asked = asked[0], after_thinking(asked[1], message.reasoning, message.begun, serving.tokenizer)
+    return await serving.grammars.checked(asked)
 
 
 def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, serving: Serving) -> MessageFormat | None:

@@ -55,9 +55,11 @@ def text(literal: str) -> str:
     return json.dumps(literal, ensure_ascii=False)
 
 
-def json_call(tool: Tool, arguments: str = "arguments") -> list[str]:
-    """{"name": …, "arguments": …}"""
-    return [text(f'{{"name": {json.dumps(tool.name)}, "{arguments}": '), arguments_of(tool), text("}")]
+def json_call(tool: Tool, arguments: str = "arguments", *, in_words: bool = False) -> list[str]:
+    """{"name": …, "arguments": …}; `in_words`: in those that %json has for it. llguidance reads the longest word it can
+    and does not go back, so a longer one would keep another grammar's object that begins alike from being read."""
+    words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", f'"{arguments}"', ": "]
+    return [*map(text, words if in_words else ["".join(words)]), arguments_of(tool), text("}")]
 
 
 def arguments_of(tool: Tool) -> str:

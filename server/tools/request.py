@@ -30,19 +30,19 @@ class ToolUse:
     """Calls that the model decides on have arguments of their schema."""
     parallel: bool = True
 
-    def grammar(self, tokenizer: Tokenizer) -> Grammar | None:
-        """What an answer follows that must call, or whose calls are strict. Raises InvalidRequest for a tool that no
-        grammar can be made of."""
-        if self.format is None or not (self.must_call or self.strict):
+    def grammar(self, tokenizer: Tokenizer, *, alone: bool = False) -> Grammar | None:
+        """What an answer follows that must call, or whose calls are strict; `alone`: any calls, without text beside
+        them. Raises InvalidRequest for a tool that no grammar can be made of."""
+        if self.format is None or not (self.must_call or self.strict or alone):
             return None
-        tools = self.must_call or list(self.known.values())
+        tools, must = self.must_call or list(self.known.values()), alone or bool(self.must_call)
 
         def token(marker: str) -> str:
             token_id = tokenizer.backend.token_to_id(marker)
             return text(marker) if token_id not in tokenizer.special_ids else f"<[{token_id}]>"
 
         try:
-            return Grammar("lark", self.format.grammar(tools, self.parallel, token, must=bool(self.must_call)))
+            return Grammar("lark", self.format.grammar(tools, self.parallel, token, must=must))
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param="tools") from error
 

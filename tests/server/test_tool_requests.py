@@ -275,6 +275,24 @@ async def test_a_call_that_must_be_made_has_a_grammar(choice: Any) -> None:
         assert ("clock" in grammar.text) is (choice == "required")
 
 
+async def test_a_format_leaves_the_model_free_to_call() -> None:
+    schema = {"type": "object", "properties": {"mood": {"type": "string"}}}
+    body = {
+        "messages": HELLO,
+        "tools": TOOLS,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    }
+    async with speaker(ONE) as house:
+        for choice in ("auto", "required", "none"):
+            await house.post(PATH, {**body, "tool_choice": choice})
+            text = house.engine.seen[-1].params.grammar.text
+            assert ("weather" in text, "mood" in text) == (choice != "none", choice != "required"), choice
+        refused = await house.post(PATH, {**body, "guided_json": {"type": "no"}, "response_format": None}, 400)
+        assert refused["error"]["param"] == "guided_json"
+        wrong = [function("weather", city={"type": "no"})]
+        assert (await house.post(PATH, {**body, "tools": wrong}, 400))["error"]["param"] == "tools"
+
+
 async def test_special_tokens_that_mark_calls_are_read_and_others_dropped() -> None:
     tokenizer = make_tokenizer(special=True, chat_template=HERMES)
     ids = tokenizer.encode(f"a[ARGS]b{ONE}[ARGS]")

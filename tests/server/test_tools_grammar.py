@@ -12,10 +12,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.grammar import GrammarCompiler, vocabulary_of
+from engine.grammar import GrammarCompiler, json_grammar, vocabulary_of
 from engine.tokenizer import Tokenizer
 from engine.types import Grammar
 from server.protocol.chat import ChatRequest
+from server.reasoning import ReasoningFormat
+from server.structured import after_thinking, either
 from server.tools.format import ToolParser
 from server.tools.request import tool_use
 from server.tools.table import TABLE, Row
@@ -162,6 +164,38 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
         assert fits(lead + calls)
         assert not fits(lead + calls[:-3])
         assert not fits(lead + calls.replace("weather", "whether").replace("clock", "block"))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_calls_beside_a_format_of_the_content(row: Row, kind: str, compilers: Mapping[str, GrammarCompiler]) -> None:
+    """The answer is calls or what the format allows; nothing else, and not both; also after a model's thinking."""
+    asked = {"messages": [{"role": "user"}], "tools": TOOLS[:2]}
+    use = tool_use(ChatRequest.model_validate(asked), row.format)
+    tokenizer, compiler = TOKENIZERS[kind], compilers[kind]
+    calls = use.grammar(tokenizer, alone=True)
+    assert calls is not None
+    assert use.grammar(tokenizer) is None, "without a format the answer is free"
+    shape = {"a": {"type": "integer"}, "name": {"type": "string"}}  # calls have a name too
+    content = json_grammar({"properties": shape, "minProperties": 1, "additionalProperties": False})
+    both = either(content, calls)
+    thinking = after_thinking(both, ReasoningFormat("think", "<think>", "</think>"), True, tokenizer)
+
+    def fits(grammar: Grammar, text: str) -> bool:
+        matcher = compiler.matcher(grammar)
+        ids = tokenizer.encode(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    compiler.check(both)
+    for grammar, lead in ((both, ""), (thinking, "hm</think>\n\n")):
+        for text in ('{"a": 1}', '{"name": "Bob"}', '{"name":"weather"}'):
+            assert fits(grammar, lead + text), text
+        for seed in range(3):
+            text = walk(compiler, tokenizer, calls, seed)
+            assert fits(grammar, lead + text)
+            assert not fits(grammar, lead + text + '{"a": 1}')
+        for wrong in ("Well: ", '{"b": 1}', "", '{"a": 1} {"a": 1}'):
+            assert not fits(grammar, lead + wrong), wrong
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
