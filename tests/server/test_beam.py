@@ -117,26 +117,37 @@ async def test_beams_are_those_of_transformers(width: int, length_penalty: float
     assert [choice["token_ids"] for choice in response.json()["choices"]] == wanted[:, len(prompt) :].tolist()
 
 
-async def test_a_cancelled_search_answers_what_it_has() -> None:
+async def cancel(house: House, name: str) -> None:
+    while (await house.http.delete(f"/v1/requests/{name}")).status_code == 404:  # noqa: ASYNC110
+        await asyncio.sleep(0.0002)  # between two steps none is open
+
+
+@pytest.mark.parametrize("second_first", [False, True])
+async def test_a_cancelled_search_answers_what_it_has(second_first: bool) -> None:
     body = {"prompt": [[120, 121], [122]], "n": 3, "max_tokens": 400, "use_beam_search": True, "return_token_ids": True}
-    for of in ("{}", "{}-1-6-0"):  # all of it, or one beam of the second prompt's seventh step
-        engine = Markov(hashed(b"a"), step_seconds=0.001)
-        async with open_house(engine) as house:
-            asking = asyncio.create_task(house.post(COMPLETIONS, {**body, "length_penalty": 9.0}))
-            while not any(each.id.endswith("-1-6-0") for each in engine.seen):  # noqa: ASYNC110
+    engine = Markov(hashed(b"a"), step_seconds=0.001)
+    async with open_house(engine) as house:
+        asking = asyncio.create_task(house.post(COMPLETIONS, {**body, "length_penalty": 9.0}))
+        while not any(each.id.endswith("-1-6-0") for each in engine.seen):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        name = engine.seen[0].id.removesuffix("-0-0-0")
+        if second_first:  # one beam of the second prompt's search, which ends it
+            while not (beams := [each for each in engine.running if each.startswith(f"{name}-1-")]):  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            name = engine.seen[0].id.rpartition("-0-0-0")[0]
-            assert (await house.http.delete(f"/v1/requests/{of.format(name)}")).status_code == 200
-            if of != "{}":
-                await asyncio.sleep(0.01)
-                assert (await house.http.delete(f"/v1/requests/{name}")).status_code == 200
-            choices = (await asking)["choices"]
-            assert [choice["index"] for choice in choices] == list(range(6))
-            for choice in choices:
-                assert choice["finish_reason"] == ("stop" if choice["token_ids"][-1] == EOS else "abort")
-            assert "abort" in {choice["finish_reason"] for choice in choices[3:]}
-            assert max(len(choice["token_ids"]) for choice in choices[3:]) == 6
-            assert not engine.running
+            assert engine.cancel(beams[0]) == 1
+            last = beams[0].split("-")[-2]
+            while any(each.startswith(f"{name}-1-") for each in engine.running):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await cancel(house, name)
+        choices = (await asking)["choices"]
+        assert [choice["index"] for choice in choices] == list(range(6))
+        for choice in choices:
+            assert choice["finish_reason"] == ("stop" if choice["token_ids"][-1] == EOS else "abort")
+        for group in (choices[:3], choices[3:]):
+            unfinished = {len(choice["token_ids"]) for choice in group if choice["finish_reason"] == "abort"}
+            assert len(unfinished) == 1, "the beams of the last step that was whole"
+        assert not second_first or unfinished == {int(last)}
+        assert not engine.running
 
 
 async def test_a_search_that_is_cancelled_at_once_has_nothing_to_answer() -> None:
