@@ -26,6 +26,7 @@ from engine.wire import FromEngine, ToEngine, decode_from_engine, encode
 
 LAST_WORDS = 20
 """Lines of an engine's standard error that are kept."""
+_KERNELS = Path(__file__).resolve().parent.parent / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 _WATCH_SECONDS = 0.25
 _SUSPICIOUS_SECONDS = 1.0
@@ -61,7 +62,8 @@ class EngineProcess:
             pass_fds=(theirs,),
             start_new_session=True,
             # PyTorch's idle OpenMP threads would spin for milliseconds on the cores that our kernels' threads need.
-            env={"OMP_WAIT_POLICY": "passive", **os.environ},
+            # Where they were not built, PyTorch's threads do all the work, and waiting that way halves its speed.
+            env={"OMP_WAIT_POLICY": "passive", **os.environ} if any(_KERNELS.glob("*.so")) else None,
         )
         os.close(theirs)
         assert self._process.stdin is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -32,8 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = import_module(f"server.commands.{args.command}")
     try:
         status: int = command.main(args.rest, started)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except QuireError as error:
         print(f"quire {args.command}: {error}", file=sys.stderr)
         return 1

@@ -148,7 +148,8 @@ def connect(url: str | None, config: ServerConfig, key: str | None) -> Iterator[
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = httpx.Timeout(10, read=None)
     if url is not None:
-        with httpx.Client(base_url=url, headers=headers, timeout=timeout) as http:
+        base = url.rstrip("/").removesuffix("/v1") + "/v1"
+        with httpx.Client(base_url=base, headers=headers, timeout=timeout) as http:
             yield http
         return
     from server.commands.hosting import local_server  # what a running server does without

@@ -23,6 +23,7 @@ class ScriptedServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
+        self.paths: list[str] = []
         self.hung_up = threading.Event()
 
     @property
@@ -42,6 +43,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
+        self.server.paths.append(self.path)
         self.server.keys.append(self.headers["Authorization"])
         text = body["messages"][-1]["content"]
         if text == "refuse":
@@ -161,6 +163,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: ScriptedServer) -> 
     assert out == " [stopped]\nyou said two\u00e9\n"
     assert (process.returncode, err) == (0, "")
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["hold", "you said ", "two"]
+
+
+def test_a_url_needs_no_v1(server: ScriptedServer) -> None:
+    command = [sys.executable, "-m", "server.cli", "chat", "--url", server.url.removesuffix("/v1") + "/"]
+    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert server.paths == ["/v1/chat/completions"]
 
 
 def test_no_server_is_said_in_one_line() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -214,3 +215,12 @@ def test_it_needs_no_torch(coder: str) -> None:
 def test_mistakes_are_named(args: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *args]) == 1
     assert named in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure_of_ours() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "server.cli", "plan", "--gpu", "all"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -18,6 +18,7 @@ import pytest
 
 from engine.config import DEMO_MODEL
 from engine.errors import ConfigError
+from engine.process import _KERNELS
 from server.cli import main
 from server.commands.serve import bind, url
 from tests.commands.processes import children, needs_proc, wait_until_gone
@@ -101,6 +102,14 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         assert "draining: " in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
+
+
+@needs_proc
+def test_pytorchs_threads_wait_passively_only_beside_our_own() -> None:
+    with serving() as (process, _, _):
+        (engine,) = children(process.pid)
+        environment = Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
+    assert (b"OMP_WAIT_POLICY=passive" in environment) is any(_KERNELS.glob("*.so"))
 
 
 @needs_proc
