@@ -112,6 +112,8 @@ class Caller:
             self.error = error
 
     def leave(self, index: int) -> None:
+        if self.task.done():  # has its error or its last token: nothing left to leave
+            return
         each = sorted(self.found)[index % len(self.found)]
         self.stream.abort(each)
         self.left.add(each)
