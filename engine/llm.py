@@ -60,7 +60,8 @@ class Generation:
 class LLM:
     """A model in this process. `options` are EngineConfig's fields. Raises ConfigError for what cannot start.
 
-    Usable from scripts and notebooks alike: the engine has a thread and an event loop of its own.
+    Usable from scripts and notebooks alike: the engine has a thread and an event loop of its own. On a CPU the variable
+    OMP_WAIT_POLICY=passive can make sampled batches faster, and PyTorch code of yours in this process slower.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
