@@ -126,30 +126,34 @@ class Decoder:
         return table
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """Hidden states [R, hidden] of the tokens at `rows` [R], after storing all T tokens' keys and values."""
+        """Hidden states [R, hidden] of the tokens at `rows` [R], in ascending order, after storing all T tokens' keys and
+        values."""
         assert self._embedding is not None
         assert self._norm is not None
         x, residual = F.embedding(token_ids, self._embedding), None
         if self._embedding_scale != 1:
             x *= self._embedding_scale
-        last = len(self._layers) - 1
+        kept = None if len(rows) == len(token_ids) else rows
+        done = 0
         if self._fused is not None:
-            together = last if len(token_ids) <= _FEW_TOKENS else 1
-            for begin in range(0, last, together):
-                some = range(begin, min(begin + together, last))
+            together = self.spec.num_layers if len(token_ids) <= _FEW_TOKENS else 1
+            end = self.spec.num_layers - (kept is not None)  # from there on only some rows are of use
+            for done in range(0, end, together):
+                some = range(done, min(done + together, end))
                 x, residual = self._fused(x, residual, metadata, kv_cache, some)
                 self._progress()
-        for index in range(last if self._fused is not None else 0, last + 1):
-            kept = rows if index == last else None
-            x, residual = self._layers[index].forward(x, residual, metadata, *kv_cache[index], kept)
+            done = end
+        for index in range(done, self.spec.num_layers):
+            some_rows = kept if index == self.spec.num_layers - 1 else None
+            x, residual = self._layers[index].forward(x, residual, metadata, *kv_cache[index], some_rows)
             self._progress()
         assert residual is not None
         return self._backend.add_rms_norm(x, residual, self._norm, self.spec.norm_eps)[0]
 
     @cached_property
     def _fused(self) -> FusedLayers | None:
-        """All layers but the last, which goes on with fewer rows, in one call, where the backend can."""
-        layers = [layer.ready() for layer in self._layers[:-1]]
+        """All layers in one call, where the backend can."""
+        layers = [layer.ready() for layer in self._layers]
         return self._backend.fuse_layers(layers, head_dim=self.spec.head_dim, eps=self.spec.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
