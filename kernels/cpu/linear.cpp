@@ -146,7 +146,7 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   const long panel_bytes = static_cast<long>(l.steps()) * (l.squeezed ? kSqueezedStep : 4 * kPanel);
   parallel_for(threads, panels * blocks, [&](long i) {
     const long block = i / panels, begin = rows * block / blocks, count = rows * (block + 1) / blocks - begin;
-    const long next = i % panels + threads;  // most likely this thread's
+    const long next = i % panels + 1;  // most likely this thread's
     multiply_rows(l, begin, count, i % panels, next < panels && count > kRows ? stream + next * panel_bytes : nullptr);
   });
 }

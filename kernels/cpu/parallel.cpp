@@ -5,6 +5,7 @@
 #include "kernels.h"
 
 #include <condition_variable>
+#include <deque>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -30,16 +31,19 @@ class Pool {
     grow(threads - 1);
     work_ = work;
     context_ = context;
-    items_ = items;
-    helpers_ = threads - 1;
-    next_.store(0);
+    threads_ = threads;
+    while (static_cast<int>(shares_.size()) < threads) shares_.emplace_back();
+    for (int t = 0; t < threads; ++t) {
+      shares_[t].end = items * (t + 1) / threads;
+      shares_[t].next.store(items * t / threads);
+    }
     open_.store(true);  // from here on helpers may come in
     calls_.fetch_add(1);
     if (sleepers_.load() > 0) {
       { const std::lock_guard<std::mutex> lock(sleep_); }
       wake_.notify_all();
     }
-    take();
+    take(0);
     open_.store(false);  // and from here on no more do
     // Sleeping here after some 15 microseconds, to leave a helper that was put aside a core, cost a tenth at 8 streams.
     for (int spins = 0; inside_.load() > 0; ++spins) relax(spins);
@@ -49,15 +53,22 @@ class Pool {
   static constexpr int kSpins = 4000;  // some 100 microseconds: longer than from one call of a step to the next
   static constexpr long kPatience = 100000;
 
-  void take() {
-    for (long i = next_.fetch_add(1); i < items_; i = next_.fetch_add(1)) work_(context_, i);
+  // A thread's share is a run of items, so that its memory is one stream; whoever is done with his helps the others.
+  void take(int me) {
+    for (int t = 0; t < threads_; ++t) {
+      Share& share = shares_[(me + t) % threads_];
+      while (share.next.load() < share.end) {
+        const long i = share.next.fetch_add(1);
+        if (i < share.end) work_(context_, i);
+      }
+    }
   }
 
   // Where the system has no room for another thread those there are do the work; it is asked again many calls later.
   void grow(int helpers) {
     if (started_ >= helpers || calls_.load() < ask_again_) return;
     try {
-      for (; started_ < helpers; ++started_) std::thread([this, me = started_] { help(me); }).detach();
+      for (; started_ < helpers; ++started_) std::thread([this, me = started_ + 1] { help(me); }).detach();
     } catch (const std::system_error&) {
       ask_again_ = calls_.load() + kPatience;
     }
@@ -68,7 +79,7 @@ class Pool {
     for (;;) {
       seen = await(seen);
       inside_.fetch_add(1);
-      if (open_.load() && me < helpers_) take();
+      if (open_.load() && me < threads_) take(me);
       inside_.fetch_sub(1);
     }
   }
@@ -90,10 +101,13 @@ class Pool {
   // Of the call under way; written by the caller alone, while no helper is inside.
   void (*work_)(const void*, long) = nullptr;
   const void* context_ = nullptr;
-  long items_ = 0;
-  int helpers_ = 0;
+  int threads_ = 0;
 
-  alignas(64) std::atomic<long> next_{0};
+  struct alignas(64) Share {
+    std::atomic<long> next{0};
+    long end = 0;
+  };
+  std::deque<Share> shares_;
   alignas(64) std::atomic<long> calls_{0};
   std::atomic<bool> open_{false};
   alignas(64) std::atomic<int> inside_{0};
