@@ -41,10 +41,12 @@ long end_tile(const Piece& piece) { return (piece.position + piece.count - 1) / 
 template <class T>
 void clean_values(const T* from, T* to, int dim, int width, int valid) {
   constexpr int kP = kPack<T>;
-  for (int slot = 0; slot < kBlock; ++slot) {
-    const T* row = from + static_cast<long>(slot / kP) * dim * kP + slot % kP;
-    T* copy = to + static_cast<long>(slot / kP) * width * kP + slot % kP;
-    for (int d = 0; d < width; ++d) copy[d * kP] = slot < valid && d < dim ? row[d * kP] : T{};
+  const auto* words = reinterpret_cast<const uint32_t*>(from);
+  auto* copy = reinterpret_cast<uint32_t*>(to);
+  for (int slot = 0; slot < kBlock; slot += kP, words += dim, copy += width) {
+    const uint32_t keep = valid >= slot + kP ? 0xffffffffu : valid > slot ? 0xffffu : 0;  // of a pair, the first is low
+    for (int d = 0; d < dim; ++d) copy[d] = words[d] & keep;
+    for (int d = dim; d < width; ++d) copy[d] = 0;
   }
 }
 
