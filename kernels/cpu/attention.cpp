@@ -77,11 +77,27 @@ void find_blocks(const Batch& batch, const Piece& piece, long tile, T* copies, T
   }
 }
 
+// Which keys come after this tile: those of the piece's next one, or of the next piece. Fetched, never needed.
+template <class T>
+void find_after(const Batch& batch, const Piece& piece, long tile, const Piece* next, TileBlocks& blocks) {
+  const Piece& owner = next && tile + 1 >= end_tile(piece) ? *next : piece;
+  const long begin = (&owner == &piece ? tile + 1 : first_tile(batch, owner)) * kTileBlocks;
+  const long last = (batch.contexts[owner.sequence] - 1) / kBlock;
+  const int32_t* pages = batch.table + owner.sequence * batch.table_stride;
+  const T* keys = static_cast<const T*>(batch.keys) + piece_offset(owner.kv_head, batch.dim);
+  for (int b = 0; b < kTileBlocks; ++b) {
+    const long page = pages[begin + b < last ? begin + b : last];
+    blocks.after[b] = reinterpret_cast<const uint32_t*>(keys + page * batch.key_stride);
+  }
+}
+
 // All rows of the piece over one tile; done(row, count, partials, values) takes the results of `count` rows from `row`.
 template <class T, class Done>
-void attend_piece(const Batch& batch, const Piece& piece, long tile, T* copies, float* values, const Done& done) {
+void attend_piece(const Batch& batch, const Piece& piece, long tile, const Piece* next, T* copies, float* values,
+                  const Done& done) {
   TileBlocks blocks;
   find_blocks(batch, piece, tile, copies, blocks);
+  find_after<T>(batch, piece, tile, next, blocks);
   const int group = batch.group();
   const long rows = piece.count * group;
   long query = 0, head = 0;
@@ -116,7 +132,7 @@ void write_rows(const Batch& batch, const Piece& piece, long row, int count, con
 }
 
 template <class T>
-void run_whole(const Batch& batch, const Piece& piece) {
+void run_whole(const Batch& batch, const Piece& piece, const Piece* next) {
   const long rows = piece.count * batch.group(), width = batch.width();
   char* memory = scratch(kTile * width * sizeof(T) + (kRows + rows) * width * sizeof(float) + rows * sizeof(Partial));
   T* copies = reinterpret_cast<T*>(memory);
@@ -130,10 +146,10 @@ void run_whole(const Batch& batch, const Piece& piece) {
   const auto add = [&](long row, int count, const Partial* next, const float* from) {
     merge(count, partials + row, sums + row * width, next, from, static_cast<int>(width));
   };
-  if (end - first == 1) return attend_piece<T>(batch, piece, first, copies, values, write);
+  if (end - first == 1) return attend_piece<T>(batch, piece, first, next, copies, values, write);
   for (long r = 0; r < rows; ++r) partials[r] = {-kInfinity, 0.0f};
   for (long i = 0; i < rows * width; ++i) sums[i] = 0.0f;
-  for (long tile = first; tile < end; ++tile) attend_piece<T>(batch, piece, tile, copies, values, add);
+  for (long tile = first; tile < end; ++tile) attend_piece<T>(batch, piece, tile, next, copies, values, add);
   for (long r = 0; r < rows; ++r) write(r, 1, partials + r, sums + r * width);
 }
 
@@ -153,7 +169,7 @@ void run_tile(const Batch& batch, const Piece& piece, Workspace& space) {
     for (int r = 0; r < count; ++r) space.partials[piece.partial_row + row + r] = next[r];
     __builtin_memcpy(&space.values[(piece.partial_row + row) * width], from, count * width * sizeof(float));
   };
-  attend_piece<T>(batch, piece, piece.tile, copies, values, keep);
+  attend_piece<T>(batch, piece, piece.tile, nullptr, copies, values, keep);
 }
 
 template <class T>
@@ -228,7 +244,9 @@ int attend(const Batch& batch, int sequences, long pages, int threads) {
   if (threads > 1 && static_cast<long>(pieces.size()) < 4L * threads)
     run_split<T>(batch, pieces, threads);
   else
-    parallel_for(threads, static_cast<long>(pieces.size()), [&](long i) { run_whole<T>(batch, pieces[i]); });
+    parallel_for(threads, static_cast<long>(pieces.size()), [&](long i) {
+      run_whole<T>(batch, pieces[i], i + 1 < static_cast<long>(pieces.size()) ? &pieces[i + 1] : nullptr);
+    });
   return 0;
 }
 

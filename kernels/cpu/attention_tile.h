@@ -20,6 +20,7 @@ struct Softmax {
 struct TileBlocks {
   const uint32_t* keys[kTileBlocks];
   const uint32_t* values[kTileBlocks];
+  const uint32_t* after[kTileBlocks];  // what will be wanted after this tile, block by block: keys, most likely
   int dim, width;
 };
 
@@ -35,19 +36,19 @@ struct Rows {
 };
 
 template <class T, int R, int C>
-INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, int end, float (&scores)[R][kTile]) {
+INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, float (&scores)[R][kTile]) {
   Vec acc[R][C];
   const uint32_t *query[R], *keys[C], *ahead[C];
   for (int c = 0; c < C; ++c) {
     keys[c] = tile.keys[block + c];
-    ahead[c] = block + C + c < end ? tile.keys[block + C + c] : tile.values[block + c];
+    ahead[c] = tile.values[block + c];
   }
   for (int r = 0; r < R; ++r) {
     query[r] = rows.query[r];
     for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
   }
   multiply<T, R, C>(acc, query, keys, kBlock, tile.dim / kPack<T>, [&](int s) {
-    for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * kBlock);
+    for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * kBlock, 0, 2);
   });
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) vstore(scores[r] + (block + c) * kBlock, acc[r][c]);
@@ -90,10 +91,10 @@ INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, i
     for (int r = 0; r < R; ++r) weight[r] = reinterpret_cast<const uint32_t*>(weights[r]) + b * kSteps;
     for (int c = 0; c < C; ++c) {
       values[c] = tile.values[b] + (column + c) * 16;
-      ahead[c] = tile.values[b + 1 < end ? b + 1 : b] + (column + c) * 16;
+      ahead[c] = tile.after[b] + (column + c) * 16;
     }
     multiply<T, R, C>(acc, weight, values, tile.width, kSteps, [&](int s) {
-      for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * tile.width);
+      for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * tile.width, 0, 2);
     });
   }
   for (int r = 0; r < R; ++r)
@@ -116,7 +117,7 @@ void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& how, P
   const auto first_seen = [&](int r) { return how.window > 0 ? inside(rows.at[r] - how.window + 1) : 0; };
   const int end = (inside(rows.at[R - 1] + 1) + kBlock - 1) / kBlock;
   const int begin = first_seen(0) / kBlock < end ? first_seen(0) / kBlock : end;
-  for_columns<kColumns<R>>(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, end, scores); });
+  for_columns<kColumns<R>>(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
   for (int r = 0; r < R; ++r)
     partial[r] = soften(scores[r], weights[r], begin, end, first_seen(r), inside(rows.at[r] + 1), how);
   for_columns<kColumns<R>>(0, tile.width / 16, [&](int d, auto c) {
