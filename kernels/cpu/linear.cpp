@@ -137,17 +137,39 @@ void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, co
   }
 }
 
+// Work for `threads` threads, whose shares are runs of equal length. Panels that are too few to go round evenly are cut
+// by rows, and everybody ends with a part of each.
+struct Shares {
+  long rows, panels, threads;
+  long blocks = (rows + kRowBlock - 1) / kRowBlock;
+  bool even = blocks == 1 && panels >= threads && panels % threads && rows >= 4 * threads;
+  long whole = panels / threads, cut = panels % threads;
+
+  long items() const { return even ? (whole + cut) * threads : panels * blocks; }
+
+  // work(panel, first row, one past the last, panel that comes next for this thread or one past all)
+  template <class Work>
+  void run(long i, const Work& work) const {
+    if (!even) return work(i % panels, rows * (i / panels) / blocks, rows * (i / panels + 1) / blocks, i % panels + 1);
+    const long share = i / (whole + cut), at = i % (whole + cut);
+    const auto panel = [&](long k) { return k < whole ? share * whole + k : threads * whole + k - whole; };
+    if (at < whole) return work(panel(at), 0L, rows, panel(at + 1));
+    work(panel(at), rows * share / threads, rows * (share + 1) / threads, panel(at) + 1);
+  }
+};
+
 template <class T, class O>
 void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   constexpr long kSmall = 900000;  // about 7 microseconds: waking threads takes 3
-  const long panels = l.panels(), blocks = (rows + kRowBlock - 1) / kRowBlock;
   if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kSmall) threads = 1;
   const char* stream = l.squeezed ? reinterpret_cast<const char*>(l.squeezed->steps) : reinterpret_cast<const char*>(l.packed);
   const long panel_bytes = static_cast<long>(l.steps()) * (l.squeezed ? kSqueezedStep : 4 * kPanel);
-  parallel_for(threads, panels * blocks, [&](long i) {
-    const long block = i / panels, begin = rows * block / blocks, count = rows * (block + 1) / blocks - begin;
-    const long next = i % panels + 1;  // most likely this thread's
-    multiply_rows(l, begin, count, i % panels, next < panels && count > kRows ? stream + next * panel_bytes : nullptr);
+  const Shares shares = {rows, l.panels(), threads};
+  parallel_for(threads, shares.items(), [&](long i) {
+    shares.run(i, [&](long panel, long begin, long end, long next) {
+      const bool fetch = next < l.panels() && end - begin > kRows;
+      multiply_rows(l, begin, end - begin, panel, fetch ? stream + next * panel_bytes : nullptr);
+    });
   });
 }
 
