@@ -126,7 +126,7 @@ class Decoder:
         return table
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
-        """Hidden states [R, hidden] of the tokens at `rows` [R], ascending, after storing all T tokens' keys and values."""
+        """Hidden states [R, hidden] of the tokens at `rows` [R], ascending; stores all T tokens' keys and values."""
         assert self._embedding is not None
         assert self._norm is not None
         x, residual = F.embedding(token_ids, self._embedding), None
