@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.model_files import ModelConfig
+from engine.model_files import ModelConfig, StoredWeights
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -116,6 +116,19 @@ def available_host_bytes() -> int:
     neither can be read."""
     found = [value for value in (_meminfo("MemAvailable"), _cgroup_headroom()) if value is not None]
     return min(found, default=8 * GIB)
+
+
+def check_room(weights: StoredWeights | None, dtype: str) -> None:
+    """Raise ConfigError for weights that this machine's memory cannot hold, where the system tells it: minutes later it
+    would end this process for them, or another."""
+    if weights is None or (free := _meminfo("MemAvailable")) is None:
+        return
+    least = weights.floats * DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)  # kernels may keep 12 bits
+    if least > min(free, available_host_bytes()):
+        raise ConfigError(
+            f"model: the weights take {least / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free",
+            param="model",
+        )
 
 
 def _meminfo(key: str) -> int | None:

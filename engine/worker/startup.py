@@ -11,10 +11,10 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.grammar import GrammarCompiler, vocabulary_of
-from engine.model_files import ModelConfig, resolve_model
+from engine.model_files import ModelConfig, read_stored_weights, resolve_model
 from engine.models import decoder_spec
 from engine.models.decoder import Decoder
-from engine.plan import KVPlan, check_positions, plan_kv
+from engine.plan import KVPlan, check_positions, check_room, plan_kv
 from engine.tokenizer import Tokenizer
 from engine.worker.grammar import SlotGrammars
 from engine.worker.graphs import Capture, CudaCapture
@@ -55,6 +55,8 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
+    if device.type == "cpu" and config.load_format == "auto":
+        check_room(read_stored_weights(path), dtype_name)
     spec = decoder_spec(model_config)
     capped = spec.softcap is not None
     try:

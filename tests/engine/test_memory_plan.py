@@ -1,5 +1,6 @@
 """The arithmetic of KV memory, and what is refused."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.loop import Engine
-from engine.model_files import read_model_config
-from engine.plan import GIB, page_bytes, plan_kv
+from engine.model_files import StoredWeights, read_model_config
+from engine.plan import GIB, check_room, page_bytes, plan_kv
 from engine.worker.memory import explained, kv_budget, measure_step
 from kernels import reference
 from tests.tiny_models import save_tiny_model
@@ -46,6 +47,22 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
     with pytest.raises(ConfigError, match="the longest that fits is 16 tokens"):
         Engine(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
+
+
+def test_weights_that_cannot_be_held_are_refused_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = StoredWeights(floats=GIB, other_bytes=0, bytes=4 * GIB)
+    for free, dtype, fits in ((4.1, "float32", True), (3.9, "float32", False), (1.6, "bfloat16", True)):
+        monkeypatch.setattr("engine.plan._meminfo", lambda key, free=free: int(free * GIB))
+        with nullcontext() if fits else pytest.raises(ConfigError, match=r"take 4\.0 GiB or more, and 3\.9 GiB"):
+            check_room(weights, dtype)
+    monkeypatch.setattr("engine.plan._meminfo", lambda key: None)
+    check_room(weights, "float32")  # not a system that tells
+    path = save_tiny_model(tmp_path, "llama")
+    monkeypatch.setattr("engine.plan._meminfo", lambda key: 1000)
+    with pytest.raises(ConfigError, match="model: the weights take"):
+        Engine(EngineConfig(model=str(path)))
 
 
 CUDA = torch.device("cuda")
