@@ -16,6 +16,7 @@ from engine.layers.parameters import ParameterTable
 from engine.model_files import text_tensor
 
 TensorStream = Iterator[tuple[str, Tensor]]
+_MAPPED_BYTES = 32 << 20
 _NAMED = 8
 """Tensor names that an error lists before it only counts."""
 
@@ -53,12 +54,24 @@ def safetensors_stream(path: Path) -> TensorStream:
     """All tensors of a model directory but those for images: model.safetensors, or the shards of its index."""
     for shard in _shards(path):
         try:
-            with safe_open(shard, framework="pt") as file:
-                for stored in file.keys():  # noqa: SIM118, this is no mapping
-                    if (name := text_tensor(stored)) is not None:
-                        yield name, file.get_tensor(stored)
+            yield from _tensors(shard)
         except (OSError, SafetensorError) as error:
             raise ModelError(f"model: {shard.name} cannot be read: {error}", param="model") from error
+
+
+def _tensors(shard: Path) -> TensorStream:
+    """What has been read of a mapped file counts as memory in use until it is unmapped: so it is mapped in turns."""
+    with safe_open(shard, framework="pt") as file:
+        names = list(file.keys())
+    while names:
+        with safe_open(shard, framework="pt") as file:
+            read = 0
+            while names and read < _MAPPED_BYTES:
+                stored = names.pop(0)
+                if (name := text_tensor(stored)) is not None:
+                    tensor = file.get_tensor(stored)
+                    read += tensor.nbytes
+                    yield name, tensor
 
 
 def dummy_stream(table: ParameterTable, seed: int, dtype: torch.dtype, device: torch.device) -> TensorStream:

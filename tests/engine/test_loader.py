@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig
 from engine.errors import ConfigError, ModelError
 from engine.loop import Engine
+from engine.worker.loader import safetensors_stream
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
@@ -39,6 +40,25 @@ def test_a_loaded_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
     engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32))
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_a_large_file_is_never_in_memory_whole(tmp_path: Path) -> None:
+    """Pages of a mapped file that were read are resident: for 192 MiB, no more than a few tensors' worth at a time."""
+    tensors = {f"t{i:02}": torch.full((8 << 20,), i % 100, dtype=torch.int8) for i in range(24)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    before, most, seen = resident_file_bytes(), 0, 0
+    for name, tensor in safetensors_stream(tmp_path):
+        assert int(tensor.max()) == int(name[1:])  # reads all of it
+        most, seen = max(most, resident_file_bytes() - before), seen + 1
+    assert seen == 24
+    assert most < 64 << 20
+
+
+def resident_file_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) * 1024
 
 
 def test_errors_name_the_tensor(tmp_path: Path) -> None:
