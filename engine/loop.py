@@ -6,6 +6,7 @@ engine starts.
 
 from __future__ import annotations
 
+import gc
 import time
 
 import zmq
@@ -112,6 +113,7 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
         return 1
     _send(socket, Ready(engine.info))
     engine.grammars.prepare()
+    gc.freeze()  # what is there for good is not looked through for garbage, again and again
     while True:
         _receive(engine, socket)
         outputs = engine.step()

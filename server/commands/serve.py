@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import logging
 import signal
@@ -137,6 +138,7 @@ class Service:
         seconds = time.perf_counter() - self._started
         base = url(host, port, tls=self._config.ssl_certfile is not None)
         print(announcement(self._config, info, base, seconds, planned), flush=True)
+        gc.freeze()  # what is there for good is not looked through for garbage, again and again
 
 
 def url(host: str, port: int, *, tls: bool = False) -> str:
