@@ -154,8 +154,8 @@ def connect(url: str | None, config: ServerConfig, key: str | None) -> Iterator[
         return
     from server.commands.hosting import local_server  # what a running server does without
 
-    with local_server(config) as server:
-        transport = httpx.HTTPTransport(uds=server.path)
+    with local_server(config) as path:
+        transport = httpx.HTTPTransport(uds=path)
         with httpx.Client(base_url="http://quire/v1", headers=headers, timeout=timeout, transport=transport) as http:
             yield http
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from socket import AF_UNIX, socket
@@ -22,7 +21,6 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from engine.client import EngineClient
 from engine.errors import ConfigError, Overloaded
 from engine.model_files import read_generation_defaults, read_model_config, resolve_model
 from engine.supervisor import ProcessClient
@@ -59,6 +57,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 log_level=config.uvicorn_log_level,
                 access_log=not config.disable_access_log,
+                timeout_keep_alive=75,  # longer than the minute of most proxies, who would use one just closed
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
@@ -146,20 +145,9 @@ def _build(config: ServerConfig, client: ProcessClient) -> FastAPI:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class LocalServer:
-    path: str
-    """Of the Unix socket it listens on."""
-    client: EngineClient
-
-    @property
-    def alive(self) -> bool:
-        return self.client.alive
-
-
 @contextmanager
-def local_server(config: ServerConfig) -> Iterator[LocalServer]:
-    """A server of `config`'s model in a thread, behind a Unix socket that nobody else can reach.
+def local_server(config: ServerConfig) -> Iterator[str]:
+    """A server of `config`'s model in a thread, behind a Unix socket that nobody else can reach: its path.
 
     Raises what starting the engine raises.
     """
@@ -175,7 +163,7 @@ def local_server(config: ServerConfig) -> Iterator[LocalServer]:
         thread.start()
         try:
             ready.result()
-            yield LocalServer(path, client)
+            yield path
         finally:
             if not ready.done() and client.pid is not None:  # interrupted while the engine starts
                 os.kill(client.pid, signal.SIGTERM)

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineError, InvalidRequest
-from server.commands.hosting import LocalServer, local_server
+from engine.supervisor import ProcessClient
+from server.commands.hosting import OPEN_DOORS, running_app
 from server.commands.settings import add_flags, parse
 from server.config import ServerConfig
 
@@ -114,10 +117,10 @@ class Batch:
     """Answers jobs, some at a time, and writes each result when it is there."""
 
     def __init__(
-        self, http: httpx.AsyncClient, server: LocalServer, out: TextIO, tally: Tally, progress: Progress, total: int
+        self, http: httpx.AsyncClient, client: EngineClient, out: TextIO, tally: Tally, progress: Progress, total: int
     ) -> None:
         self._http = http
-        self._server = server
+        self._client = client
         self._out = out
         self._tally = tally
         self._progress = progress
@@ -154,11 +157,8 @@ class Batch:
 
     async def _answer(self, job: Job) -> httpx.Response:
         for attempt in range(RETRIES):
-            try:
-                response = await self._http.post(job.url, json=job.body)
-            except httpx.HTTPError as error:
-                raise EngineError(f"the engine is gone: {error}") from None
-            if response.status_code >= 500 and not self._server.alive:
+            response = await self._http.post(job.url, json=job.body)
+            if response.status_code >= 500 and not self._client.alive:
                 raise EngineError("the engine is gone")
             if response.status_code not in (429, 503):
                 break
@@ -205,7 +205,7 @@ def main(argv: Sequence[str], started: float) -> int:
     tally = Tally()
     try:
         if total:
-            answer(config, lines, total, args.output, args.concurrency or config.max_num_seqs, tally)
+            uvloop.run(answer(config, lines, total, args.output, args.concurrency or config.max_num_seqs, tally))
     finally:
         rest = f", {total - tally.done} left: continue with --resume" if tally.done < total else ""
         seconds = time.perf_counter() - started
@@ -227,20 +227,17 @@ def _done(output: Path, resume: bool) -> set[str]:
     return ids_done(output)
 
 
-def answer(
+async def answer(
     config: ServerConfig, lines: Iterator[tuple[int, str]], total: int, output: Path, at_once: int, tally: Tally
 ) -> None:
-    """Start an engine and append the results of `lines` to `output`."""
-
-    async def run(server: LocalServer, progress: Progress, out: TextIO) -> None:
-        transport = httpx.AsyncHTTPTransport(uds=server.path, limits=httpx.Limits(max_connections=None))
-        async with httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=None) as http:
-            await Batch(http, server, out, tally, progress, total).run(lines, at_once)
-
+    """Start an engine and append the results of `lines` to `output`. The app is called directly: there is no socket."""
+    config = config.model_copy(update=OPEN_DOORS)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        output.open("a", encoding="utf-8", errors="backslashreplace") as out,
-        local_server(config) as server,
-        Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress,
-    ):
-        asyncio.run(run(server, progress, out))
+    with output.open("a", encoding="utf-8", errors="backslashreplace") as out:
+        client = ProcessClient(config)
+        client.launch()
+        async with running_app(config, client) as app:
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+                async with httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=None) as http:
+                    await Batch(http, client, out, tally, progress, total).run(lines, at_once)
