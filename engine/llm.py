@@ -8,14 +8,14 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from pydantic import ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.chat_template import ChatRenderer
 from engine.config import EngineConfig
@@ -29,6 +29,7 @@ from engine.types import FinishReason, Request, RequestOutput, SamplingParams, T
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = dict[str, Any]
+_Encoded = tuple[str | None, list[int]]
 _T = TypeVar("_T")
 
 
@@ -123,7 +124,7 @@ class LLM:
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return self._answer(list(zip(texts, encoded, strict=True)), sampling_params, use_tqdm)
 
-    def _encode(self, prompt: Any, index: int) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Any, index: int) -> _Encoded:
         """vLLM's dictionaries of one entry are known too."""
         if isinstance(prompt, Mapping):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
@@ -136,10 +137,7 @@ class LLM:
             raise InvalidRequest(message, param="prompts") from None
 
     def _answer(
-        self,
-        prompts: Sequence[tuple[str | None, list[int]]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        show_progress: bool,
+        self, prompts: Sequence[_Encoded], params: SamplingParams | Sequence[SamplingParams] | None, show_progress: bool
     ) -> list[Generation]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
@@ -151,7 +149,7 @@ class LLM:
         progress = Progress(*columns, console=Console(stderr=True), disable=not show_progress)
         with progress:
             task = progress.add_task("", total=len(prompts))
-            return self._run(self._generate_all(prompts, params, progress, task))
+            return self._run(self._generate_all(prompts, params, lambda: progress.advance(task)))
 
     def _check(self, prompts: Sequence[list[int]]) -> None:
         longest, vocab = self.info.max_model_len, self.tokenizer.vocab_size
@@ -165,20 +163,11 @@ class LLM:
                 raise InvalidRequest(f"prompt {index} {wrong}", param="prompts")
 
     async def _generate_all(
-        self,
-        prompts: Sequence[tuple[str | None, list[int]]],
-        params: Sequence[SamplingParams],
-        progress: Progress,
-        task: TaskID,
+        self, prompts: Sequence[_Encoded], params: Sequence[SamplingParams], done: Callable[[], None]
     ) -> list[Generation]:
-        async def one(prompt: tuple[str | None, list[int]], own: SamplingParams) -> Generation:
-            generation = await self._generate(prompt, own)
-            progress.advance(task)
-            return generation
+        return await asyncio.gather(*[self._generate(*each, done) for each in zip(prompts, params, strict=True)])
 
-        return list(await asyncio.gather(*map(one, prompts, params)))
-
-    async def _generate(self, prompt: tuple[str | None, list[int]], params: SamplingParams) -> Generation:
+    async def _generate(self, prompt: _Encoded, params: SamplingParams, done: Callable[[], None]) -> Generation:
         text, ids = prompt
         name = secrets.token_hex(8)
         names = [f"{name}-{index}" for index in range(params.n)]
@@ -200,6 +189,7 @@ class LLM:
                         stream.abort(output.id)
         finally:
             stream.close()
+        done()
         return generation
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:

@@ -125,10 +125,8 @@ def check_room(weights: StoredWeights | None, dtype: str) -> None:
         return
     least = weights.floats * DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)  # kernels may keep 12 bits
     if least > min(free, available_host_bytes()):
-        raise ConfigError(
-            f"model: the weights take {least / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free",
-            param="model",
-        )
+        sizes = f"take {least / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free"
+        raise ConfigError(f"model: the weights {sizes}", param="model")
 
 
 def _meminfo(key: str) -> int | None:

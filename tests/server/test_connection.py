@@ -219,7 +219,8 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request() -> None:
     async with serving(FakeEngine(LETTERS), api_key=["secret"], read_timeout=2) as port:
         upgrade = (
-            b" HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n"
+            b" HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
+            b"Sec-WebSocket-Version: 13\r\n\r\n"
         )
         answers = [statuses(await port.send(b"GET " + path + upgrade)) for path in (b"/health", b"/v1/models")]
         assert [each[0] for each in answers] == [200, 401]
