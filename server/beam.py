@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from engine.client import EngineClient, OutputStream
 from engine.errors import EngineError, InvalidRequest, Timeout
 from engine.tokenizer import Tokenizer
-from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
+from engine.types import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from server.choice import Choice, ChoiceDelta, Job
 from server.generate import Answer, Usage
 from server.metrics import Metrics
@@ -78,7 +77,6 @@ class BeamSearch:
         """Prompts whose search somebody ended."""
         self._streams: set[OutputStream] = set()
         self._closed = False
-        self._started = time.monotonic()
 
     @property
     def num_choices(self) -> int:
@@ -159,16 +157,7 @@ class BeamSearch:
         top = max(2 * job.params.n, job.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, ignore_eos=True)
         requests = [
-            Request(
-                id=f"{job.id}-{index}-{step}-{i}",
-                prompt_ids=[*prompt.ids, *beam.ids],
-                params=params,
-                seed=0,
-                cache_salt=job.cache_salt,
-                priority=job.priority,
-                tenant=job.tenant,
-                weight=job.weight,
-            )
+            job.request(f"{job.id}-{index}-{step}-{i}", [*prompt.ids, *beam.ids], params, seed=0)
             for i, beam in enumerate(beams)
         ]
         outputs: dict[str, RequestOutput] = {}
@@ -203,7 +192,7 @@ class BeamSearch:
         )
         delta = choice.push(output)
         assert delta is not None, "a terminal output has a delta"
-        self._end(choice, delta.finish_reason or reason)
+        choice.end(delta.finish_reason or reason, self._metrics)
         return delta
 
     def _finish(self, reason: str) -> None:
@@ -211,18 +200,7 @@ class BeamSearch:
         for choice in self._choices:
             if not choice.finished:
                 self._closed = True
-                self._end(choice, reason)
-
-    def _end(self, choice: Choice, reason: str) -> None:
-        choice.finished = True
-        self._metrics.finished(
-            reason,
-            seconds=time.monotonic() - self._started,
-            decode_seconds=0.0,
-            prompt_tokens=len(self._job.prompts[choice.index // self._job.params.n].ids),
-            generation_tokens=choice.completion_tokens,
-            params=self._job.params,
-        )
+                choice.end(reason, self._metrics)
 
 
 def alternatives(output: RequestOutput, count: int, shown: int) -> list[TokenLogprob]:

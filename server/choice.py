@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +11,11 @@ import msgspec
 
 from engine.detokenizer import TextStream
 from engine.tokenizer import Tokenizer
-from engine.types import FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
 from server.message import MessageDelta, MessageFormat, MessageParser
+from server.metrics import Metrics
 from server.prompts import Prompt
+from server.protocol.common import GenerationBody
 from server.repetition import STOP_REASON, RepetitionDetector, RepetitionRule
 from server.tools.sink import CallDelta
 
@@ -46,6 +49,36 @@ class Job:
     weight: float = 1.0
     message: MessageFormat | None = None
     """How to read reasoning and tool calls out of the answers; None: all of it is content."""
+
+    @classmethod
+    def of(cls, body: GenerationBody, id: str, prompts: Sequence[Prompt], params: SamplingParams) -> Job:
+        """With what completions and chats ask for alike."""
+        return cls(
+            id,
+            prompts,
+            params,
+            return_token_ids=body.return_token_ids,
+            prompt_logprobs=body.prompt_logprobs,
+            repetition=None if body.repetition_detection is None else body.repetition_detection.rule,
+            length_penalty=body.length_penalty if body.use_beam_search else None,
+            timeout=body.timeout,
+            queue_timeout=body.queue_timeout,
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+        )
+
+    def request(self, id: str, prompt_ids: list[int], params: SamplingParams, seed: int) -> Request:
+        """For one sequence."""
+        return Request(
+            id=id,
+            prompt_ids=prompt_ids,
+            params=params,
+            seed=seed,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            tenant=self.tenant,
+            weight=self.weight,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +124,12 @@ class Choice:
         self.finished = False
         self.first_at: float | None = None
         self.last_at = 0.0
+        self._began = time.monotonic()
+        self._params = params
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._echo = job.echo
         self._echo_only = job.echo_only
-        self._echo_logprobs = params.logprobs
-        self._skip_special_tokens = params.skip_special_tokens
         self._text = TextStream(
             tokenizer,
             prompt_ids=prompt.ids,
@@ -139,7 +172,7 @@ class Choice:
         if self._echo:
             self._echo = False
             text = self._prompt.text + text
-            if output.prompt_logprobs is not None and self._echo_logprobs is not None:
+            if output.prompt_logprobs is not None and self._params.logprobs is not None:
                 tokens = self._prompt_tokens(output.prompt_logprobs) + tokens
         if self._ids is not None:
             self._ids += output.new_ids[: delta.used]
@@ -157,6 +190,17 @@ class Choice:
         if message.reasoning or message.calls:
             shown = replace(shown, reasoning=message.reasoning, calls=message.calls)
         return self._with_extras(shown)
+
+    def end(self, reason: str, metrics: Metrics) -> None:
+        self.finished = True
+        metrics.finished(
+            reason,
+            seconds=time.monotonic() - self._began,
+            decode_seconds=0.0 if self.first_at is None else self.last_at - self.first_at,
+            prompt_tokens=len(self._prompt.ids),
+            generation_tokens=self.completion_tokens,
+            params=self._params,
+        )
 
     @property
     def reasoning_tokens(self) -> int:
@@ -176,9 +220,9 @@ class Choice:
         return TokenText(logprob.token_id, logprob, self._base + offset)
 
     def _prompt_tokens(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenText]:
-        stream = TextStream(self._tokenizer, skip_special_tokens=self._skip_special_tokens)
+        stream = TextStream(self._tokenizer, skip_special_tokens=self._params.skip_special_tokens)
         offsets = stream.push(self._prompt.ids, final=True).offsets
-        cut = [at_most(logprob, self._echo_logprobs or 0) for logprob in logprobs]
+        cut = [at_most(logprob, self._params.logprobs or 0) for logprob in logprobs]
         return [
             TokenText(token_id, logprob, offset)
             for token_id, logprob, offset in zip(self._prompt.ids, cut, offsets, strict=True)

@@ -15,7 +15,7 @@ from engine.client import EngineClient
 from engine.errors import EngineError
 from engine.seeds import choice_seed
 from engine.tokenizer import Tokenizer
-from engine.types import Request, RequestOutput, TokenLogprob
+from engine.types import RequestOutput, TokenLogprob
 from server.choice import Choice, ChoiceDelta, Job, TokenText
 from server.deadlines import Deadlines
 from server.metrics import Metrics
@@ -83,18 +83,7 @@ class Generation:
             prompt = job.prompts[index // n]
             request_id = f"{job.id}-{index}"
             self._choices[request_id] = Choice(index, prompt, job, tokenizer)
-            requests.append(
-                Request(
-                    id=request_id,
-                    prompt_ids=prompt.ids,
-                    params=single,
-                    seed=choice_seed(job.params.seed, index % n),
-                    cache_salt=job.cache_salt,
-                    priority=job.priority,
-                    tenant=job.tenant,
-                    weight=job.weight,
-                )
-            )
+            requests.append(job.request(request_id, prompt.ids, single, choice_seed(job.params.seed, index % n)))
         self._cut_short = False
         self._started = time.monotonic()
         self._stream = client.submit(requests, job.id)
@@ -149,7 +138,7 @@ class Generation:
         if choice.finished:  # closed while this output waited to be read
             return None
         if output.finish_reason == "error":
-            self._end(choice, "error")
+            choice.end("error", self._metrics)
             raise EngineError(output.error or "the engine failed this request")
         delta = choice.push(output)
         if output.new_ids:
@@ -162,7 +151,7 @@ class Generation:
             choice.last_at = now
         if delta is not None and delta.finish_reason is not None:
             self._stream.abort(output.id, delta.finish_reason)  # does nothing when it was the engine that finished
-            self._end(choice, delta.finish_reason)
+            choice.end(delta.finish_reason, self._metrics)
         return delta
 
     def best(self, answers: Sequence[Answer]) -> list[Answer]:
@@ -180,17 +169,6 @@ class Generation:
             kept += group[:keep]
         return [replace(answer, index=index) for index, answer in enumerate(kept)]
 
-    def _end(self, choice: Choice, reason: str) -> None:
-        choice.finished = True
-        self._metrics.finished(
-            reason,
-            seconds=time.monotonic() - self._started,
-            decode_seconds=0.0 if choice.first_at is None else choice.last_at - choice.first_at,
-            prompt_tokens=len(self._job.prompts[choice.index // self._job.params.n].ids),
-            generation_tokens=choice.completion_tokens,
-            params=self._job.params,
-        )
-
     def close(self) -> None:
         """Abort what still runs; `deltas` ends. Does nothing the second time."""
         self._deadlines.cancel()
@@ -202,7 +180,7 @@ class Generation:
         for choice in self._choices.values():
             if not choice.finished:
                 self._cut_short = True
-                self._end(choice, reason)
+                choice.end(reason, self._metrics)
 
 
 async def fold(steps: AsyncIterator[list[ChoiceDelta]]) -> list[Answer]:

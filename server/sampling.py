@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
 from engine.tokenizer import Tokenizer
 from engine.types import SamplingParams
 from server.protocol.common import GenerationBody
 
+if TYPE_CHECKING:
+    from server.serving import Serving
+
 
 def sampling_params(
     body: GenerationBody,
+    serving: Serving,
     *,
     max_tokens: int | None,
     max_tokens_name: str = "max_tokens",
     logprobs: int | None,
     prompt_logprobs: int | None,
-    tokenizer: Tokenizer,
-    defaults: Mapping[str, float],
-    max_model_len: int,
-    vocab_size: int,
 ) -> SamplingParams:
-    """Raises InvalidRequest naming the parameter. `defaults` is the model's generation_config.json."""
+    """What the body says, or else the model's generation_config.json. Raises InvalidRequest naming the parameter."""
+    defaults, max_model_len = serving.defaults, serving.info.max_model_len
     if max_tokens is not None and max_tokens > max_model_len:
         raise InvalidRequest(
             f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
@@ -35,7 +37,7 @@ def sampling_params(
         ("allowed_token_ids", body.allowed_token_ids),
     ):
         for token_id in ids or ():
-            check_token_id(token_id, vocab_size, name)
+            check_token_id(token_id, serving.vocab_size, name)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     for text in stop:
         check_text(text, "stop")
@@ -51,7 +53,7 @@ def sampling_params(
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias or None,
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_ids=bad_words_ids(body.bad_words, tokenizer),
+        bad_words_ids=bad_words_ids(body.bad_words, serving.tokenizer),
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         stop=stop,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from server.answers.head import encode_json
-from server.answers.logprobs import chat_logprobs, prompt_logprobs
+from server.answers.logprobs import chat_logprobs
 from server.answers.writer import AnswerWriter
 from server.choice import ChoiceDelta, TokenText
 from server.generate import Answer, Usage
@@ -16,18 +16,15 @@ from server.tools.sink import CallDelta
 
 class ChatWriter(AnswerWriter):
     CHUNK = "chat.completion.chunk"
-    UNFINISHED = b'},"logprobs":null,"finish_reason":null'
+    AFTER_TEXT = b"}"
+    UNFINISHED = b',"logprobs":null,"finish_reason":null'
 
     def first(self, num_choices: int) -> bytes:
         """The role of each choice, before the first step."""
         delta = b'[{"index":%d,"delta":{"role":"assistant","content":""'
         return b"".join([self._opening + delta % index + self._running for index in range(num_choices)])
 
-    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        """One event per delta."""
-        return b"".join([self._event(delta) for delta in deltas])
-
-    def _event(self, delta: ChoiceDelta) -> bytes:
+    def _events(self, delta: ChoiceDelta) -> bytes:
         """Reasoning, content and each call have events of their own: some clients read only one kind of an event."""
         if delta.reasoning or delta.calls:
             rest = replace(delta, text="") if delta.calls else delta
@@ -51,40 +48,12 @@ class ChatWriter(AnswerWriter):
         opening = self._opening
         if delta.prompt_ids is not None:
             opening = self._head.opening(self.CHUNK, {"prompt_token_ids": delta.prompt_ids})
-        text = b'%b[{"index":%d,%b"delta":{%b' % (opening, delta.index, token_ids, content)
-        if delta.finish_reason is None and not delta.tokens:
-            return text + self._running
-        return b'%b},"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b' % (
-            text,
-            encode_json(self._logprobs(delta.tokens) if delta.tokens else None),
-            encode_json(delta.finish_reason),
-            encode_json(delta.stop_reason),
-            self._close,
-        )
+        return self._closed(b'%b[{"index":%d,%b"delta":{%b' % (opening, delta.index, token_ids, content), delta)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        choices = [
-            {
-                "index": answer.index,
-                "message": _message(answer),
-                "logprobs": self._logprobs(answer.tokens) if self._with_logprobs else None,
-                "finish_reason": answer.finish_reason,
-                "stop_reason": answer.stop_reason,
-                **({} if answer.prompt_ids is None else {"token_ids": answer.token_ids}),
-            }
-            for answer in answers
-        ]
+        choices = [self._choice(answer, {"message": _message(answer)}) for answer in answers]
         fields = self._head.fields("chat.completion")
         return encode_json({**fields, "choices": choices, "usage": usage.as_dict(), **self._prompt(answers[0])})
-
-    def _prompt(self, answer: Answer) -> dict[str, object]:
-        """What was asked of the prompt, the same for all choices."""
-        prompt: dict[str, object] = {}
-        if answer.prompt_ids is not None:
-            prompt["prompt_token_ids"] = answer.prompt_ids
-        if answer.prompt_logprobs is not None:
-            prompt["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
-        return prompt
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._tokens_as_token_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -40,14 +42,11 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     check_logprobs("prompt_logprobs", body.prompt_logprobs, serving.config.max_logprobs)
     params = sampling_params(
         body,
+        serving,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         max_tokens_name="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        tokenizer=serving.tokenizer,
-        defaults=serving.defaults,
-        max_model_len=serving.info.max_model_len,
-        vocab_size=serving.vocab_size,
     )
     prompt = await chat_prompt(body, serving, tools.shown)
     message = message_format(body, tools, prompt, serving)
@@ -56,30 +55,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     thinking = thinking_budget(body.thinking_token_budget, serving.formats.reasoning, begun, serving.tokenizer)
     params = msgspec.structs.replace(params, grammar=grammar, thinking=thinking)
     head = Head(new_id("chatcmpl"), model, serving.fingerprint)
-    job = Job(
-        head.id,
-        [prompt],
-        params,
-        return_token_ids=body.return_token_ids,
-        prompt_logprobs=body.prompt_logprobs,
-        repetition=None if body.repetition_detection is None else body.repetition_detection.rule,
-        length_penalty=body.length_penalty if body.use_beam_search else None,
-        timeout=body.timeout,
-        queue_timeout=body.queue_timeout,
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-        message=message,
-    )
-    writer = ChatWriter(
-        head,
-        serving.tokenizer,
-        logprobs=body.logprobs,
-        include_usage=body.include_usage,
-        tokens_as_token_ids=body.return_tokens_as_token_ids,
-    )
-    return await reply(
-        request, serving, job, writer, stream=body.stream, headers=headers, continuous_usage=body.continuous_usage
-    )
+    job = replace(Job.of(body, head.id, [prompt], params), message=message)
+    writer = ChatWriter(head, serving.tokenizer, body, logprobs=body.logprobs)
+    return await reply(request, serving, body, job, writer, headers)
 
 
 def ignored_by_template(body: ChatRequest, tools: ToolUse, template: str) -> list[str]:

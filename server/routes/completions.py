@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -34,45 +36,19 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     echo_only = body.echo and max_tokens == 0
     params = sampling_params(
         body,
+        serving,
         max_tokens=1 if echo_only else max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
-        tokenizer=serving.tokenizer,
-        defaults=serving.defaults,
-        max_model_len=serving.info.max_model_len,
-        vocab_size=serving.vocab_size,
     )
     if body.num_generated > body.n:
         params = msgspec.structs.replace(params, n=body.num_generated, logprobs=body.logprobs or 0)
     params = msgspec.structs.replace(params, grammar=await serving.grammars.checked(asked_grammar(body)))
     prompts = await completion_prompts(body, serving)
     head = Head(new_id("cmpl"), model, serving.fingerprint)
-    job = Job(
-        head.id,
-        prompts,
-        params,
-        echo=body.echo,
-        echo_only=echo_only,
-        return_token_ids=body.return_token_ids,
-        prompt_logprobs=body.prompt_logprobs,
-        keep=body.n,
-        repetition=None if body.repetition_detection is None else body.repetition_detection.rule,
-        length_penalty=body.length_penalty if body.use_beam_search else None,
-        timeout=body.timeout,
-        queue_timeout=body.queue_timeout,
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-    )
-    writer = CompletionWriter(
-        head,
-        serving.tokenizer,
-        logprobs=body.logprobs is not None,
-        include_usage=body.include_usage,
-        tokens_as_token_ids=body.return_tokens_as_token_ids,
-    )
-    return await reply(
-        request, serving, job, writer, stream=body.stream, headers=headers, continuous_usage=body.continuous_usage
-    )
+    job = replace(Job.of(body, head.id, prompts, params), echo=body.echo, echo_only=echo_only, keep=body.n)
+    writer = CompletionWriter(head, serving.tokenizer, body, logprobs=body.logprobs is not None)
+    return await reply(request, serving, body, job, writer, headers)
 
 
 def _most(*counts: int | None) -> int | None:

@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.admission import admit
+from server.answers.writer import AnswerWriter
 from server.beam import BeamSearch
-from server.choice import ChoiceDelta, Job
+from server.choice import Job
 from server.doors import tenant_of
-from server.generate import Answer, Generation, Usage, fold
+from server.generate import Generation, fold
+from server.protocol.common import GenerationBody
 from server.serving import Serving
 from server.sse import EventStream, closing_on_disconnect
 
 CLIENT_CLOSED_REQUEST = 499
 
 
-class Writer(Protocol):
-    """Turns deltas into the bytes of an endpoint's answer."""
-
-    def tell_usage(self, usage: Usage) -> None: ...
-
-    def first(self, num_choices: int) -> bytes: ...
-
-    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes: ...
-
-    def last(self, usage: Usage) -> bytes: ...
-
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes: ...
-
-
 async def reply(
     request: Request,
     serving: Serving,
+    body: GenerationBody,
     job: Job,
-    writer: Writer,
-    *,
-    stream: bool,
+    writer: AnswerWriter,
     headers: Mapping[str, str],
-    continuous_usage: bool = False,
 ) -> Response:
     """Submit the job and answer it.
 
@@ -69,8 +54,8 @@ async def reply(
         generation.close()
         reservation.settle(generation.usage.prompt_tokens + generation.usage.completion_tokens)
 
-    if stream:
-        return EventStream(_events(generation, writer, continuous_usage), close, headers)
+    if body.stream:
+        return EventStream(_events(generation, writer, body), close, headers)
     async with closing_on_disconnect(request.receive, close):
         answers = await fold(generation.deltas())
     if not generation.complete:
@@ -78,12 +63,14 @@ async def reply(
     return Response(writer.whole(generation.best(answers), generation.usage), 200, dict(headers), "application/json")
 
 
-async def _events(generation: Generation | BeamSearch, writer: Writer, continuous_usage: bool) -> AsyncIterator[bytes]:
-    if continuous_usage:
+async def _events(
+    generation: Generation | BeamSearch, writer: AnswerWriter, body: GenerationBody
+) -> AsyncIterator[bytes]:
+    if body.continuous_usage:
         writer.tell_usage(generation.usage)
     opening = writer.first(generation.num_choices)
     async for step in generation.deltas():
-        if continuous_usage:
+        if body.continuous_usage:
             writer.tell_usage(generation.usage)
         yield opening + writer.step(step)
         opening = b""

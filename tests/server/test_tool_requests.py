@@ -19,6 +19,7 @@ from server.answers.head import Head
 from server.app import create_app
 from server.choice import ChoiceDelta
 from server.config import ServerConfig
+from server.protocol.chat import ChatRequest
 from server.tools.sink import CallDelta
 from tests.server.fake import FakeEngine, scripted
 from tests.server.house import House, open_house, parse_events
@@ -178,7 +179,8 @@ async def test_max_tokens_gives_length_and_what_there_is(length: int) -> None:
 def test_what_one_step_brings_comes_in_order() -> None:
     """With several tokens per step, content and the call behind it are in one delta."""
     tokenizer = byte_level_tokenizer().tokenizer
-    writer = ChatWriter(Head("id", "m", "fp"), tokenizer, logprobs=False, include_usage=False)
+    body = ChatRequest.model_validate({"messages": HELLO})
+    writer = ChatWriter(Head("id", "m", "fp"), tokenizer, body, logprobs=False)
     calls = (CallDelta(0, id="call_1", name="f"), CallDelta(0, "{}"))
     delta = ChoiceDelta(0, "Hm.", [], "tool_calls", None, reasoning="why", calls=calls)
     events = parse_events(writer.step([delta]).decode())
