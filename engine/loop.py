@@ -17,7 +17,7 @@ from engine.model_files import read_model_config, resolve_model
 from engine.pulse import Pulse, Unwatched
 from engine.scheduler import Scheduler
 from engine.steps import Steps
-from engine.types import EngineInfo, EngineOutputs, EngineStats, EngineView, Request, RequestOutput, StepRecord
+from engine.types import EngineInfo, EngineStats, EngineView, Request, RequestOutput, StepRecord
 from engine.view import view_of
 from engine.wire import Abort, Failed, FromEngine, Look, Ready, Seen, Stepped, Submit, decode_to_engine, encode
 from engine.worker.startup import start_worker
@@ -118,7 +118,7 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
         _receive(engine, socket)
         outputs = engine.step()
         if outputs or engine.last_step is not None:
-            _send(socket, Stepped(EngineOutputs(outputs, engine.stats, engine.last_step)))
+            _send(socket, Stepped(outputs, engine.stats, engine.last_step))
 
 
 def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:

@@ -35,11 +35,7 @@ class Struck(msgspec.Struct, frozen=True, tag=True):
 
 
 Sign = Beat | Began | Struck
-_decoder = msgspec.json.Decoder(Sign)
-
-
-def decode_sign(line: bytes) -> Sign:
-    return _decoder.decode(line)
+decode_sign = msgspec.json.Decoder(Sign).decode
 
 
 class Unwatched:

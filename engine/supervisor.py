@@ -224,10 +224,10 @@ class ProcessClient(EngineClient):
                 self._saw(message.view)
                 continue
             assert isinstance(message, Stepped)
-            outputs = [self._record(output) for output in message.outputs.outputs]
+            outputs = [self._record(output) for output in message.outputs]
             self._failures = 0
             self._release()
-            self._deliver(outputs, _plus(self._earlier, message.outputs.stats), message.outputs.step)
+            self._deliver(outputs, _plus(self._earlier, message.stats), message.step)
 
     def _record(self, output: RequestOutput) -> RequestOutput:
         """Note what came of a request, and say what its client is told."""

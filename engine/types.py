@@ -258,15 +258,6 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     preempted: list[str]
 
 
-class EngineOutputs(msgspec.Struct, frozen=True, array_like=True):
-    """One message of the engine: what one step produced."""
-
-    outputs: list[RequestOutput]
-    stats: EngineStats
-    step: StepRecord | None = None
-    """None where only adds and aborts gave outputs."""
-
-
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A slot of the device gets a new owner: its tokens so far and how to sample."""

@@ -8,10 +8,10 @@ import zlib
 import numpy as np
 
 from engine.blocks import BlockPool
-from engine.resident import resident_bytes
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence, Status
 from engine.types import EngineView, Phase, SequenceView
+from engine.vitals import resident_bytes
 
 MOST_SEQUENCES = 512
 """More are not listed, only counted: nobody reads them, and a snapshot should stay small."""

@@ -5,6 +5,7 @@ Elsewhere these files do not exist; then a process counts as never stopped and n
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -99,3 +100,12 @@ def _control_group_files(root: Path) -> list[Path]:
         return []
     names = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
     return [root / "sys/fs/cgroup" / name / "memory.events" for name in names]
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM; 0 where there is no /proc."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    except OSError:
+        return 0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.types import EngineInfo, EngineOutputs, EngineView, Request
+from engine.types import EngineInfo, EngineStats, EngineView, Request, RequestOutput, StepRecord
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -19,11 +19,11 @@ class Look(msgspec.Struct, frozen=True, tag=True):
     """Asks for one Seen, between two steps."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
     info: EngineInfo
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The engine cannot start with this configuration; it ends after this."""
 
     message: str
@@ -31,29 +31,22 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The configuration key at fault, if it is one."""
 
 
-class Stepped(msgspec.Struct, frozen=True, tag=True):
-    outputs: EngineOutputs
+class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What one step produced."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+    step: StepRecord | None = None
+    """None where only adds and aborts gave outputs."""
 
 
-class Seen(msgspec.Struct, frozen=True, tag=True):
+class Seen(msgspec.Struct, frozen=True, tag=True, array_like=True):
     view: EngineView
 
 
 ToEngine = Submit | Abort | Look
 FromEngine = Ready | Failed | Stepped | Seen
 
-_encoder = msgspec.msgpack.Encoder()
-_to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine)
-
-
-def encode(message: ToEngine | FromEngine) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_engine(data: bytes) -> ToEngine:
-    return _to_engine.decode(data)
-
-
-def decode_from_engine(data: bytes) -> FromEngine:
-    return _from_engine.decode(data)
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

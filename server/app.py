@@ -21,7 +21,7 @@ from server.doors import KeyGuard
 from server.logs import log_request
 from server.message import ChatFormats
 from server.metrics import Metrics
-from server.routes import chat, completions, engine, explain, models, page, requests, status, tokenize, trace
+from server.routes import chat, completions, engine, models, page, requests, status, tokenize
 from server.serving import Serving
 from server.spans import Spans, otlp_exporter
 from server.structured import GrammarChecker
@@ -87,7 +87,7 @@ def create_app(
     app = FastAPI(title="Quire", version=VERSION, lifespan=lifespan, redirect_slashes=False, strict_content_type=False)
     errors.install(app)
     _add_doors(app, config, tenants, ended)
-    for module in (completions, chat, models, tokenize, requests, explain, trace, engine, status, page):
+    for module in (completions, chat, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     return app
 

@@ -10,7 +10,6 @@ from typing import Any
 from engine.chat_template import ChatRenderer
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.tokenizer import Tokenizer
-from server.infill import infill
 from server.protocol.chat import ChatRequest
 from server.protocol.common import GenerationBody
 from server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -20,6 +19,16 @@ from server.serving import Serving
 LONG_TEXT = 8_000
 """Characters from which on tokenizing (about 1 us each) would hold up other streams, and goes to a thread."""
 MAX_PROMPTS = 2048
+INFILL_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+)
+"""What stands before the prompt, before the suffix, and before what is to be filled in."""
+CODESTRAL_MARKS = ("[SUFFIX]", "[PREFIX]")
+"""What stands before the suffix, and before the prompt, which comes last and is continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +76,23 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
     for each in prompts:
         check_length(each.ids, serving.info.max_model_len, "prompt")
     return prompts
+
+
+def infill(
+    tokenizer: Tokenizer, prompt: Sequence[int], suffix: Sequence[int], *, add_special_tokens: bool
+) -> list[int]:
+    """Fill in the middle (Bavarian et al., 2022): token ids of the whole as models trained for it read them; prompt and
+    suffix come without special tokens. Raises InvalidRequest."""
+    begin = tokenizer.encode("", add_special_tokens=add_special_tokens)
+    for marks in (*INFILL_MARKS, CODESTRAL_MARKS):
+        match [token_id for mark in marks if (token_id := tokenizer.backend.token_to_id(mark)) is not None]:
+            case [before, between, middle]:
+                return [*begin, before, *prompt, between, *suffix, middle]
+            case [before, between] if marks is CODESTRAL_MARKS:
+                return [*begin, before, *suffix, between, *prompt]
+    raise InvalidRequest(
+        "suffix is not supported: this model's tokenizer has no fill-in-the-middle tokens", param="suffix"
+    )
 
 
 async def chat_prompt(body: ChatRequest, serving: Serving, tools: Sequence[dict[str, Any]] | None) -> Prompt:

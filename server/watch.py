@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from engine.client import EngineClient
-from engine.resident import resident_bytes
 from engine.types import EngineView
+from engine.vitals import resident_bytes
 from server.recent import KEPT_SECONDS, Recent
 
 PERIOD_SECONDS = 0.5

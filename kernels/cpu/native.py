@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-
-from kernels.cpu.arena import Arena
+from torch import Tensor
 
 HERE = Path(__file__).parent
 ISAS = {"plain": "no vector extensions", "avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX-512 with bf16"}
@@ -55,6 +55,34 @@ class DecoderStep(ctypes.Structure):
         *[(name, _LONG) for name in ("table_stride", "tokens", "pages")],
         *[(name, _INT) for name in ("sequences", "starts_stream")],
     ]
+
+
+_HUGE, _CHUNK = 2 << 20, 32 << 20
+
+
+class Arena:
+    """Memory for weights: pieces of large mappings, which live as long as a piece does; on huge pages where there are
+    some. With 4 KB pages, walking page tables costs up to a third of the speed at which weights stream through."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, size: int) -> Tensor:
+        """[size] uint8, aligned to 64 bytes, not filled."""
+        rounded = -(-size // 64) * 64
+        if rounded > len(self._free):
+            self._free = _map(max(_CHUNK, -(-rounded // _HUGE) * _HUGE))
+        piece, self._free = self._free[:size], self._free[rounded:]
+        return piece
+
+
+def _map(size: int) -> Tensor:
+    memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin = -whole.data_ptr() % _HUGE
+    return whole[begin : begin + size]
 
 
 _SIGNATURES = {

@@ -1,14 +1,17 @@
-"""GET /v1/engine/events: what the dashboard shows, as it changes."""
+"""GET /v1/engine/events: what the dashboard shows, as it changes; and /v1/engine/trace: some seconds, for Perfetto."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from server.serving import Serving, serving_of
 from server.sse import EventStream
+from server.tracing import record
 from server.version import VERSION
 from server.watch import Watcher
 
@@ -28,6 +31,12 @@ async def engine_events(request: Request) -> Response:
     serving = serving_of(request)
     watcher = Watcher(serving.watchers)
     return EventStream(watcher.events(facts(serving)), watcher.close, {})
+
+
+@router.get("/v1/engine/trace", response_model=None)
+async def engine_trace(request: Request, seconds: Annotated[float, Query(gt=0, le=120)] = 5.0) -> Response:
+    """Record for so many seconds, then answer with a trace that ui.perfetto.dev opens."""
+    return Response(await record(serving_of(request).client.history, seconds), media_type="application/json")
 
 
 def facts(serving: Serving) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""DELETE /v1/requests/{request_id}: end a request from another connection."""
+"""/v1/requests/{id}: end a request from another connection, and say where its time went."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from engine.errors import RequestNotFound
 from server.doors import tenant_of
+from server.explain import explanation
 from server.serving import serving_of
 
 router = APIRouter()
@@ -29,3 +30,16 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     if not cancelled:
         raise RequestNotFound(f"No open request has the id `{request_id}`", param="request_id")
     return {"id": request_id, "object": "request", "cancelled": True, "sequences": cancelled}
+
+
+@router.get("/v1/requests/{name:path}/explain")
+async def explain(name: str, request: Request) -> dict[str, Any]:
+    """Of an open request or one of the last: time per phase, prompt chunks, batches it was in, preemptions, replays.
+
+    By the answer's id or by X-Request-Id. With API keys, only of requests made with the same key, or with an admin key.
+    """
+    serving = serving_of(request)
+    trail = serving.ledger.find(name, request.scope)
+    if trail is None:
+        raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")
+    return explanation(trail, serving.client.history, lambda name: serving.ledger.may_name(name, request.scope))

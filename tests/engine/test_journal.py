@@ -15,7 +15,7 @@ from engine.death import Death
 from engine.errors import EngineError, RequestQuarantined
 from engine.process import EngineProcess
 from engine.supervisor import ProcessClient
-from engine.types import EngineInfo, EngineOutputs, EngineStats, Request, RequestOutput, SamplingParams
+from engine.types import EngineInfo, EngineStats, Request, RequestOutput, SamplingParams
 from engine.wire import Abort, FromEngine, Ready, Stepped, Submit, ToEngine
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
@@ -71,7 +71,7 @@ class FakeProcess(EngineProcess):
             outputs.append(RequestOutput(each, [token(each, position)], finish_reason=reason, cached_tokens=position))
             if reason:
                 del self._running[each]
-        self._sent.put_nowait(Stepped(EngineOutputs(outputs, EngineStats())))
+        self._sent.put_nowait(Stepped(outputs, EngineStats()))
 
     def die(self, death: Death) -> None:
         if not self._death.done():

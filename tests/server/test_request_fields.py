@@ -11,7 +11,7 @@ import tokenizers
 
 from engine.errors import InvalidRequest
 from engine.types import TokenLogprob
-from server.infill import MARKS, infill
+from server.prompts import INFILL_MARKS, infill
 from server.repetition import RepetitionRule
 from server.sampling import bad_words_ids
 from tests.server.fake import FakeEngine, hashed, scripted
@@ -223,7 +223,7 @@ async def test_an_answer_that_repeats_itself_is_ended(burst: int) -> None:
             assert choice["text"] == kept
 
 
-@pytest.mark.parametrize("marks", MARKS)
+@pytest.mark.parametrize("marks", INFILL_MARKS)
 async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     async with open_house(engine) as house:
@@ -262,7 +262,7 @@ async def test_codestral_reads_the_suffix_first() -> None:
 @pytest.mark.parametrize("named", real_tokenizers(), ids=lambda named: named.name)
 def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
     tokenizer = named.tokenizer
-    marks = next((marks for marks in MARKS if None not in map(tokenizer.backend.token_to_id, marks)), None)
+    marks = next((marks for marks in INFILL_MARKS if None not in map(tokenizer.backend.token_to_id, marks)), None)
     prompt, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in ("def f(x):", " return y"))
     if marks is None:
         with pytest.raises(InvalidRequest, match="no fill-in-the-middle"):
