@@ -64,21 +64,17 @@ def paged_attention(
     reduced in the same order: both functions then run the same kernel, over tiles aligned to position 0.
     """
     flash_attn = _library()
-    # A window counts the query itself; flash-attn counts the keys to its left.
-    left = -1 if window is None else window - 1
+    asked = {
+        "softmax_scale": scale,
+        "causal": True,
+        # (left, right): a window counts the query itself; flash-attn counts the keys to its left, -1 is unlimited.
+        "window_size": (-1, -1) if window is None else (window - 1, 0),
+        "softcap": softcap or 0.0,
+        "block_table": metadata.block_table,
+    }
     if metadata.max_query_len == 1:
-        out: Tensor = flash_attn.flash_attn_with_kvcache(
-            q.unsqueeze(1),
-            k_cache,
-            v_cache,
-            cache_seqlens=metadata.context_lens,
-            block_table=metadata.block_table,
-            softmax_scale=scale,
-            causal=True,
-            window_size=(left, 0 if window is not None else -1),
-            softcap=softcap or 0.0,
-            num_splits=num_splits,
-        )
+        lengths = {"cache_seqlens": metadata.context_lens, "num_splits": num_splits}
+        out: Tensor = flash_attn.flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, **lengths, **asked)
         return out.squeeze(1)
     out = flash_attn.flash_attn_varlen_func(
         q,
@@ -88,11 +84,7 @@ def paged_attention(
         cu_seqlens_k=metadata.key_start,
         max_seqlen_q=metadata.max_query_len,
         max_seqlen_k=metadata.max_context_len,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(left, 0 if window is not None else -1),
-        softcap=softcap or 0.0,
-        block_table=metadata.block_table,
+        **asked,
     )
     return out
 

@@ -83,20 +83,8 @@ def kv_cache_shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.d
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
     _check_cache(k, k_cache, v_cache)
     k, v = k.contiguous(), v.contiguous()
-    tokens, kv_heads, head_dim = k.shape
-    outside = _native().store_kv[k.dtype](
-        k.data_ptr(),
-        v.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        slots.data_ptr(),
-        k_cache.stride(0),
-        v_cache.stride(0),
-        tokens,
-        k_cache.shape[0],
-        kv_heads,
-        head_dim,
-    )
+    sizes = (k_cache.stride(0), v_cache.stride(0), len(k), k_cache.shape[0], *k.shape[1:])
+    outside = _native().store_kv[k.dtype](*_pointers(k, v, k_cache, v_cache, slots), *sizes)
     if outside:
         raise IndexError(f"slots outside the {k_cache.shape[0]} pages of the cache")
 
@@ -114,33 +102,20 @@ def paged_attention(
     _check_cache(q, k_cache, v_cache)
     q = q.contiguous()
     out = torch.empty_like(q)
-    table = metadata.block_table
-    pages, kv_heads, _ = k_cache.shape
+    table, pages = metadata.block_table, k_cache.shape[0]
     _, heads, head_dim = q.shape
-    outside = _native().paged_attention[q.dtype](
-        out.data_ptr(),
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        metadata.query_start.data_ptr(),
-        metadata.context_lens.data_ptr(),
-        table.data_ptr(),
-        table.shape[1],
-        k_cache.stride(0),
-        v_cache.stride(0),
-        pages,
-        table.shape[0],
-        heads,
-        kv_heads,
-        head_dim,
-        scale,
-        window or 0,
-        softcap or 0.0,
-        torch.get_num_threads(),
-    )
+    lengths = (metadata.query_start, metadata.context_lens)
+    sizes = (table.shape[1], k_cache.stride(0), v_cache.stride(0), pages, len(table), heads, k_cache.shape[1], head_dim)
+    rules = (scale, window or 0, softcap or 0.0)
+    pointers = _pointers(out, q, k_cache, v_cache, *lengths, table)
+    outside = _native().paged_attention[q.dtype](*pointers, *sizes, *rules, torch.get_num_threads())
     if outside:
         raise IndexError(f"block table names a page outside the {pages} pages of the cache")
     return out
+
+
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _check_cache(x: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -208,35 +183,15 @@ def rope_store(
     tokens, width = qkv.shape
     heads = width // head_dim - 2 * kv_heads
     q = qkv.new_empty((tokens, heads, head_dim))
-    outside = _native().rope_store[qkv.dtype](
-        qkv.data_ptr(),
-        *[_float_ptr(each) for each in (q_norm, k_norm, cos_sin)],
-        metadata.positions.data_ptr(),
-        metadata.slots.data_ptr(),
-        q.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        k_cache.stride(0),
-        v_cache.stride(0),
-        tokens,
-        pages,
-        heads,
-        kv_heads,
-        head_dim,
-        eps,
-        torch.get_num_threads(),
-    )
+    for each in (q_norm, k_norm, cos_sin):
+        if each is not None and each.dtype != torch.float32:
+            raise TypeError(f"q_norm, k_norm and cos_sin must be float32, not {each.dtype}")
+    pointers = _pointers(qkv, q_norm, k_norm, cos_sin, metadata.positions, metadata.slots, q, k_cache, v_cache)
+    sizes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, head_dim)
+    outside = _native().rope_store[qkv.dtype](*pointers, *sizes, eps, torch.get_num_threads())
     if outside:
         raise IndexError(f"slots outside the {pages} pages of the cache")
     return q
-
-
-def _float_ptr(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
-    if tensor.dtype != torch.float32:
-        raise TypeError(f"q_norm, k_norm and cos_sin must be float32, not {tensor.dtype}")
-    return tensor.data_ptr()
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
