@@ -65,10 +65,14 @@ class Timeline:
     def phases(self, now: float) -> dict[str, float]:
         """Seconds of each; together the time from its submission to its end, or to now."""
         found: dict[str, float] = {}
-        ends = [*(at for at, _ in self.marks[1:]), now if self.ended is None else self.ended]
-        for (began, phase), end in zip(self.marks, ends, strict=True):
+        for phase, began, end in self.spans(now):
             found[phase] = found.get(phase, 0.0) + end - began
         return found
+
+    def spans(self, now: float) -> list[tuple[Phase, float, float]]:
+        """Its phases in order, each with its begin and its end."""
+        ends = [*(at for at, _ in self.marks[1:]), now if self.ended is None else self.ended]
+        return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
 
     def count(self, phase: Phase) -> int:
         """How often it came to that."""

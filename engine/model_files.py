@@ -128,38 +128,36 @@ def text_tensor(name: str) -> str | None:
     return name.replace("language_model.", "")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
-    """What the headers of a checkpoint's safetensors files add up to."""
-
-    floats: int
-    """Numbers of floating point, which are loaded in the served type."""
-    other_bytes: int
-    """Of packed integers and 8-bit floats, which stay as they are."""
-    bytes: int
-    """Of the files' tensors."""
-
-
-def read_stored_weights(path: Path) -> StoredWeights | None:
-    """From the headers of a directory's safetensors files, a few KB each; None where there are none."""
-    shards = sorted(path.glob("*.safetensors"))
+def weight_files(path: Path) -> list[Path]:
+    """A directory's safetensors: model.safetensors, or the shards that its index names. They may be missing. Raises
+    ModelError for an index that is none."""
     index = _read_json(path / "model.safetensors.index.json")
-    if index is not None:
-        shards = [path / name for name in sorted(set(dict(index.get("weight_map") or {}).values()))]
-    if not shards or not all(shard.is_file() for shard in shards):
+    if index is None:
+        return [path / "model.safetensors"]
+    try:
+        return [path / name for name in sorted(set(index["weight_map"].values()))]
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ModelError("model: model.safetensors.index.json has no weight_map", param="model") from error
+
+
+def read_stored_weights(path: Path) -> tuple[int, int] | None:
+    """How many numbers of floating point a directory's safetensors hold, which are loaded in the served type, and bytes
+    of others (packed integers, 8-bit floats), which stay as they are. From the headers, a few KB each; None where a
+    file is missing."""
+    shards = weight_files(path)
+    if not all(shard.is_file() for shard in shards):
         return None
-    floats = other = total = 0
+    floats = other = 0
     for shard in shards:
         for name, tensor in _safetensors_header(shard).items():
             if name == "__metadata__" or name.endswith("rotary_emb.inv_freq") or text_tensor(name) is None:
                 continue
             begin, end = tensor["data_offsets"]
-            total += end - begin
             if tensor["dtype"] in _FLOATS:
                 floats += (end - begin) // _FLOATS[tensor["dtype"]]
             else:
                 other += end - begin
-    return StoredWeights(floats, other, total)
+    return floats, other
 
 
 def _safetensors_header(shard: Path) -> dict[str, Any]:

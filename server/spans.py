@@ -53,8 +53,7 @@ class Spans:
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span)
         for timeline in timelines:
-            ends = [*(at for at, _ in timeline.marks[1:]), trail.ended if timeline.ended is None else timeline.ended]
-            for (begin, phase), end in zip(timeline.marks, ends, strict=True):
+            for phase, begin, end in timeline.spans(trail.ended):
                 part = self._tracer.start_span(phase, inside, start_time=_nanoseconds(trail, begin))
                 part.set_attribute("quire.sequence", timeline.id)
                 part.end(_nanoseconds(trail, end))

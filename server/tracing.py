@@ -131,8 +131,7 @@ def _requests(timelines: Sequence[Timeline], window: _Window) -> list[Event]:
             "finish_reason": timeline.finish_reason or "",
         }
         events += _span(name, name, timeline.submitted, ended, window, args, outer=True)
-        ends = [*(at for at, _ in timeline.marks[1:]), ended]
-        for (begin, phase), end in zip(timeline.marks, ends, strict=True):
+        for phase, begin, end in timeline.spans(ended):
             events += _span(name, phase, begin, end, window, {})
     return sorted(events, key=lambda event: event["ts"])
 

@@ -3,7 +3,6 @@ dummy. Nothing is read twice and no more than a tensor beyond the model itself i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from engine.errors import ModelError
 from engine.layers.parameters import ParameterTable
-from engine.model_files import text_tensor
+from engine.model_files import text_tensor, weight_files
 
 TensorStream = Iterator[tuple[str, Tensor]]
 _MAPPED_BYTES = 32 << 20
@@ -52,7 +51,10 @@ def load_weights(table: ParameterTable, stream: TensorStream, *, dtype: torch.dt
 
 def safetensors_stream(path: Path) -> TensorStream:
     """All tensors of a model directory but those for images: model.safetensors, or the shards of its index."""
-    for shard in _shards(path):
+    shards = weight_files(path)
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise ModelError(f"model: {path.name} lacks {_listing(missing)}", param="model")
+    for shard in shards:
         try:
             yield from _tensors(shard)
         except (OSError, SafetensorError) as error:
@@ -83,21 +85,6 @@ def dummy_stream(table: ParameterTable, seed: int, dtype: torch.dtype, device: t
             yield name, noise * 0.02 if name.endswith("bias") else 1 + noise * 0.02
         else:
             yield name, noise * parameter.shape[-1] ** -0.5
-
-
-def _shards(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"model: {index.name} cannot be read: {error}", param="model") from error
-        shards = [path / name for name in sorted(set(weight_map.values()))]
-    else:
-        shards = [path / "model.safetensors"]
-    if missing := [shard.name for shard in shards if not shard.is_file()]:
-        raise ModelError(f"model: {path.name} lacks {_listing(missing)}", param="model")
-    return shards
 
 
 def _listing(names: list[str]) -> str:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -71,6 +72,22 @@ def parse(
         return args, load(model, flags, args.config)
     except ConfigError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def number(
+    kind: Callable[[str], Any], low: float, high: float = math.inf, *, above: bool = False
+) -> Callable[[str], Any]:
+    """An argparse type: a finite number from `low`, itself left out with `above`, up to `high`."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not (low < value if above else low <= value) or value > high or value == math.inf:
+            most = "" if high == math.inf else f" and at most {high:g}"
+            raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low:g}{most}, got {text}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it in its message
+    return read
 
 
 def _form(field: FieldInfo) -> dict[str, Any]:

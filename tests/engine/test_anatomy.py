@@ -37,10 +37,7 @@ def test_the_headers_of_a_checkpoint_tell_its_weights(family: str, tmp_path: Pat
     path = tiny_models.save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
     raw, folder = read_raw_config(str(path))
     assert folder is not None
-    stored = read_stored_weights(folder)
-    assert stored is not None
-    assert (stored.floats, stored.other_bytes) == (read_anatomy(raw).parameters, 0)
-    assert stored.bytes == 2 * stored.floats
+    assert read_stored_weights(folder) == (read_anatomy(raw).parameters, 0)
 
 
 def test_experts_are_read_only_when_chosen() -> None:

@@ -21,7 +21,8 @@ from engine.errors import EngineError
 from server.commands.bench.client import StreamClient, StreamError
 from server.commands.bench.report import add_report_flags, check_report, draw, print_table, write_json
 from server.commands.bench.stats import Answer, Failure, Summary, arrivals, latencies, summarize
-from server.commands.bench.workload import add_workload_flags, check_workload, number, random_prompts, read_prompts
+from server.commands.bench.workload import add_workload_flags, check_workload, random_prompts, read_prompts
+from server.commands.settings import number
 
 WARMUP_TOKENS = 4
 

@@ -24,7 +24,7 @@ from engine.errors import ConfigError, EngineError
 from server.commands.bench.client import StreamClient, StreamError
 from server.commands.bench.report import add_report_flags, check_report, write_json
 from server.commands.bench.serve import Stream
-from server.commands.bench.workload import number
+from server.commands.settings import number
 
 QUIRE = [sys.executable, "-m", "server.cli", "serve", "--port", "{port}"]
 POLL_SECONDS = 0.02

@@ -5,27 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
+from server.commands.settings import number
 
 FIRST_ID = 10
 """Smaller ids are often special tokens."""
-
-
-def number(kind: Callable[[str], Any], low: float) -> Callable[[str], Any]:
-    """An argparse type: a number of at least `low`."""
-
-    def parse(text: str) -> Any:
-        value = kind(text)
-        if value < low:
-            raise argparse.ArgumentTypeError(f"must be at least {low:g}, got {text}")
-        return value
-
-    parse.__name__ = kind.__name__  # argparse names it in its message
-    return parse
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:

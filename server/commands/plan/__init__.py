@@ -16,6 +16,7 @@ from server.commands.plan.estimate import UTILIZATION, Wishes, cheapest, estimat
 from server.commands.plan.machine import Machine, find_card, read_cards, this_machine, with_memory
 from server.commands.plan.picture import draw
 from server.commands.plan.report import as_dict, as_table, as_text
+from server.commands.settings import number
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -24,8 +25,7 @@ def main(argv: Sequence[str], started: float) -> int:
     args = parser.parse_args(argv)
     raw, folder = read_raw_config(args.model, args.revision)
     anatomy = read_anatomy(raw)
-    weights = None if folder is None else read_stored_weights(folder)
-    stored = None if weights is None else (weights.floats, weights.other_bytes)
+    stored = None if folder is None else read_stored_weights(folder)
     wishes = Wishes(args.dtype, args.context, args.concurrency, args.gpu_memory_utilization)
     if args.gpu == "all":
         cards = [replace(card, count=args.tp) for card in read_cards().values()]
@@ -44,6 +44,7 @@ def main(argv: Sequence[str], started: float) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quire plan", description=__doc__, allow_abbrev=False)
+    positive = number(float, 0, above=True)
     parser.add_argument(
         "model",
         nargs="?",
@@ -54,18 +55,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpu", metavar="NAME", help="a GPU of the table, or all of them; default: this machine")
-    where.add_argument("--memory", type=_positive, metavar="GiB", help="a GPU of so much memory")
-    parser.add_argument("--bandwidth", type=_positive, metavar="GB/s", help="the device's, if the table lacks it")
-    parser.add_argument("--tflops", type=_positive, metavar="N", help="the device's 16-bit arithmetic, likewise")
-    parser.add_argument("--tp", type=_count, default=1, metavar="N", help="devices that share the model")
-    parser.add_argument("--context", type=_count, metavar="N", help="tokens of a request; default: what fits")
-    parser.add_argument("--concurrency", type=_count, metavar="N", help="requests at once; default: what fits")
+    where.add_argument("--memory", type=positive, metavar="GiB", help="a GPU of so much memory")
+    parser.add_argument("--bandwidth", type=positive, metavar="GB/s", help="the device's, if the table lacks it")
+    parser.add_argument("--tflops", type=positive, metavar="N", help="the device's 16-bit arithmetic, likewise")
+    parser.add_argument("--tp", type=number(int, 1), default=1, metavar="N", help="devices that share the model")
+    parser.add_argument("--context", type=number(int, 1), metavar="N", help="tokens of a request; default: what fits")
+    parser.add_argument("--concurrency", type=number(int, 1), metavar="N", help="requests at once; default: what fits")
     parser.add_argument(
         "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="weights and KV cache"
     )
     parser.add_argument(
         "--gpu-memory-utilization",
-        type=_share,
+        type=number(float, 0, 1, above=True),
         default=UTILIZATION,
         metavar="X",
         help=f"share to use (default: {UTILIZATION})",
@@ -88,21 +89,3 @@ def _machine(args: argparse.Namespace) -> Machine:
         bandwidth=machine.bandwidth if args.bandwidth is None else args.bandwidth * 1e9,
         flops=machine.flops if args.tflops is None else args.tflops * 1e12,
     )
-
-
-def _positive(text: str) -> float:
-    if not 0 < (value := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def _share(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, got {text}")
-    return value

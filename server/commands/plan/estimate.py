@@ -52,16 +52,16 @@ class Estimate:
     layer_page_bytes: int
     """Of one layer, not split over devices."""
     kv_budget: int
-    num_blocks: int
+    num_blocks: int = 0
     """As the server will cut it with the flags below."""
-    context: int
-    concurrency: int
+    context: int = 0
+    concurrency: int = 0
     """Full contexts at once, no more than --max-num-seqs."""
-    fitting: tuple[tuple[int, int], ...]
+    fitting: tuple[tuple[int, int], ...] = ()
     """(context, how many of it at once), for contexts of powers of two."""
-    reasons: tuple[str, ...]
+    reasons: tuple[str, ...] = ()
     """Why it does not fit; empty when it does."""
-    flags: tuple[str, ...]
+    flags: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -149,12 +149,6 @@ def estimate(anatomy: Anatomy, machine: Machine, wishes: Wishes, stored: tuple[i
         page_bytes=page,
         layer_page_bytes=anatomy.kv_numbers * width * BLOCK_SIZE // anatomy.num_layers,
         kv_budget=budget,
-        num_blocks=0,
-        context=0,
-        concurrency=0,
-        fitting=(),
-        reasons=(),
-        flags=(),
     )
     return _fitted(made, wishes, on_device)
 
@@ -166,8 +160,7 @@ def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
         return None
     try:
         raw, folder = read_raw_config(str(resolve_model(config.model, config.revision)))
-        weights = read_stored_weights(folder) if folder is not None and config.load_format == "auto" else None
-        stored = None if weights is None else (weights.floats, weights.other_bytes)
+        stored = read_stored_weights(folder) if folder is not None and config.load_format == "auto" else None
         wishes = Wishes(
             dtype=config.dtype,
             context=config.max_model_len,
