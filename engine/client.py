@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from time import monotonic
 
+import msgspec
+
 from engine.errors import EngineError, QuireError, SlowReader
 from engine.history import History
 from engine.types import EngineInfo, EngineStats, EngineView, Request, RequestOutput, StepRecord
@@ -99,17 +101,13 @@ class OutputStream:
 
 def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
     """Two outputs of one request, in order, as one."""
-    return RequestOutput(
-        id=first.id,
+    asked = first.logprobs is not None or second.logprobs is not None
+    return msgspec.structs.replace(
+        second,
         new_ids=first.new_ids + second.new_ids,
-        logprobs=None
-        if first.logprobs is None and second.logprobs is None
-        else (first.logprobs or []) + (second.logprobs or []),
+        logprobs=(first.logprobs or []) + (second.logprobs or []) if asked else None,
         prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
-        finish_reason=second.finish_reason,
-        stop_reason=second.stop_reason,
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
-        error=second.error,
     )
 
 
@@ -230,16 +228,15 @@ class EngineClient(ABC):
             self._send_look()  # the answer may be there at once
         return looking
 
-    def _saw(self, view: EngineView) -> None:
+    def _saw(self, view: EngineView | None) -> None:
+        """None: the engine that was asked is gone."""
         looking, self._looking = self._looking, None
-        if looking is not None and not looking.done():
-            looking.set_result(view)
-
-    def _saw_nothing(self) -> None:
-        """The engine that was asked is gone."""
-        looking, self._looking = self._looking, None
-        if looking is not None:
+        if looking is None or looking.done():
+            return
+        if view is None:
             looking.cancel()
+        else:
+            looking.set_result(view)
 
     def end_all(self, error: QuireError) -> None:
         """Abort all that is open; the streams raise `error` after what has come."""
@@ -266,6 +263,6 @@ class EngineClient(ABC):
             streams = {id(stream): stream for stream in self._streams.values()}
             for request_id in list(self._streams):
                 self._close(request_id)
-            self._saw_nothing()
+            self._saw(None)
             for stream in streams.values():
                 stream.fail(self._dead)

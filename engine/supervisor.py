@@ -248,7 +248,7 @@ class ProcessClient(EngineClient):
     def _bury(self, death: Death) -> None:
         """An engine is dead: account for it, and give up what ended several by itself."""
         self._ready = False
-        self._saw_nothing()
+        self._saw(None)
         self.deaths += 1
         self.history.engine_died()
         self._earlier = msgspec.structs.replace(self.stats, running=0, waiting=0, used_blocks=0, cached_blocks=0)

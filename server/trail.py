@@ -38,12 +38,6 @@ class Trail:
     model: str | None = None
 
 
-def trail_of(scope: Scope) -> Trail:
-    trail = scope["trail"]
-    assert isinstance(trail, Trail)
-    return trail
-
-
 class Ledger:
     """The trails of answers that were begun last. A caller sees those made with its own key, an admin all."""
 
@@ -54,7 +48,7 @@ class Ledger:
 
     def begin(self, scope: Scope, job: str, model: str) -> None:
         """An answer is on its way."""
-        trail = trail_of(scope)
+        trail: Trail = scope["trail"]
         trail.job, trail.model, trail.owner = job, model, tenant_of(scope).name
         if self._keep:
             self._jobs[job] = trail

@@ -7,7 +7,8 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -113,28 +114,27 @@ class Verification:
         """Raises ConfigError or EngineError when an engine cannot start or fails a request."""
         model = read_model_config(resolve_model(self._config.model, self._config.revision))
         longest = min(MOST_PROMPT + MOST_OUTPUT + 1024, model.max_position)
-        plain = await self._start(enable_prefix_caching=False, max_model_len=longest)
-        client, info = plain
-        try:
+        async with self._engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
             self._requests = mixed_requests(self._count, model.vocab_size, info.block_size, longest)
             for request in self._requests:
                 self._alone |= await generate(client, [request])
             checks = [self._check("batched", "all at once", True, await generate(client, self._requests))]
-        finally:
-            await client.stop()
         checks += await self._cached_and_respawned(longest)
         checks.append(await self._chunked(longest))
         checks.append(await self._preempted(info.block_size, longest))
         return info, checks
 
-    async def _start(self, **options: Any) -> tuple[EngineClient, EngineInfo]:
+    @asynccontextmanager
+    async def _engine(self, **options: Any) -> AsyncIterator[tuple[EngineClient, EngineInfo]]:
         settings = {"num_kv_blocks": None, "kv_cache_memory": self._config.kv_cache_memory} | options
         client = self._make(self._config.model_copy(update=settings))
-        return client, await client.start()
+        try:
+            yield client, await client.start()
+        finally:
+            await client.stop()
 
     async def _cached_and_respawned(self, longest: int) -> list[Check]:
-        client, _ = await self._start(enable_prefix_caching=True, max_model_len=longest)
-        try:
+        async with self._engine(enable_prefix_caching=True, max_model_len=longest) as (client, _):
             await generate(client, self._requests)
             before = client.stats.prefix_hits
             tokens = await generate(client, self._requests)
@@ -143,29 +143,20 @@ class Verification:
             tokens = await generate(client, self._requests, kill=isinstance(client, ProcessClient))
             what = f"engine killed {client.deaths} times, {client.replays} requests replayed"
             return [*checks, self._check("respawned", what, client.replays > 0, tokens)]
-        finally:
-            await client.stop()
 
     async def _chunked(self, longest: int) -> Check:
-        client, _ = await self._start(
-            enable_prefix_caching=False, max_model_len=longest, max_num_batched_tokens=CHUNK, max_num_seqs=CHUNK
-        )
-        try:
+        sizes = {"max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
+        async with self._engine(enable_prefix_caching=False, max_model_len=longest, **sizes) as (client, _):
             tokens = await generate(client, self._requests)
             return self._check("chunked", f"at most {CHUNK} tokens a step, {client.stats.steps:,} steps", True, tokens)
-        finally:
-            await client.stop()
 
     async def _preempted(self, block_size: int, longest: int) -> Check:
         needed = max(len(each.prompt_ids) + MOST_OUTPUT for each in self._requests)
         blocks = max(-(-needed // block_size) + 1, 3)
-        client, _ = await self._start(num_kv_blocks=blocks, max_model_len=min(longest, blocks * block_size))
-        try:
+        async with self._engine(num_kv_blocks=blocks, max_model_len=min(longest, blocks * block_size)) as (client, _):
             tokens = await generate(client, self._requests)
             count = client.stats.preemptions
             return self._check("preempted", f"{blocks} pages in all, {count} preemptions", count > 0, tokens)
-        finally:
-            await client.stop()
 
     def _check(self, name: str, what: str, exercised: bool, tokens: Tokens) -> Check:
         differing = sum(tokens[request.id] != self._alone[request.id] for request in self._requests)
