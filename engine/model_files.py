@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine.errors import ModelError
 
@@ -140,10 +140,17 @@ def weight_files(path: Path) -> list[Path]:
         raise ModelError("model: model.safetensors.index.json has no weight_map", param="model") from error
 
 
-def read_stored_weights(path: Path) -> tuple[int, int] | None:
-    """How many numbers of floating point a directory's safetensors hold, which are loaded in the served type, and bytes
-    of others (packed integers, 8-bit floats), which stay as they are. From the headers, a few KB each; None where a
-    file is missing."""
+class StoredWeights(NamedTuple):
+    """What the headers of a checkpoint's safetensors files add up to."""
+
+    floats: int
+    """Numbers of floating point, which are loaded in the served type."""
+    other_bytes: int
+    """Of packed integers and 8-bit floats, which stay as they are."""
+
+
+def read_stored_weights(path: Path) -> StoredWeights | None:
+    """From the headers of a directory's safetensors files, a few KB each; None where one is missing."""
     shards = weight_files(path)
     if not all(shard.is_file() for shard in shards):
         return None
@@ -157,7 +164,7 @@ def read_stored_weights(path: Path) -> tuple[int, int] | None:
                 floats += (end - begin) // _FLOATS[tensor["dtype"]]
             else:
                 other += end - begin
-    return floats, other
+    return StoredWeights(floats, other)
 
 
 def _safetensors_header(shard: Path) -> dict[str, Any]:

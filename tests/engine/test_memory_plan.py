@@ -52,7 +52,7 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
 def test_weights_that_cannot_be_held_are_refused_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = StoredWeights(floats=GIB, other_bytes=0, bytes=4 * GIB)
+    weights = StoredWeights(floats=GIB, other_bytes=0)
     for free, dtype, fits in ((4.1, "float32", True), (3.9, "float32", False), (1.6, "bfloat16", True)):
         monkeypatch.setattr("engine.plan._meminfo", lambda key, free=free: int(free * GIB))
         with nullcontext() if fits else pytest.raises(ConfigError, match=r"take 4\.0 GiB or more, and 3\.9 GiB"):

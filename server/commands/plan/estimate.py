@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from engine.anatomy import Anatomy, read_anatomy
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.model_files import read_raw_config, read_stored_weights, resolve_model
+from engine.model_files import StoredWeights, read_raw_config, read_stored_weights, resolve_model
 from engine.plan import DTYPE_BYTES, GIB, fit_pages
 from server.commands.plan.machine import Machine, read_cards
 
@@ -121,11 +121,11 @@ def serving_dtype(anatomy: Anatomy, machine: Machine, asked: str) -> str:
     return "float16" if name == "bfloat16" and not machine.bf16 else name
 
 
-def estimate(anatomy: Anatomy, machine: Machine, wishes: Wishes, stored: tuple[int, int] | None = None) -> Estimate:
-    """`stored`: (numbers of floating point, bytes of others) that the checkpoint's headers tell, if there are any."""
+def estimate(anatomy: Anatomy, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
+    """`stored`: what the checkpoint's headers tell, if there are any."""
     dtype = serving_dtype(anatomy, machine, wishes.dtype)
     width = DTYPE_BYTES[dtype]
-    weights = weights_by_arithmetic(anatomy, dtype) if stored is None else stored[0] * width + stored[1]
+    weights = weights_by_arithmetic(anatomy, dtype) if stored is None else stored.floats * width + stored.other_bytes
     on_device = weights // machine.count
     if not machine.gpu and anatomy.embeddings < 2 * anatomy.head_parameters:
         on_device += anatomy.head_parameters * width  # the CPU's kernels pack a tied head into a copy of its own
@@ -235,7 +235,7 @@ def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list
     return []
 
 
-def cheapest(anatomy: Anatomy, wishes: Wishes, stored: tuple[int, int] | None) -> Machine | None:
+def cheapest(anatomy: Anatomy, wishes: Wishes, stored: StoredWeights | None) -> Machine | None:
     """The GPU of the table with the least memory on which it fits, or several of them."""
     cards = sorted(read_cards().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
     for count in _COUNTS:
