@@ -57,6 +57,9 @@ def parse(
     if unknown:
         parser.exit(2, f"{parser.prog}: {unknown_arguments(unknown, parser._option_string_actions)}")
     flags = {name: value for name, value in vars(args).items() if name in model.model_fields}
+    for name, value in flags.items():
+        if isinstance(value, list):  # vLLM's are JSON
+            flags[name] = [part for text in value for part in (_split(text) if text.startswith("[") else [text])]
     given = getattr(args, positional) if positional else None
     if given is not None:
         if "model" in flags:

@@ -54,9 +54,9 @@ def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path, monkey
     assert (settings.model, settings.fast) == ("demo", True)
 
 
-@pytest.mark.parametrize("argv", [["--names", "x", "y", "--names", "z"], ["--names", "x", "--names", "y", "z"]])
+@pytest.mark.parametrize("argv", [["x", "y", "--names", "z"], ["x", "--names", "y", "z"], ['["x","y"]', "z"]])
 def test_a_list_takes_several_values_and_repeats(argv: list[str]) -> None:
-    assert small(*argv).names == ["x", "y", "z"]
+    assert small("--names", *argv).names == ["x", "y", "z"]
 
 
 @pytest.mark.parametrize("text", ["x,y", '["x", "y"]', " x , y,"])

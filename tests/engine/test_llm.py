@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import weakref
 
 import numpy as np
 import pytest
@@ -120,9 +121,11 @@ def test_options_that_are_none_are_named() -> None:
         LLM(max_num_seqs=0, quantization="awq")
 
 
-def test_a_closed_one_says_so() -> None:
+def test_a_closed_one_says_so_and_holds_no_engine_any_more() -> None:
     llm = LLM(num_kv_blocks=64, max_model_len=64, threads=1)
+    engine = weakref.ref(llm._client._engine)
     llm.close()
+    assert engine() is None
     with pytest.raises(EngineError, match="closed"):
         llm.generate("Once", use_tqdm=False)
 
