@@ -22,7 +22,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import TextStream
 from engine.errors import ConfigError, EngineError, InvalidRequest
 from engine.local import LocalClient
-from engine.model_files import resolve_model
+from engine.model_files import read_generation_defaults, resolve_model
 from engine.seeds import choice_seed
 from engine.tokenizer import Tokenizer
 from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
@@ -73,6 +73,9 @@ class LLM:
             raise ConfigError("; ".join(wrong)) from None
         folder = resolve_model(config.tokenizer or config.model, config.revision)
         self.tokenizer = Tokenizer.load(folder, config.chat_template)
+        recommended = read_generation_defaults(resolve_model(config.model, config.revision))
+        self.default_sampling_params = msgspec.convert(recommended, SamplingParams)
+        """The model's generation_config.json, for calls without sampling_params."""
         self._renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
@@ -140,7 +143,7 @@ class LLM:
         self, prompts: Sequence[_Encoded], params: SamplingParams | Sequence[SamplingParams] | None, show_progress: bool
     ) -> list[Generation]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self.default_sampling_params] * len(prompts)
         params = [_of_sound_types(each) for each in params]
         if len(params) != len(prompts):
             raise InvalidRequest(f"sampling_params: {len(params)} for {len(prompts)} prompts", param="sampling_params")

@@ -90,6 +90,9 @@ def read_model_config(path: Path) -> ModelConfig:
     raw = _read_json(path / "config.json")
     if raw is None:
         raise ModelError(f"model: {path.name} has no config.json", param="model")
+    if quantized := raw.get("quantization_config"):
+        method = dict(quantized).get("quant_method", "in some way")
+        raise ModelError(f"model: its weights are quantized ({method}), which is not served yet", param="model")
     if raw.get("model_type") == "gemma3":  # of models with images the only ones whose text part is served
         raw = text_config(raw)
     generation = _read_json(path / "generation_config.json") or {}
@@ -202,7 +205,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 def _integer(raw: dict[str, Any], key: str) -> int:
     value = raw.get(key)
     if not isinstance(value, int):
-        raise ModelError(f"model: config.json lacks {key}, needed to build a decoder", param="model")
+        family = f"config.json of a {raw.get('model_type')!r}"
+        raise ModelError(f"model: {family} lacks {key}, needed to build a decoder", param="model")
     return value
 
 

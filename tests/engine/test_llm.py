@@ -109,6 +109,11 @@ def test_a_chat_goes_on_where_its_last_message_ends(llm: LLM) -> None:
     assert found.prompt.endswith("Once there was")
 
 
+def test_without_params_the_models_own_are_taken(llm: LLM) -> None:
+    assert (llm.default_sampling_params.temperature, llm.default_sampling_params.top_p) == (0.7, 0.95)
+    assert llm.generate("Once", use_tqdm=False)[0].outputs[0].finish_reason in ("length", "stop")
+
+
 def test_progress_is_told_beside_the_output(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     llm.generate(["Once", "The"], SamplingParams(max_tokens=2))
     out, err = capfd.readouterr()

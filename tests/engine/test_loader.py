@@ -79,6 +79,7 @@ def test_errors_name_the_tensor(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"model_type": "mamba"}, "'mamba' is not supported; supported: gemma"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\), which is not served yet"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
         ({"hidden_act": "relu"}, "'relu' is not supported"),
