@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 DEMO_MODEL = str(Path(__file__).resolve().parent.parent / "configs" / "demo")
 """The embedded model."""
 
+_UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 
@@ -49,3 +50,11 @@ class EngineConfig(BaseSettings):
     engine_step_timeout: float = Field(120.0, gt=0, description="Seconds without progress in a step that end an engine")
     max_engine_starts: int = Field(5, ge=1, description="Failed starts in a row after which a dead engine is given up")
     seed: int = Field(0, description="Seed of dummy weights")
+
+    @field_validator("max_model_len", "max_num_batched_tokens", mode="before")
+    @classmethod
+    def with_unit(cls, value: object) -> object:
+        """As vLLM reads them: 32k is 32,000 and 32K is 32,768."""
+        if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _UNITS:
+            return int(value[:-1]) * _UNITS[value[-1]]
+        return value

@@ -136,6 +136,13 @@ def test_settings_survive_json() -> None:
     assert again == settings
 
 
+@pytest.mark.parametrize(("text", "tokens"), [("32k", 32_000), ("32K", 32_768), ("1M", 2**20), ("77", 77)])
+def test_counts_of_tokens_may_have_a_unit(text: str, tokens: int) -> None:
+    assert load(EngineConfig, {"max_model_len": text}).max_model_len == tokens
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: .*valid integer"):
+        load(EngineConfig, {"max_num_batched_tokens": "8kk"})
+
+
 def test_a_settings_error_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"port: .*less than or equal to 65535, got '99999' \(flag --port\)"):
         load(ServerConfig, {"port": "99999"})
