@@ -13,14 +13,13 @@ import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from engine.client import EngineClient, OutputStream
+from engine.client import OutputStream
 from engine.errors import EngineError, InvalidRequest, Timeout
-from engine.tokenizer import Tokenizer
 from engine.types import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from server.choice import Choice, ChoiceDelta, Job
 from server.generate import Answer, Usage
-from server.metrics import Metrics
 from server.prompts import Prompt
+from server.serving import Serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +53,21 @@ class Scores:
 class BeamSearch:
     """A job answered by beam search, n beams wide; what Generation is for sampling. Whole answers only."""
 
-    def __init__(
-        self, job: Job, length_penalty: float, client: EngineClient, tokenizer: Tokenizer, metrics: Metrics, room: int
-    ) -> None:
-        """`room` is the model's context length. Raises InvalidRequest for answers that must follow a grammar."""
+    def __init__(self, job: Job, length_penalty: float, serving: Serving) -> None:
+        """Raises InvalidRequest for answers that must follow a grammar."""
         if job.params.grammar is not None:
             raise InvalidRequest(
                 "use_beam_search is not available together with structured outputs", param="use_beam_search"
             )
         self._job = job
         self._length_penalty = length_penalty
-        self._client = client
-        self._metrics = metrics
-        self._room = room
-        self._ends = frozenset(job.params.stop_token_ids) | (
-            frozenset() if job.params.ignore_eos else frozenset(tokenizer.eos_token_ids)
-        )
+        self._client = serving.client
+        self._metrics = serving.metrics
+        self._room = serving.info.max_model_len
+        ends = () if job.params.ignore_eos else serving.tokenizer.eos_token_ids
+        self._ends = frozenset((*job.params.stop_token_ids, *ends))
         n = job.params.n
-        self._choices = [Choice(i, job.prompts[i // n], job, tokenizer) for i in range(len(job.prompts) * n)]
+        self._choices = [Choice(i, job.prompts[i // n], job, serving.tokenizer) for i in range(len(job.prompts) * n)]
         self._cached = [0] * len(job.prompts)
         self._cancelled: set[int] = set()
         """Prompts whose search somebody ended."""

@@ -12,13 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from engine.client import EngineClient, OutputStream
+from engine.client import OutputStream
 from engine.errors import EngineError, QueueTimeout, Timeout
 from engine.seeds import choice_seed
-from engine.tokenizer import Tokenizer
 from engine.types import RequestOutput, TokenLogprob
 from server.choice import Choice, ChoiceDelta, Job, TokenText
-from server.metrics import Metrics
+from server.serving import Serving
 from server.tools.sink import CallDelta
 
 
@@ -105,10 +104,10 @@ class Deadlines:
 class Generation:
     """A job that the engine works on. Iterate `deltas`; `close` ends it at any time."""
 
-    def __init__(self, job: Job, client: EngineClient, tokenizer: Tokenizer, metrics: Metrics) -> None:
+    def __init__(self, job: Job, serving: Serving) -> None:
         """Submits the job. Raises EngineError when the engine is gone."""
         self._job = job
-        self._metrics = metrics
+        self._metrics = serving.metrics
         n = job.params.n
         single = msgspec.structs.replace(job.params, n=1)
         self._choices: dict[str, Choice] = {}
@@ -116,11 +115,11 @@ class Generation:
         for index in range(len(job.prompts) * n):
             prompt = job.prompts[index // n]
             request_id = f"{job.id}-{index}"
-            self._choices[request_id] = Choice(index, prompt, job, tokenizer)
+            self._choices[request_id] = Choice(index, prompt, job, serving.tokenizer)
             requests.append(job.request(request_id, prompt.ids, single, choice_seed(job.params.seed, index % n)))
         self._cut_short = False
         self._started = time.monotonic()
-        self._stream = client.submit(requests, job.id)
+        self._stream = serving.client.submit(requests, job.id)
         self._deadlines = Deadlines(self._stream, timeout=job.timeout, queue_timeout=job.queue_timeout)
 
     @property

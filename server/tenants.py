@@ -1,15 +1,4 @@
-"""Who may use the server: API keys from flags and from a file, and what each is allowed.
-
-The file is TOML, a table for each key, named as logs and metrics shall name its owner:
-
-    [alice]
-    key = "sk-…"                    # or "sha256:…", which `printf %s sk-… | sha256sum` prints
-    weight = 2.0                    # of two busy keys, this one gets twice the tokens of one with weight 1
-    requests_per_minute = 60        # instead of --requests-per-minute
-    tokens_per_minute = 100_000     # instead of --tokens-per-minute
-    priority = 0                    # the most urgent priority its requests may ask for; lower is more urgent
-    admin = false                   # may watch the engine and cancel others' requests; so may the only key there is
-"""
+"""Who may use the server: API keys from flags and from a TOML file (see the README), and what each is allowed."""
 
 from __future__ import annotations
 
@@ -35,6 +24,7 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
+    """The key itself, or HASHED and its digest."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)

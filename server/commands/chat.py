@@ -160,14 +160,17 @@ def connect(url: str | None, config: ServerConfig, key: str | None) -> Iterator[
             yield http
 
 
-def _served_model(http: httpx.Client, url: str) -> str:
+def served_model(http: httpx.Client) -> str:
+    """The first model that a server lists, whose /v1 is the client's base. Raises EngineError."""
     try:
         response = http.get("models")
+        if response.is_error:
+            raise _refusal(response)
+        return str(response.json()["data"][0]["id"])
     except httpx.HTTPError as error:
-        raise EngineError(f"no server at {url}: {error}") from None
-    if response.is_error:
-        raise _refusal(response)
-    return str(response.json()["data"][0]["id"])
+        raise EngineError(f"no server at {http.base_url}: {error}") from None
+    except (ValueError, LookupError, TypeError):
+        raise EngineError(f"no list of models at {http.base_url}: give the model's name") from None
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -186,7 +189,7 @@ def main(argv: Sequence[str], started: float) -> int:
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     given = {name: value for name, value in options.items() if value is not None}
     with connect(args.url, config, args.bearer or os.environ.get("OPENAI_API_KEY")) as http:
-        model = args.name if args.url and args.name else _served_model(http, args.url or "the engine")
+        model = args.name if args.url and args.name else served_model(http)
         if sys.stdin.isatty():
             print(f"{model}; /help lists the commands")
         return converse(Chat(http, model, given, args.system), sys.stdin, sys.stdout)

@@ -42,10 +42,9 @@ async def reply(
     generation: Generation | BeamSearch
     try:
         if job.length_penalty is None:
-            generation = Generation(job, serving.client, serving.tokenizer, serving.metrics)
+            generation = Generation(job, serving)
         else:
-            room = serving.info.max_model_len
-            generation = BeamSearch(job, job.length_penalty, serving.client, serving.tokenizer, serving.metrics, room)
+            generation = BeamSearch(job, job.length_penalty, serving)
     except Exception:
         reservation.settle(0)
         raise

@@ -22,6 +22,7 @@ from server.commands.bench.client import StreamClient, StreamError
 from server.commands.bench.report import add_report_flags, check_report, draw, print_table, write_json
 from server.commands.bench.stats import Answer, Failure, Summary, arrivals, latencies, summarize
 from server.commands.bench.workload import add_workload_flags, check_workload, random_prompts, read_prompts
+from server.commands.chat import served_model
 from server.commands.settings import number
 
 WARMUP_TOKENS = 4
@@ -167,18 +168,6 @@ async def measure(args: argparse.Namespace, client: StreamClient, model: str) ->
         client.close()
 
 
-def served_model(url: str, api_key: str | None) -> str:
-    """The first model that the server lists. Raises EngineError."""
-    address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        return str(httpx.get(address, headers=headers).raise_for_status().json()["data"][0]["id"])
-    except httpx.HTTPError as error:
-        raise EngineError(f"no answer at {address}: {error}") from None
-    except (ValueError, LookupError, TypeError):
-        raise EngineError(f"no list of models at {address}: give --model") from None
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quire bench serve", description=__doc__, allow_abbrev=False)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
@@ -218,7 +207,9 @@ def main(argv: Sequence[str]) -> int:
     check_report(args.json, args.png)
     api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
     client = StreamClient(args.url, api_key, keep_alive=not args.no_keepalive)
-    model = args.model or served_model(args.url, api_key)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=args.url.rstrip("/").removesuffix("/v1") + "/v1", headers=headers) as http:
+        model = args.model or served_model(http)
     measured = uvloop.run(measure(args, client, model))
     summary = summarize(measured.results, measured.seconds)
     report(args, model, measured, summary)

@@ -131,6 +131,15 @@ export class Playground {
     return { model: body.model, messages: [...system, ...said], ...body };
   }
 
+  #validBody(messages) {
+    try {
+      return this.#body(messages);
+    } catch (error) {
+      this.#failed(error);
+      return null;
+    }
+  }
+
   #submit() {
     if (this.running) return;
     if (this.state.mode === "completion") this.#continue();
@@ -157,13 +166,8 @@ export class Playground {
 
   async #answer() {
     const message = { role: "assistant", content: "", writing: true };
-    let body;
-    try {
-      body = this.#body(this.state.messages);
-    } catch (error) {
-      this.#failed(error);
-      return;
-    }
+    const body = this.#validBody(this.state.messages);
+    if (!body) return;
     const view = this.#add(message);
     this.#scroll(true);
     await this.#run("chat", body, message, () => view.refresh());
@@ -171,13 +175,8 @@ export class Playground {
   }
 
   async #continue() {
-    let body;
-    try {
-      body = this.#body([]);
-    } catch (error) {
-      this.#failed(error);
-      return;
-    }
+    const body = this.#validBody([]);
+    if (!body) return;
     this.continued = { role: "completion", content: "" };
     $("continuation").hidden = false;
     $("adopt").hidden = true;
