@@ -30,18 +30,9 @@ _WIDE_OUTS = 8192
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    rows,
-    outs,
-    inner,
-    BIASED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
+    x, weight, bias, out, rows, outs, inner,
+    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """out [rows, outs] = x [rows, inner] @ weight [outs, inner].T + bias; a program computes one tile of out. Tiles of
     the same weights are neighbours in the grid, so that they find these in the cache."""
     tiles_m = tl.cdiv(rows, BLOCK_M)

@@ -15,8 +15,8 @@ from engine.types import FinishReason, Request, RequestOutput, SamplingParams, T
 from server.message import MessageDelta, MessageFormat, MessageParser
 from server.metrics import Metrics
 from server.prompts import Prompt
-from server.protocol.common import GenerationBody
-from server.repetition import STOP_REASON, RepetitionDetector, RepetitionRule
+from server.protocol.common import GenerationBody, RepetitionDetection
+from server.repetition import STOP_REASON, RepetitionDetector
 from server.tools.sink import CallDelta
 
 
@@ -36,7 +36,7 @@ class Job:
     """So many beside each prompt token's own go with the first delta; None: none do."""
     keep: int | None = None
     """Whole answers have so many choices for each prompt, the most likely ones; None: all."""
-    repetition: RepetitionRule | None = None
+    repetition: RepetitionDetection | None = None
     length_penalty: float | None = None
     """Of beam search; None: the answers are sampled."""
     timeout: float | None = None
@@ -59,7 +59,7 @@ class Job:
             params,
             return_token_ids=body.return_token_ids,
             prompt_logprobs=body.prompt_logprobs,
-            repetition=None if body.repetition_detection is None else body.repetition_detection.rule,
+            repetition=body.repetition_detection,
             length_penalty=body.length_penalty if body.use_beam_search else None,
             timeout=body.timeout,
             queue_timeout=body.queue_timeout,

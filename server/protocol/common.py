@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.errors import InvalidRequest
-from server.repetition import RepetitionRule
 
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -75,9 +74,14 @@ class RepetitionDetection(RequestBody):
     min_pattern_size: int = Field(0, ge=0)
     min_count: int = Field(0, ge=0, lt=2**31)
 
-    @property
-    def rule(self) -> RepetitionRule | None:
-        return RepetitionRule(**self.model_dump()) if self.max_pattern_size else None
+    def fits(self, ids: Sequence[int]) -> bool:
+        """Whether the last of these are min_count times the same pattern, by vLLM's check_sequence_repetition."""
+        sizes = range(max(1, self.min_pattern_size), self.max_pattern_size + 1)
+        return any(self._repeats(ids, size) for size in sizes if size * self.min_count <= len(ids))
+
+    def _repeats(self, ids: Sequence[int], size: int) -> bool:
+        """Whether the last size * min_count tokens have the period `size`."""
+        return all(ids[-i] == ids[-i - size] for i in range(1, size * (self.min_count - 1) + 1))
 
     @model_validator(mode="after")
     def in_order(self) -> RepetitionDetection:

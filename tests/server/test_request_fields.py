@@ -12,7 +12,7 @@ import tokenizers
 from engine.errors import InvalidRequest
 from engine.types import TokenLogprob
 from server.prompts import INFILL_MARKS, infill
-from server.repetition import RepetitionRule
+from server.protocol.common import RepetitionDetection
 from server.sampling import bad_words_ids
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.house import House, open_house
@@ -198,7 +198,8 @@ def test_a_repetition_is_as_vllm_has_it() -> None:
             size * count <= len(ids) and ids[-size * count :] == ids[-size:] * count
             for size in range(max(1, low), high + 1)
         )
-        assert RepetitionRule(low, high, count).fits(ids) is wanted
+        rule = RepetitionDetection(min_pattern_size=low, max_pattern_size=high, min_count=count)
+        assert rule.fits(ids) is wanted
 
 
 @pytest.mark.parametrize("burst", [1, 5, 50])
