@@ -160,3 +160,12 @@ class Backend(Protocol):
 
     def argmax(self, logits: Tensor) -> Tensor:
         """The first of the largest values of each row, [R, vocab] to [R] int64."""
+
+    def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
+        """A token for each row of logits [R, vocab] float32: [R] int64.
+
+        filters [R, 4] float64: temperature (above 0), top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what
+        it left (Holtzman et al., 2020), and min-p keep what is at or above a threshold value, so equal logits are
+        treated alike. Of these it is the first token whose cumulative probability, in the vocabulary's order, exceeds
+        u [R] float64 times the whole; u is from 0 to below 1.
+        """

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.attention import AttentionMetadata, Backend
-from kernels.reference import argmax, fuse_layers, pack_linear
+from kernels.reference import argmax, draw, fuse_layers, pack_linear
 
-__all__ = ["BLOCK_SIZE", "add_rms_norm", "argmax", "fuse_layers", "gelu_mul", "kv_cache_shape", "pack_linear"]
-__all__ += ["rms_norm", "rope_store", "silu_mul", "store_kv"]
+__all__ = ["BLOCK_SIZE", "add_rms_norm", "argmax", "draw", "fuse_layers", "gelu_mul", "kv_cache_shape"]
+__all__ += ["pack_linear", "rms_norm", "rope_store", "silu_mul", "store_kv"]
 
 BLOCK_SIZE = 256
 """flash-attn 2 takes multiples of 256 alone."""

@@ -19,6 +19,8 @@ NAME = "reference"
 BLOCK_SIZE = 16
 KEY_TILE = 128
 QUERY_TILE = 16
+_FIRST_CANDIDATES = 1024
+"""Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
 
 
 def description() -> str:
@@ -152,6 +154,48 @@ def fuse_layers(layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) ->
 
 def argmax(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
+
+
+def draw(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
+    return inverse_cdf(filtered_probs(logits, filters), u)
+
+
+def filtered_probs(logits: Tensor, filters: Tensor) -> Tensor:
+    """Probabilities [R, vocab] after `draw`'s filters; what is left out is 0, sums are below 1."""
+    temperature, top_k, top_p, min_p = filters[:, :, None].unbind(1)
+    probs = torch.softmax(logits / temperature.float(), dim=-1)
+    if (top_k < logits.shape[1]).any() or (top_p < 1).any():
+        probs = probs.masked_fill(probs < _threshold(probs, top_k.long(), top_p), 0.0)
+    return probs.masked_fill(probs < min_p.float() * probs.amax(-1, keepdim=True), 0.0)
+
+
+def _threshold(probs: Tensor, k: Tensor, nucleus: Tensor) -> Tensor:
+    """The least probability [R, 1] that top-k, then top-p of what top-k left, keep."""
+    vocab = probs.shape[-1]
+    limited = int(torch.where(k < vocab, k, 0).max())
+    width = min(vocab, max(limited, _FIRST_CANDIDATES))
+    while True:
+        values = torch.topk(probs, width).values
+        mass = values.cumsum(-1, dtype=torch.float64)
+        whole = mass.gather(-1, (k - 1).clamp(max=width - 1))
+        # Without top-k the whole is all the vocabulary's mass, 1, whether or not these candidates hold it.
+        target = nucleus * torch.where(k < vocab, whole, torch.ones_like(whole))
+        if width == vocab or bool(((mass[:, -1:] >= target) | (nucleus >= 1.0)).all()):
+            break
+        width = vocab
+    rank = (mass < target).sum(-1, keepdim=True).clamp(max=width - 1)
+    rank = torch.where(nucleus < 1.0, torch.minimum(rank, k - 1), (k - 1).clamp(max=width - 1))
+    unfiltered = (k == vocab) & (nucleus >= 1.0)
+    return torch.where(unfiltered, torch.zeros_like(probs[:, :1]), values.gather(-1, rank))
+
+
+def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds u [R] times the whole: [R] int64."""
+    mass = probs.cumsum(-1, dtype=torch.float64)
+    picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
+    # u * whole can round up to the whole itself: then it is the last token that has any probability.
+    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
+    return torch.minimum(picks, last)
 
 
 def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:

@@ -16,13 +16,22 @@ import triton
 from torch import Tensor
 
 from kernels.attention import AttentionMetadata
-from kernels.reference import argmax, fuse_layers, pack_linear
+from kernels.reference import argmax, draw, fuse_layers, pack_linear
 from kernels.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
 from kernels.triton_fused import add_rms_norm, gelu_mul, rms_norm, rope_store, silu_mul, store_kv
 from kernels.triton_sizes import cdiv, power_of_2
 
 __all__ = ["BLOCK_SIZE", "NAME", "add_rms_norm", "argmax", "cannot_serve", "description", "deterministic_attention"]
-__all__ += ["fuse_layers", "gelu_mul", "kv_cache_shape", "pack_linear", "paged_attention", "rms_norm", "rope_store"]
+__all__ += [
+    "draw",
+    "fuse_layers",
+    "gelu_mul",
+    "kv_cache_shape",
+    "pack_linear",
+    "paged_attention",
+    "rms_norm",
+    "rope_store",
+]
 __all__ += ["silu_mul", "store_kv"]
 
 NAME = "triton"

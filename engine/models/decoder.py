@@ -109,8 +109,7 @@ class Decoder:
         self._embedding: Tensor | None = None
         self._norm: Tensor | None = None
         self._head = FusedLinear(backend, spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False, wide=True)
-        self.argmax = backend.argmax
-        """The greedy pick of logits."""
+        self.argmax, self.draw = backend.argmax, backend.draw
 
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""

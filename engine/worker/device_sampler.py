@@ -22,11 +22,13 @@ Sampler = Callable[[Tensor, list[SamplingRow], tuple[int, ...], GrammarMask | No
 """As `sampler.sample`: logits, rows, the model's end-of-sequence tokens, a grammar's mask."""
 
 
-def choose_sampler(device: torch.device, argmax: Callable[[Tensor], Tensor]) -> Sampler:
-    """The one for this device; `argmax` is the backend's."""
+def choose_sampler(
+    device: torch.device, argmax: Callable[[Tensor], Tensor], draw: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Sampler:
+    """The one for this device; `argmax` and `draw` are the backend's."""
     if device.type == "cuda" and find_spec("triton") is not None:
         return sample_on_device
-    return partial(sample, argmax=argmax)
+    return partial(sample, argmax=argmax, draw=draw)
 
 
 def sample_on_device(

@@ -58,7 +58,7 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig, dtype: 
     picks = min(config.max_num_seqs, len(ids))
     hidden = model.forward(ids, metadata, pages * model.spec.num_layers, torch.arange(picks, device=device))
     row = SamplingRow(SamplingParams(top_p=0.5), 0, length, length, ids[None], 0)
-    choose_sampler(device, model.argmax)(model.logits(hidden), [row] * picks, (), None)
+    choose_sampler(device, model.argmax, model.draw)(model.logits(hidden), [row] * picks, (), None)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     del pages, hidden

@@ -3,7 +3,7 @@ engine/worker/device_sampler.py does on a GPU is held to this.
 
 The number comes from (seed, position) by SplitMix64 (Steele et al., 2014), the pick is by inverse CDF in vocabulary
 order, and no step mixes rows. So a token does not depend on the batch, and is drawn again alike after a preemption or
-a crash. Filters keep what is at or above a threshold value, never a sorted index, so equal logits are treated alike.
+a crash.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from torch import Tensor
 from engine.types import SamplingParams, ThinkingBudget, TokenLogprob
 from engine.worker.grammar import GrammarMask, constrain
 from kernels import reference
-
-_FIRST_CANDIDATES = 1024
-"""Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,10 @@ def sample(
     eos_token_ids: tuple[int, ...],
     mask: GrammarMask | None = None,
     argmax: Callable[[Tensor], Tensor] = reference.argmax,
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.draw,
 ) -> Tensor:
-    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten. `argmax` is the backend's."""
+    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten. `argmax` and `draw` are the
+    backend's."""
     unmodified = None if mask is None else logits[mask.rows]
     for index, row in enumerate(rows):
         adjust(logits[index], row, eos_token_ids)
@@ -63,9 +62,15 @@ def sample(
     if greedy:
         picks[greedy] = argmax(logits[greedy])
     chosen = [rows[index] for index in drawn]
-    probs = filtered_probs(logits if not greedy else logits[drawn], [row.params for row in chosen])
-    picks[drawn] = inverse_cdf(probs, uniforms(chosen).to(logits.device))
+    filters = torch.tensor([_filters(row.params, logits.shape[1]) for row in chosen], dtype=torch.float64)
+    u = uniforms(chosen).to(logits.device)
+    picks[drawn] = draw(logits if not greedy else logits[drawn], filters.to(logits.device), u)
     return picks
+
+
+def _filters(params: SamplingParams, vocab: int) -> tuple[float, ...]:
+    top_k = params.top_k if 0 < params.top_k < vocab else vocab
+    return params.temperature, top_k, params.top_p, params.min_p
 
 
 def adjust(logits: Tensor, row: SamplingRow, eos_token_ids: tuple[int, ...]) -> None:
@@ -114,50 +119,6 @@ def _last_of_bad_words(row: SamplingRow) -> list[int]:
     begin = max(row.num_prompt, row.position - longest + 1)
     tail = tuple(row.token_ids[begin : row.position].tolist()) if longest > 1 else ()
     return [word[-1] for word in words if len(word) - 1 <= len(tail) and tail[len(tail) - len(word) + 1 :] == word[:-1]]
-
-
-def filtered_probs(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Probabilities [R, vocab] after temperature, top-k, top-p and min-p; what is left out is 0, sums are below 1."""
-    temperature = torch.tensor([[p.temperature] for p in params], device=logits.device)
-    probs = torch.softmax(logits / temperature, dim=-1)
-    if any(p.top_k > 0 or p.top_p < 1.0 for p in params):
-        probs = probs.masked_fill(probs < _threshold(probs, params), 0.0)
-    if any(p.min_p > 0 for p in params):
-        least = torch.tensor([[p.min_p] for p in params], device=probs.device) * probs.amax(-1, keepdim=True)
-        probs = probs.masked_fill(probs < least, 0.0)
-    return probs
-
-
-def _threshold(probs: Tensor, params: list[SamplingParams]) -> Tensor:
-    """The least probability [R, 1] that top-k, then top-p of what top-k left, keep (Holtzman et al., 2020)."""
-    vocab = probs.shape[-1]
-    keep = [p.top_k if 0 < p.top_k < vocab else vocab for p in params]
-    nucleus = torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=probs.device)
-    k = torch.tensor(keep, device=probs.device)[:, None]
-    limited = max((count for count in keep if count < vocab), default=0)
-    width = min(vocab, max(limited, _FIRST_CANDIDATES))
-    while True:
-        values = torch.topk(probs, width).values
-        mass = values.cumsum(-1, dtype=torch.float64)
-        whole = mass.gather(-1, (k - 1).clamp(max=width - 1))
-        # Without top-k the whole is all the vocabulary's mass, 1, whether or not these candidates hold it.
-        target = nucleus * torch.where(k < vocab, whole, torch.ones_like(whole))
-        if width == vocab or bool(((mass[:, -1:] >= target) | (nucleus >= 1.0)).all()):
-            break
-        width = vocab
-    rank = (mass < target).sum(-1, keepdim=True).clamp(max=width - 1)
-    rank = torch.where(nucleus < 1.0, torch.minimum(rank, k - 1), (k - 1).clamp(max=width - 1))
-    unfiltered = (k == vocab) & (nucleus >= 1.0)
-    return torch.where(unfiltered, torch.zeros_like(probs[:, :1]), values.gather(-1, rank))
-
-
-def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds u [R] times the whole: [R] int64."""
-    mass = probs.cumsum(-1, dtype=torch.float64)
-    picks = torch.searchsorted(mass, u[:, None] * mass[:, -1:], right=True).squeeze(-1)
-    # u * whole can round up to the whole itself: then it is the last token that has any probability.
-    last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).to(torch.int8).argmax(-1)
-    return torch.minimum(picks, last)
 
 
 def uniforms(rows: list[SamplingRow]) -> Tensor:

@@ -17,13 +17,15 @@ from kernels import reference
 from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear
 from kernels.cpu import linear, native
 
-__all__ = ["BLOCK_SIZE", "DTYPES", "NAME", "add_rms_norm", "argmax", "available", "cannot_serve", "description"]
+__all__ = ["BLOCK_SIZE", "DTYPES", "NAME", "add_rms_norm", "argmax", "available", "cannot_serve", "description", "draw"]
 __all__ += ["fuse_layers", "gelu_mul", "isa", "kv_cache_shape", "pack_linear", "paged_attention", "rms_norm"]
 __all__ += ["rope_store", "silu_mul", "store_kv", "why_not"]
 
 NAME = "cpu"
 DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_SIZE = 16
+_MOST_TOKENS = 2**19
+"""Vocabularies from there on are the reference's to draw from."""
 
 
 @cache
@@ -219,4 +221,15 @@ def argmax(logits: Tensor) -> Tensor:
     rows, size = logits.shape
     out = logits.new_empty(rows, dtype=torch.int64)
     _native().argmax(logits.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
+    return out
+
+
+def draw(logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
+    if logits.dtype != torch.float32 or logits.shape[1] >= _MOST_TOKENS:
+        return reference.draw(logits, filters, u)
+    logits, filters, u = logits.contiguous(), filters.contiguous(), u.contiguous()
+    rows, size = logits.shape
+    out = logits.new_empty(rows, dtype=torch.int64)
+    pointers = [tensor.data_ptr() for tensor in (logits, filters, u, out)]
+    _native().draw(*pointers, rows, size, torch.get_num_threads())
     return out

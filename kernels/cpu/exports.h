@@ -15,6 +15,8 @@ struct PackedLinear {
 
 EXPORTED long squeezed_size(const uint16_t* packed, int in, int outs, int threads);
 EXPORTED void squeeze(const uint16_t* packed, uint8_t* to, int in, int outs, int threads);
+EXPORTED void draw_f32(const float* logits, const double* filters, const double* u, int64_t* out, long rows, long size,
+                       int threads);
 
 #define EXPORTS(suffix, T)                                                                                             \
   EXPORTED void pack_linear_##suffix(const T* weight, T* packed, int in, int outs, int threads);                       \

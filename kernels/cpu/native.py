@@ -120,7 +120,8 @@ class Native:
     """Of a packed bfloat16 matrix, in bytes; 0: it does not pay, or not with this instruction set (squeeze.h)."""
     squeeze: Callable[..., int]
     argmax: Callable[..., int]
-    """Of float32."""
+    """Of float32, as is `draw`."""
+    draw: Callable[..., int]
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
@@ -137,6 +138,8 @@ class Native:
         self.squeeze.argtypes = [_POINTER, _POINTER, *[_INT] * 3]
         self.argmax = library.argmax_f32
         self.argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
+        self.draw = library.draw_f32
+        self.draw.argtypes = [*[_POINTER] * 4, _LONG, _LONG, _INT]
 
 
 def runnable() -> list[str]:

@@ -15,13 +15,12 @@ from engine.types import SamplingParams, ThinkingBudget
 from engine.worker.sampler import (
     SamplingRow,
     adjust,
-    filtered_probs,
-    inverse_cdf,
     logprob_tensors,
     sample,
     token_logprobs,
     uniforms,
 )
+from kernels.reference import filtered_probs, inverse_cdf
 
 EOS = (2,)
 
@@ -35,6 +34,11 @@ def row(
 
 def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def filters(params: list[SamplingParams], vocab: int) -> torch.Tensor:
+    rows = [(p.temperature, p.top_k if 0 < p.top_k < vocab else vocab, p.top_p, p.min_p) for p in params]
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("vocab", [50, 5000])
@@ -60,13 +64,14 @@ def test_filters_are_those_of_transformers(params: dict[str, float], vocab: int)
         wanted = TopPLogitsWarper(p.top_p)(None, wanted)
     if p.min_p:
         wanted = MinPLogitsWarper(p.min_p)(None, wanted)
-    found = filtered_probs(logits.clone(), [p] * 6)
+    found = filtered_probs(logits.clone(), filters([p] * 6, vocab))
     assert torch.equal(found > 0, wanted > -torch.inf)
     torch.testing.assert_close(found / found.sum(-1, keepdim=True), wanted.softmax(-1))
 
 
 def test_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
-    probs = filtered_probs(noise(2, 8000) * 0.01, [SamplingParams(top_p=0.9), SamplingParams(top_p=0.5, top_k=100)])
+    params = [SamplingParams(top_p=0.9), SamplingParams(top_p=0.5, top_k=100)]
+    probs = filtered_probs(noise(2, 8000) * 0.01, filters(params, 8000))
     assert 6500 < int((probs[0] > 0).sum()) < 7300
     assert 45 <= int((probs[1] > 0).sum()) <= 55
 

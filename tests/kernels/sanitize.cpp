@@ -131,8 +131,29 @@ void multiply() {
   }
 }
 
+void draws() {
+  const long rows = draw(1, 5), size = draw(1, draw(0, 1) ? 40 : 3000);
+  auto logits = numbers<float>(rows * size);
+  Array<double> filters(new double[4 * rows]), u(new double[rows]);
+  Array<int64_t> out(new int64_t[rows]);
+  for (long r = 0; r < rows; ++r) {
+    filters[4 * r] = draw(1, 20) / 10.0;
+    filters[4 * r + 1] = draw(0, 1) ? draw(1, static_cast<int>(size)) : size;
+    filters[4 * r + 2] = draw(0, 1) ? draw(1, 99) / 100.0 : 1.0;
+    filters[4 * r + 3] = draw(0, 2) ? 0.0 : draw(0, 10) / 10.0;
+    u[r] = draw(0, 999) / 1000.0;
+  }
+  draw_f32(logits.get(), filters.get(), u.get(), out.get(), rows, size, draw(1, 3));
+  for (long r = 0; r < rows; ++r)
+    if (out[r] < 0 || out[r] >= size) {
+      std::puts("a token outside the vocabulary was drawn");
+      std::exit(1);
+    }
+}
+
 int main() {
   for (int i = 0; i < 20; ++i) {
+    draws();
     attend<float>();
     attend<bf16>();
     rowwise<float>();

@@ -1,0 +1,79 @@
+"""Draws of the compiled kernels against the reference's, which are held to transformers' filters."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import cpu, reference
+
+ROW = st.tuples(
+    st.sampled_from([0.1, 0.7, 1.0, 2.0]),
+    st.sampled_from([0, 1, 2, 40, 3000]),
+    st.sampled_from([1e-9, 0.1, 0.5, 0.9, 0.99, 1.0]),
+    st.sampled_from([0.0, 0.0, 0.1, 1.0]),
+    st.sampled_from([0.001, 0.3, 0.7, 0.999]),  # not the very ends: masses are in fixed point here
+)
+
+
+def both(logits: torch.Tensor, rows: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
+    vocab = logits.shape[1]
+    filters = torch.tensor(
+        [(t, k if 0 < k < vocab else vocab, top_p, min_p) for t, k, top_p, min_p, _ in rows], dtype=torch.float64
+    )
+    u = torch.tensor([row[-1] for row in rows], dtype=torch.float64)
+    return cpu.draw(logits, filters, u).tolist(), reference.draw(logits.clone(), filters, u).tolist()
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("vocab", [1, 5, 16, 511, 513, 6000, 50_000])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 30.0])
+def test_draws_are_the_references(vocab: int, scale: float, generator: torch.Generator) -> None:
+    kinds = [(1.0, 0, 1.0, 0.0), (0.8, 0, 0.95, 0.0), (0.8, 40, 1.0, 0.0), (1.2, 100, 0.9, 0.05), (1.0, 0, 1.0, 0.2)]
+    logits = torch.randn((30, vocab), generator=generator) * scale
+    u = torch.rand(30, generator=generator, dtype=torch.float64).tolist()
+    got, wanted = both(logits, [(*kinds[i % len(kinds)], u[i]) for i in range(30)])
+    assert got == wanted
+
+
+@pytest.mark.usefixtures("isa")
+def test_any_parameters() -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(st.integers(1, 5000), st.sampled_from([0.1, 3.0, 30.0]), st.lists(ROW, min_size=1, max_size=4))
+    def check(vocab: int, scale: float, rows: list[tuple[float, ...]]) -> None:
+        logits = torch.randn((len(rows), vocab), generator=torch.Generator().manual_seed(vocab)) * scale
+        got, wanted = both(logits, rows)
+        assert got == wanted
+
+    check()
+
+
+@pytest.mark.usefixtures("isa")
+def test_equal_logits_are_treated_alike() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -torch.inf, 0.0]])
+    for top_k, top_p, wanted in [
+        (1, 1.0, {1, 3}),
+        (3, 1.0, {1, 2, 3, 4, 5}),
+        (8, 0.6, {1, 3}),
+        (4, 0.9, {1, 2, 3, 4, 5}),
+    ]:
+        filters = torch.tensor([[1.0, top_k, top_p, 0.0]], dtype=torch.float64)
+        found = {int(cpu.draw(logits, filters, torch.tensor([i / 200], dtype=torch.float64))) for i in range(200)}
+        assert found == wanted
+
+
+@pytest.mark.usefixtures("isa", "keep_threads")
+def test_a_row_is_drawn_alike_in_every_batch(generator: torch.Generator) -> None:
+    logits = torch.randn((40, 3000), generator=generator)
+    filters = torch.tensor([[0.8, 50, 0.9, 0.0]], dtype=torch.float64).repeat(40, 1)
+    u = torch.rand(40, generator=generator, dtype=torch.float64)
+    alone = [int(cpu.draw(logits[i : i + 1], filters[i : i + 1], u[i : i + 1])) for i in range(40)]
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert cpu.draw(logits, filters, u).tolist() == alone
+
+
+@pytest.mark.usefixtures("isa")
+def test_where_nothing_may_be_drawn_a_token_is() -> None:
+    filters = torch.tensor([[1.0, 5, 0.5, 0.1]], dtype=torch.float64)
+    assert 0 <= int(cpu.draw(torch.full((1, 9), -torch.inf), filters, torch.tensor([0.5], dtype=torch.float64))) < 9
