@@ -78,7 +78,7 @@ async def test_every_metric_moves_as_it_should(server: Server) -> None:
         assert again["vllm:request_prefill_kv_computed_tokens_sum"] == 48
         assert again["vllm:request_time_per_output_token_seconds_count"] == 1, "one token has no time between"
 
-        asking = asyncio.create_task(ask(client, 5, 60))
+        asking = asyncio.create_task(ask(client, 25, 120))  # long enough to be seen at it
         busy: dict[str, float] = {}
         while not asking.done():
             now = await asyncio.to_thread(scrape, server)
@@ -92,14 +92,15 @@ async def test_every_metric_moves_as_it_should(server: Server) -> None:
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert after[f"vllm:{name}"] == 0, name
 
-        asking = asyncio.create_task(ask(client, 1, 120, first=700))
-        while server.metric("vllm:num_requests_running") == 0:  # noqa: ASYNC110, there is no event to wait for
-            await asyncio.sleep(0.01)
+        asking = asyncio.create_task(ask(client, 25, 120))
+        while await asyncio.to_thread(server.metric, "vllm:num_requests_running") == 0:
+            assert not asking.done()
         os.kill(server.engine_pid(), signal.SIGKILL)
         await asking
         last = scrape(server)
-        assert (last["quire:engine_deaths_total"], last["quire:request_replays_total"]) == (1, 1)
-        assert last["vllm:generation_tokens_total"] >= after["vllm:generation_tokens_total"] + 119, "counters go on"
+        assert last["quire:engine_deaths_total"] == 1
+        assert 1 <= last["quire:request_replays_total"] <= 25
+        assert last["vllm:generation_tokens_total"] >= after["vllm:generation_tokens_total"] + 25 * 119, "counters go on"
         moved = {name for name in seen if last[name] != first[name] or last[name] != 0 or busy[name] != 0}
         still = {name for name in seen - moved if ":" not in name.removeprefix("vllm:")}
         assert still == set(), "every one of vLLM's has moved"

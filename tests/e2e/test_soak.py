@@ -108,7 +108,7 @@ async def ask(client: httpx.AsyncClient, rng: random.Random) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.timeout(3600)
 async def test_nothing_is_kept_of_requests_that_are_over(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log", "--threads=1", "--num-kv-blocks=512", "--max-model-len=512")
+    server = Server(tmp_path / "log", "--threads=1", "--num-kv-blocks=128", "--max-model-len=512")
     pids = {"API": server.process.pid, "engine": server.engine_pid()}
     seen: dict[str, list[tuple[int, Footprint]]] = {name: [] for name in pids}
     limits = httpx.Limits(max_connections=USERS, max_keepalive_connections=USERS // 2)

@@ -53,8 +53,8 @@ class Browser:
         return self.until(lambda: next((each for each in self.all(selector) if each.is_displayed()), None))
 
     def text(self, selector: str) -> str:
-        """As it is in the document, whatever the style makes of it."""
-        return str(self.driver.find_element(By.CSS_SELECTOR, selector).get_property("textContent"))
+        """As it is in the document, whatever the style makes of it. In one go: a page may be drawn anew meanwhile."""
+        return str(self.run("return document.querySelector(arguments[0]).textContent", selector))
 
     def click(self, selector: str) -> None:
         self.one(selector).click()

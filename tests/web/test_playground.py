@@ -162,7 +162,7 @@ def test_the_code_it_shows_does_what_it_did(page: Browser, server: Server) -> No
     if shutil.which("curl") and os.name == "posix":
         output = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120).stdout
         assert output.endswith("data: [DONE]\n\n")
-        assert output.count('"content"') > 5
+        assert output.count('"content"') >= 2, "in pieces; how many tokens come together is the machine's affair"
 
 
 def test_mistakes_are_told_in_words(page: Browser) -> None:
