@@ -145,7 +145,7 @@ def test_a_text_is_continued_and_can_be_adopted(page: Browser, server: Server) -
 
 
 def test_the_code_it_shows_does_what_it_did(page: Browser, server: Server) -> None:
-    page.fill("#max_tokens", "16")
+    page.fill("#max_tokens", "60")
     page.fill("#top_k", "7")
     page.fill("#draft", "It's a fox's \"story\"?" + Keys.ENTER)
     page.until(lambda: "cut at" in page.text(f"{LAST} .note"))
@@ -162,7 +162,7 @@ def test_the_code_it_shows_does_what_it_did(page: Browser, server: Server) -> No
     if shutil.which("curl") and os.name == "posix":
         output = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120).stdout
         assert output.endswith("data: [DONE]\n\n")
-        assert output.count('"content"') >= 2, "in pieces; how many tokens come together is the machine's affair"
+        assert output.count('"content"') > 5
 
 
 def test_mistakes_are_told_in_words(page: Browser) -> None:
