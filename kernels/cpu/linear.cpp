@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kPanelColumns = kPanel / 16;
 constexpr long kRowBlock = 192;
-constexpr int kFarAhead = 32;  // steps
+constexpr int kFarAhead = 32;  // steps; from 4 rows up a nearer one comes too late (docs/cpu.md)
 
 // O is T, or float where the result is wanted as it was summed (logits).
 template <class T, class O>
