@@ -12,6 +12,7 @@ from engine.worker.device_sampler import choose_sampler
 from engine.worker.grammar import SlotGrammars
 from engine.worker.graphs import Capture, DecodeGraphs
 from engine.worker.inputs import Picks, Slots
+from engine.worker.memory import Headroom
 from engine.worker.pending import PendingStep, Pick, PromptChunk
 from engine.worker.sampler import SamplingRow, logprob_tensors
 from engine.worker.transfer import Download, upload
@@ -36,6 +37,7 @@ class Runner:
         self._slots = slots
         self._grammars = grammars
         self._eos = eos_token_ids
+        self._headroom = Headroom(kv_cache) if slots.device.type == "cpu" else None
         self._graphs = None if capture is None else DecodeGraphs(self._decode, capture, slots)
         self._sample = choose_sampler(slots.device, model.argmax, model.draw)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
@@ -54,6 +56,8 @@ class Runner:
             for cache in (cache for layer in self._kv_cache for cache in layer):
                 cache[copy.target, : copy.tokens] = cache[copy.source, : copy.tokens]
         self._slots.take_pages(batch.rows)
+        if self._headroom is not None:
+            self._headroom.use(page for row in batch.rows for page in row.new_blocks)
         picks = self._slots.picks(batch)
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
@@ -77,6 +81,8 @@ class Runner:
     @torch.inference_mode()
     def warm_up(self) -> bool:
         """Prepare something that a later step will need, in less than a second or so; False when all is ready."""
+        if self._headroom is not None:
+            return self._headroom.grow()
         return self._graphs is not None and self._graphs.warm_up()
 
     def _decode(self, rows: Tensor, pages: int) -> Tensor:
