@@ -81,7 +81,7 @@ def base_spec(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-_FEW_TOKENS = 32
+_FEW_TOKENS = 64
 """Up to as many, all layers run in one call; more take long enough to tell of progress after each."""
 
 

@@ -2,6 +2,8 @@
 // 0, or 1 where a page or slot lies outside the caches. Shapes are those of `Backend` in kernels/attention.py.
 #pragma once
 
+#include "fetch.h"
+
 // All other symbols stay inside their library: several of them, one per instruction set, may share a process.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
@@ -20,7 +22,8 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
 
 #define EXPORTS(suffix, T)                                                                                             \
   EXPORTED void pack_linear_##suffix(const T* weight, T* packed, int in, int outs, int threads);                       \
-  EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads);            \
+  EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads,             \
+                                Fetch* meanwhile);                                                                     \
   EXPORTED void rms_norm_##suffix(const T* x, const float* weight, T* out, long rows, int size, float eps,             \
                                   int threads);                                                                        \
   EXPORTED void add_rms_norm_##suffix(T* x, T* residual, const float* weight, long rows, int size, float eps,          \

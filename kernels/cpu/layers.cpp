@@ -48,13 +48,34 @@ struct Space {
   }
 };
 
+constexpr long kFetched = 8 << 20;  // bytes: more would not stay in the caches until it is read
+
+// The pages that a layer's attention will read, where fetching them before pays: in decodes of many sequences. With few
+// rows memory is what multiplying waits for; prompts read each page for many queries.
 template <class T>
-int run_layer(const DecoderLayer& layer, const DecoderShape& shape, const DecoderStep& step, Space<T>& space,
-              int threads) {
+void find_pages(const DecoderLayer* layer, const DecoderShape& shape, const DecoderStep& step, Fetch& pages) {
+  const long bytes = static_cast<long>(sizeof(T)) * kBlock * shape.kv_heads * shape.dim;
+  pages.start(bytes);
+  if (!layer || step.tokens != step.sequences || step.tokens <= 2 * kRows) return;
+  for (int s = 0; s < step.sequences; ++s) {
+    const long context = step.contexts[s], first = layer->window > 0 ? context - layer->window : 0;
+    for (long b = first > 0 ? first / kBlock : 0; b * kBlock < context; ++b) {
+      const long page = step.table[s * step.table_stride + b];
+      pages.add(static_cast<const T*>(layer->keys) + page * layer->key_stride);
+      pages.add(static_cast<const T*>(layer->values) + page * layer->value_stride);
+    }
+  }
+  if (pages.size() * bytes > kFetched) pages.start(bytes);
+}
+
+// `pages`: those of this layer, until its attention; from then on those of the next one, if there is one.
+template <class T>
+int run_layer(const DecoderLayer& layer, const DecoderLayer* next, const DecoderShape& shape, const DecoderStep& step,
+              Space<T>& space, Fetch& pages, int threads) {
   using K = Kernels<T>;
   T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
   const long n = step.tokens;
-  K::linear(&layer.qkv, x, space.qkv, n, threads);
+  K::linear(&layer.qkv, x, space.qkv, n, threads, &pages);
   if (K::rope_store(space.qkv, layer.q_norm, layer.k_norm, layer.cos_sin, step.positions, step.slots, space.query,
                     static_cast<T*>(layer.keys), static_cast<T*>(layer.values), layer.key_stride, layer.value_stride, n,
                     step.pages, shape.heads, shape.kv_heads, shape.dim, shape.eps, threads) ||
@@ -62,12 +83,13 @@ int run_layer(const DecoderLayer& layer, const DecoderShape& shape, const Decode
                          step.table_stride, layer.key_stride, layer.value_stride, step.pages, step.sequences,
                          shape.heads, shape.kv_heads, shape.dim, layer.scale, layer.window, layer.softcap, threads))
     return 1;
-  K::linear(&layer.out, space.attended, x, n, threads);
+  K::linear(&layer.out, space.attended, x, n, threads, nullptr);
   if (layer.attention_norm) K::rms_norm(x, layer.attention_norm, x, n, shape.hidden, shape.eps, threads);
   K::add_rms_norm(x, residual, layer.output_norm, n, shape.hidden, shape.eps, threads);
-  K::linear(&layer.gate_up, x, space.gate_up, n, threads);
+  find_pages<T>(next, shape, step, pages);
+  K::linear(&layer.gate_up, x, space.gate_up, n, threads, &pages);
   (layer.gelu ? K::gelu_mul : K::silu_mul)(space.gate_up, space.gated, n, shape.gate, threads);
-  K::linear(&layer.down, space.gated, x, n, threads);
+  K::linear(&layer.down, space.gated, x, n, threads, &pages);
   if (layer.mlp_norm) K::rms_norm(x, layer.mlp_norm, x, n, shape.hidden, shape.eps, threads);
   return 0;
 }
@@ -76,6 +98,7 @@ int run_layer(const DecoderLayer& layer, const DecoderShape& shape, const Decode
 template <class T>
 int run_layers(const DecoderLayer* layers, int count, const DecoderShape& shape, const DecoderStep& step, int threads) {
   static thread_local Space<T> space;
+  Fetch pages;
   space.fit(shape, step.tokens);
   T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
   for (int i = 0; i < count; ++i) {
@@ -86,7 +109,7 @@ int run_layers(const DecoderLayer* layers, int count, const DecoderShape& shape,
     } else {
       Kernels<T>::add_rms_norm(x, residual, norm, step.tokens, shape.hidden, shape.eps, threads);
     }
-    if (run_layer(layers[i], shape, step, space, threads)) return 1;
+    if (run_layer(layers[i], i + 1 < count ? &layers[i + 1] : nullptr, shape, step, space, pages, threads)) return 1;
   }
   return 0;
 }

@@ -27,17 +27,20 @@ struct Linear {
   int in, outs;
   const uint32_t* packed;    // one of the two
   const Squeezed* squeezed;
+  Fetch* meanwhile;  // or null
 
   long panels() const { return (outs + kPanel - 1) / kPanel; }
   int steps() const { return in / kPack<T>; }
 };
 
-// What to bring into L2 while a group of rows is multiplied: `lines` lines of each step of the next panel.
+// What to bring into L2 while a group of rows is multiplied: `lines` lines of each step of the next panel, and others.
 struct Ahead {
   const char* from = nullptr;
   int lines = 0, stride = 0;
+  mutable Fetch::Lines others = {};
 
   __attribute__((always_inline)) void operator()(int step) const {
+    others.step();
     for (int i = 0; i < lines; ++i) __builtin_prefetch(from + static_cast<long>(step) * stride + 64 * i, 0, 2);
   }
 };
@@ -129,6 +132,7 @@ void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, co
     const long row = count * g / groups, line = lines * g / groups;
     Ahead ahead;
     if (next) ahead = {next + line * 64, static_cast<int>(lines * (g + 1) / groups - line), stride};
+    if (l.meanwhile && g > 0) ahead.others = l.meanwhile->take(l.steps());
     with_rows(count * (g + 1) / groups - row, [&](auto r) {
       if constexpr (kSqueezes && sizeof(T) == 2)
         if (l.squeezed && g == 0) return multiply_squeezed<T, r()>(l, begin + row, panel, const_cast<uint32_t*>(words));
@@ -191,18 +195,18 @@ void pack(const T* weight, T* packed, int in, int outs, int threads) {
 }
 
 template <class T>
-void apply(const PackedLinear& linear, const T* x, void* out, long rows, int threads) {
+void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads, Fetch* meanwhile) {
   const auto run = [&](const uint32_t* packed, const Squeezed* squeezed) {
-    const T* bias = static_cast<const T*>(linear.bias);
-    if (linear.wide)
-      multiply_all<T, float>({x, bias, static_cast<float*>(out), linear.in, linear.outs, packed, squeezed}, rows, threads);
+    const T* bias = static_cast<const T*>(l.bias);
+    if (l.wide)
+      multiply_all<T, float>({x, bias, static_cast<float*>(out), l.in, l.outs, packed, squeezed, meanwhile}, rows, threads);
     else
-      multiply_all<T, T>({x, bias, static_cast<T*>(out), linear.in, linear.outs, packed, squeezed}, rows, threads);
+      multiply_all<T, T>({x, bias, static_cast<T*>(out), l.in, l.outs, packed, squeezed, meanwhile}, rows, threads);
   };
-  if (!linear.squeezed) return run(static_cast<const uint32_t*>(linear.weight), nullptr);
-  auto* at = static_cast<uint8_t*>(linear.weight);
-  const long panels = (linear.outs + kPanel - 1) / kPanel;
-  const Squeezed parts(at, panels, linear.in / 2, reinterpret_cast<const SqueezedHeader*>(at)->whole);
+  if (!l.squeezed) return run(static_cast<const uint32_t*>(l.weight), nullptr);
+  auto* at = static_cast<uint8_t*>(l.weight);
+  const long panels = (l.outs + kPanel - 1) / kPanel;
+  const Squeezed parts(at, panels, l.in / 2, reinterpret_cast<const SqueezedHeader*>(at)->whole);
   run(nullptr, &parts);
 }
 
@@ -247,8 +251,9 @@ struct Squeezer {
   EXPORTED void pack_linear_##suffix(const T* weight, T* packed, int in, int outs, int threads) {                      \
     pack(weight, packed, in, outs, threads);                                                                           \
   }                                                                                                                    \
-  EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads) {           \
-    apply(*linear, x, out, rows, threads);                                                                             \
+  EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads,             \
+                                Fetch* meanwhile) {                                                                    \
+    apply(*linear, x, out, rows, threads, meanwhile);                                                                  \
   }
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

@@ -43,7 +43,7 @@ class PackedLinear:
             )
         x = x.contiguous()
         out = x.new_empty((rows, self.outs), dtype=self._out_dtype)
-        self._kernel(self._pointer, x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads())
+        self._kernel(self._pointer, x.data_ptr(), out.data_ptr(), rows, torch.get_num_threads(), None)
         return out
 
 

@@ -94,7 +94,7 @@ _SIGNATURES = {
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "gelu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "pack_linear": [*[_POINTER] * 2, _INT, _INT, _INT],
-    "linear": [*[_POINTER] * 3, _LONG, _INT],
+    "linear": [*[_POINTER] * 3, _LONG, _INT, _POINTER],
     "decoder_layers": [_POINTER, _INT, *[_POINTER] * 2, _INT],
 }
 Table = dict[torch.dtype, Callable[..., int]]

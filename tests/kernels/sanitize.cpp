@@ -112,7 +112,10 @@ void multiply() {
   auto x = numbers<T>(rows * in), bias = numbers<T>(outs), out = numbers<T>(rows * outs, true);
   Kernels<T>::pack_linear(weight.get(), packed.get(), in, outs, threads);
   PackedLinear linear = {packed.get(), draw(0, 1) ? bias.get() : nullptr, in, outs, 0, 0};
-  Kernels<T>::linear(&linear, x.get(), out.get(), rows, threads);
+  Fetch meanwhile;
+  meanwhile.start(in * sizeof(T));
+  for (long r = draw(0, 1) * rows; r < rows; ++r) meanwhile.add(x.get() + r * in);
+  Kernels<T>::linear(&linear, x.get(), out.get(), rows, threads, &meanwhile);
   expect_finite(out, rows * outs, "linear");
   if constexpr (sizeof(T) == 2) {
     const auto* bits = reinterpret_cast<const uint16_t*>(packed.get());
@@ -122,12 +125,29 @@ void multiply() {
       linear.weight = squeezed.get();
       linear.squeezed = 1;
       auto again = numbers<T>(rows * outs, true);
-      Kernels<T>::linear(&linear, x.get(), again.get(), rows, threads);
+      Kernels<T>::linear(&linear, x.get(), again.get(), rows, threads, nullptr);
       if (std::memcmp(out.get(), again.get(), rows * outs * sizeof(T))) {
         std::puts("a squeezed linear differs");
         std::exit(1);
       }
     }
+  }
+}
+
+void fetches() {
+  const long bytes = draw(1, 1000), steps = draw(1, 100), pieces = draw(0, 50);
+  const char memory[1000] = {};
+  Fetch fetch;
+  fetch.start(bytes);
+  for (long p = 0; p < pieces; ++p) fetch.add(memory);
+  long lines = 0;
+  for (long t = 0; t <= pieces; ++t) {
+    Fetch::Lines some = fetch.take(steps);
+    for (; some.piece != some.last; some.step()) ++lines;
+  }
+  if (lines != (bytes <= 64 * steps ? pieces * ((bytes + 63) / 64) : 0)) {
+    std::puts("not all pieces are fetched once");
+    std::exit(1);
   }
 }
 
@@ -154,6 +174,7 @@ void draws() {
 int main() {
   for (int i = 0; i < 20; ++i) {
     draws();
+    fetches();
     attend<float>();
     attend<bf16>();
     rowwise<float>();
