@@ -105,11 +105,14 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 
 @needs_proc
-def test_pytorchs_threads_wait_passively_only_beside_our_own() -> None:
+def test_what_the_engines_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     with serving() as (process, _, _):
         (engine,) = children(process.pid)
         environment = Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
-    assert (b"OMP_WAIT_POLICY=passive" in environment) is any(_KERNELS.glob("*.so"))
+    assert (b"OMP_WAIT_POLICY=passive" in environment) is any(_KERNELS.glob("*.so")), "only beside threads of our own"
+    assert b"MALLOC_TRIM_THRESHOLD_=%d" % 2**29 in environment
+    assert b"MALLOC_MMAP_THRESHOLD_=1000000" in environment, "the user's own settings stay"
 
 
 @needs_proc

@@ -21,10 +21,11 @@ def test_fused_layers_give_the_same_bits(
 ) -> None:
     path = save_tiny_model(tmp_path, family)
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40)]
+    # Enough sequences for their pages to be fetched while linears multiply.
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40) * 4]
 
     def answers() -> list[tuple[list[int], list[float]]]:
-        engine = Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend="cpu", num_kv_blocks=64))
+        engine = Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend="cpu", num_kv_blocks=96))
         asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts)]
         found = run(engine, asked)
         assert (engine.runner._model._fused is None) == (not fused)

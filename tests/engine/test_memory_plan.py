@@ -13,6 +13,7 @@ from engine.model_files import StoredWeights, read_model_config
 from engine.plan import GIB, check_room, page_bytes, plan_kv
 from engine.worker.memory import explained, kv_budget, measure_step
 from kernels import reference
+from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
 
@@ -47,6 +48,29 @@ def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
     with pytest.raises(ConfigError, match="the longest that fits is 16 tokens"):
         Engine(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
+
+
+def test_idle_moments_make_an_eighth_of_the_pages_ready_and_touch_none_in_use(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, max_num_seqs=4))
+    caches = [cache for layer in engine.runner._kv_cache for cache in layer]
+
+    def ready(used: int) -> list[bool]:
+        """Of the pages, which are cleared in every layer."""
+        while engine.prepare():
+            pass
+        assert all(cache[page].any() for cache in caches for page in range(used))
+        return [all(not cache[page].any() for cache in caches) for page in range(64)]
+
+    for cache in caches:
+        cache.fill_(7)
+    assert ready(0) == [True] * 8 + [False] * 56
+    first = run(engine, [request("a", range(3, 50), max_tokens=17)])["a"].ids  # on pages 0 to 3
+    assert ready(4) == [False] * 4 + [True] * 8 + [False] * 52
+    assert run(engine, [request("b", range(3, 50), max_tokens=17)])["b"].ids == first, "of cached pages"
+    for name in "cde":
+        run(engine, [request(name, [ord(name)] * 290, max_tokens=2)])  # 18 pages each, and one that is used again
+    assert ready(58)[58:] == [True] * 6, "no more than there are"
 
 
 def test_weights_that_cannot_be_held_are_refused_before_they_are_read(
