@@ -67,7 +67,10 @@ class BeamSearch:
         ends = () if job.params.ignore_eos else serving.tokenizer.eos_token_ids
         self._ends = frozenset((*job.params.stop_token_ids, *ends))
         n = job.params.n
-        self._choices = [Choice(i, job.prompts[i // n], job, serving.tokenizer) for i in range(len(job.prompts) * n)]
+        ended = [list[int]() for _ in job.prompts]
+        self._choices = [
+            Choice(i, job.prompts[i // n], job, serving.tokenizer, ended[i // n]) for i in range(len(job.prompts) * n)
+        ]
         self._cached = [0] * len(job.prompts)
         self._cancelled: set[int] = set()
         """Prompts whose search somebody ended."""

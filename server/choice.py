@@ -115,8 +115,10 @@ class ChoiceDelta:
 class Choice:
     """Push the engine's outputs, get the deltas."""
 
-    def __init__(self, index: int, prompt: Prompt, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, index: int, prompt: Prompt, job: Job, tokenizer: Tokenizer, ended: list[int]) -> None:
+        """`ended`: the lengths of the prompt's choices that have ended, one list for all of them."""
         params = job.params
+        self._ended = ended
         self.index = index
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -193,12 +195,13 @@ class Choice:
 
     def end(self, reason: str, metrics: Metrics) -> None:
         self.finished = True
+        self._ended.append(self.completion_tokens)
         metrics.finished(
             reason,
             seconds=time.monotonic() - self._began,
             decode_seconds=0.0 if self.first_at is None else self.last_at - self.first_at,
             prompt_tokens=len(self._prompt.ids),
-            generation_tokens=self.completion_tokens,
+            ended=self._ended,
             params=self._params,
         )
 

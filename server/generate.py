@@ -111,11 +111,11 @@ class Generation:
         n = job.params.n
         single = msgspec.structs.replace(job.params, n=1)
         self._choices: dict[str, Choice] = {}
-        requests = []
+        requests, ended = [], [list[int]() for _ in job.prompts]
         for index in range(len(job.prompts) * n):
             prompt = job.prompts[index // n]
             request_id = f"{job.id}-{index}"
-            self._choices[request_id] = Choice(index, prompt, job, serving.tokenizer)
+            self._choices[request_id] = Choice(index, prompt, job, serving.tokenizer, ended[index // n])
             requests.append(job.request(request_id, prompt.ids, single, choice_seed(job.params.seed, index % n)))
         self._cut_short = False
         self._started = time.monotonic()

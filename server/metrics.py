@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -89,6 +89,9 @@ class Metrics:
         self._seconds = histogram("vllm:e2e_request_latency_seconds", "Seconds of a request.", REQUEST_SECONDS)
         self._prompt = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", lengths)
         self._generation = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", lengths)
+        self._longest = histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of the longest choice of a prompt.", lengths
+        )
         self._n = histogram("vllm:request_params_n", "The n parameter.", (1, 2, 5, 10, 20))
         self._max_tokens = histogram("vllm:request_params_max_tokens", "The max_tokens parameter.", lengths)
         self._step_tokens = histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
@@ -126,16 +129,20 @@ class Metrics:
         seconds: float,
         decode_seconds: float,
         prompt_tokens: int,
-        generation_tokens: int,
+        ended: Sequence[int],
         params: SamplingParams,
     ) -> None:
-        """One choice has ended. decode_seconds is the time from the first token to the last."""
+        """One choice has ended. decode_seconds is the time from the first token to the last; `ended` are the tokens
+        generated for each choice of its prompt that has ended, this one the last."""
+        generation_tokens = ended[-1]
         self._success[reason].inc()
         self._seconds.observe(seconds)
         self._prompt.observe(prompt_tokens)
         self._prompt_total.inc(prompt_tokens)
         self._generation.observe(generation_tokens)
-        self._n.observe(params.n)
+        if len(ended) == params.n:
+            self._n.observe(params.n)
+            self._longest.observe(max(ended))
         if params.max_tokens is not None:
             self._max_tokens.observe(params.max_tokens)
         if generation_tokens > 1:

@@ -19,6 +19,7 @@ PER_REQUEST = (
     *("request_generation_tokens", "request_params_n", "request_params_max_tokens", "request_queue_time_seconds"),
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
     *("request_prefill_kv_computed_tokens", "request_time_per_output_token_seconds"),
+    "request_max_num_generation_tokens",
 )
 """Histograms that count each request once."""
 

@@ -12,7 +12,7 @@ import pytest
 from engine.config import DEMO_MODEL
 from engine.tokenizer import Tokenizer
 from server.config import ServerConfig
-from tests.server.fake import FakeEngine, scripted
+from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.house import NAME, House, open_house
 
 
@@ -82,8 +82,28 @@ async def test_metrics() -> None:
         f"vllm:prompt_tokens_total{label} 10.0",
     ):
         assert line in text.splitlines(), line
-    for name in ("num_requests_running", "generation_tokens_total", "prefix_cache_queries_total", "request_params_n"):
+    for name in ("num_requests_running", "generation_tokens_total", "prefix_cache_queries_total"):
         assert f"vllm:{name}" in text
+
+
+@pytest.mark.parametrize("beams", [False, True])
+async def test_a_prompts_choices_are_one_request_as_long_as_its_longest_choice(beams: bool) -> None:
+    async with open_house(FakeEngine(hashed([97, 98, 258]), eos=[258])) as house:
+        prompts = [[number] for number in range(1, 5)]
+        body = {"prompt": prompts, "max_tokens": 20, "n": 3, "use_beam_search": beams, "return_token_ids": True}
+        answer = await house.post("/v1/completions", body)
+        text = (await house.http.get("/metrics")).text
+    lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
+    longest = [max(lengths[first : first + 3]) for first in range(0, 12, 3)]
+    assert 3 * sum(longest) > sum(lengths), "or the longest would be as good as any"
+    label = f'{{model_name="{NAME}"}}'
+    for line in (
+        f"vllm:request_params_n_count{label} 4.0",
+        f"vllm:request_params_n_sum{label} 12.0",
+        f"vllm:request_max_num_generation_tokens_count{label} 4.0",
+        f"vllm:request_max_num_generation_tokens_sum{label} {sum(longest)}.0",
+    ):
+        assert line in text.splitlines(), line
 
 
 def test_a_models_name_is_its_hub_id_or_its_directorys(tmp_path: object) -> None:
