@@ -1,10 +1,17 @@
 """Settings for all tests."""
 
+import signal
+
 import pytest
 import torch
 
 # Tiny models gain nothing from a second thread, and lose much where tests share the cores with servers they started.
 torch.set_num_threads(1)
+
+# A shell starts its background jobs with SIGINT ignored, and whoever ignores a signal hands that down to what he starts:
+# Ctrl-C in a test would find nobody. Whoever catches it and does nothing does not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

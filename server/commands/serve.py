@@ -1,4 +1,4 @@
-"""`quire serve`: a model behind the OpenAI API, until Ctrl-C or SIGTERM.
+"""`quire serve`: a model behind the OpenAI API, until Ctrl-C, SIGTERM or SIGHUP.
 
 What takes long goes first and side by side: the port is bound (so a taken one is told of at once), the engine process
 starts, and while it loads the model this process imports the API.
@@ -89,8 +89,11 @@ class Service:
     async def run(self) -> int:
         main_task = asyncio.current_task()
         assert main_task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, main_task)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number, main_task)
         machine = this_machine(gpu=self._config.device != "cpu")
         self._client.launch()
         try:
@@ -120,7 +123,9 @@ class Service:
             await asyncio.sleep(WATCH_SECONDS)
         server.should_exit = True
 
-    def _on_signal(self, main_task: asyncio.Task[int]) -> None:
+    def _on_signal(self, number: signal.Signals, main_task: asyncio.Task[int]) -> None:
+        if number == signal.SIGHUP and self._signals:
+            return  # a terminal that closes sends more than one, and nobody asked for haste
         self._signals += 1
         if self._server is None:
             main_task.cancel()

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,10 +31,18 @@ def command(*argv: str) -> list[str]:
 
 
 @contextmanager
-def serving(*flags: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def serving(
+    *flags: str, ignored: Sequence[signal.Signals] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A server process on a free port, its URL and what it printed until it was ready."""
+
+    def dispose() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
     argv = command("serve", "--port", "0", *SMALL, *flags)
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, preexec_fn=dispose)
     assert process.stdout is not None
     assert process.stderr is not None
     printed = ""
@@ -76,7 +84,7 @@ def test_requests_are_logged_where_that_is_asked_for() -> None:
         assert '"GET /v1/models HTTP/1.1" 200' in process.stderr.readline()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
     """An open stream is finished, to its [DONE], after the signal; new connections are refused."""
     body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -90,6 +98,45 @@ def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
         assert process.wait(60) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{base}/health")
+
+
+def test_a_closed_terminal_lets_open_streams_end() -> None:
+    """A terminal that goes takes the server's output with it, and sends SIGHUP more than once."""
+    ours, theirs = os.openpty()
+    hang_up = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    argv = [sys.executable, "-c", hang_up, *command("serve", "--port", "0", *SMALL)]
+    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    try:
+        printed = b""
+        while b"curl -N" not in printed:
+            printed += os.read(ours, 4096)
+        base = re.search(r"http://\S+:\d+", printed.decode())
+        assert base
+        with httpx.stream("POST", f"{base.group()}/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: {")
+            os.close(ours)
+            assert next(line for line in lines if line).startswith("data: {")
+            process.send_signal(signal.SIGHUP)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_signals_ignored_at_the_start() -> None:
+    """nohup's server outlives its terminal; one that a script put in the background ends when its Ctrl-C arrives."""
+    with serving(ignored=[signal.SIGHUP, signal.SIGINT]) as (process, base, _):
+        process.send_signal(signal.SIGHUP)
+        for _ in range(3):  # no signal stays behind the loop's next rounds
+            assert httpx.get(f"{base}/health").status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
 
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
