@@ -8,8 +8,8 @@ import torch
 # Tiny models gain nothing from a second thread, and lose much where tests share the cores with servers they started.
 torch.set_num_threads(1)
 
-# A shell starts its background jobs with SIGINT ignored, and whoever ignores a signal hands that down to what he starts:
-# Ctrl-C in a test would find nobody. Whoever catches it and does nothing does not.
+# A shell's background job ignores SIGINT, and would hand that down to the servers that tests end by Ctrl-C. A handler
+# that does nothing is not handed down.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import sys
 import time
 import uuid
@@ -42,6 +43,7 @@ class Job:
 @dataclass(slots=True)
 class Tally:
     done: int = 0
+    """Answered with status 200."""
     failed: int = 0
     tokens: int = 0
 
@@ -94,22 +96,36 @@ def ids_in(path: Path) -> set[str]:
     return set(places)
 
 
-def ids_done(path: Path) -> set[str]:
-    """The custom_ids of an output file, whose last line is cut off if its writing was interrupted."""
+def is_failure(result: dict[str, Any]) -> bool:
+    """A line of output that has no answer, or an error for one."""
+    return (result["response"] or {}).get("status_code") != 200
+
+
+def take_up(path: Path, wanted: set[str]) -> set[str]:
+    """The custom_ids that an output file answers. Failures of `wanted` ids are taken out of it, to be tried again, and
+    so is a last line whose writing was interrupted. Raises ConfigError when it is no output, and leaves it alone."""
     done: set[str] = set()
+    again: set[str] = set()
     with path.open("r+b") as file:
         whole = 0
         for line in file:
             if not line.endswith(b"\n"):
                 break
             try:
-                done.add(json.loads(line)["custom_id"])
-            except (ValueError, KeyError, TypeError):
-                raise ConfigError(
-                    f"{path} is no output of quire run: a line at byte {whole} has no custom_id"
-                ) from None
+                result = json.loads(line)
+                (again if is_failure(result) else done).add(result["custom_id"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ConfigError(f"{path} is no output of quire run: no result at byte {whole}") from None
             whole += len(line)
         file.truncate(whole)
+    if again := again & wanted:
+        path = path.resolve()  # a link stays one
+        kept = path.with_name(f"{path.name}.part")
+        with path.open("rb") as old, kept.open("wb") as new:
+            entries = ((line, json.loads(line)) for line in old)
+            new.writelines(line for line, it in entries if it["custom_id"] not in again or not is_failure(it))
+        shutil.copymode(path, kept)
+        kept.replace(path)
     return done
 
 
@@ -170,8 +186,9 @@ class Batch:
         result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": name, "response": response, "error": error}
         self._out.write(json.dumps(result, ensure_ascii=False) + "\n")
         self._out.flush()
-        self._tally.done += 1
-        self._tally.failed += response is None or response["status_code"] != 200
+        failed = is_failure(result)
+        self._tally.failed += failed
+        self._tally.done += not failed
         self._progress.advance(self._bar)
 
 
@@ -179,12 +196,15 @@ def main(argv: Sequence[str], started: float) -> int:
     parser = argparse.ArgumentParser(
         prog="quire run",
         usage="quire run FILE.jsonl -o OUT.jsonl [--model MODEL] [--resume] [flags]",
-        description="Answer a file of requests in OpenAI's batch format offline; results are written as they finish.",
+        description="Answer a file of requests in OpenAI's batch format offline; results are written as they finish. "
+        "The exit status is 1 if any request failed.",
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE.jsonl", type=Path, help="one request a line")
     parser.add_argument("-o", "--output", metavar="OUT.jsonl", type=Path, required=True, help="one result a line")
-    parser.add_argument("--resume", action="store_true", help="keep what OUT.jsonl holds and do the rest")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the answers in OUT.jsonl and do the rest, failures too"
+    )
     parser.add_argument("--concurrency", type=int, metavar="N", help="requests at once (default: --max-num-seqs)")
     parser.add_argument(
         "--served-model-name",
@@ -197,8 +217,9 @@ def main(argv: Sequence[str], started: float) -> int:
     args, config = parse(parser, argv, ServerConfig)
     if args.concurrency is not None and args.concurrency < 1:
         parser.error(f"argument --concurrency: must be at least 1, got {args.concurrency}")
-    done = _done(args.output, args.resume)
-    total = len(ids_in(args.file) - done)
+    wanted = ids_in(args.file)
+    done = _done(args.output, wanted, args.resume)
+    total = len(wanted - done)
     lines = ((number, line) for number, line in lines_of(args.file) if custom_id(number, line) not in done)
     if done:
         print(f"{len(done)} already done, {total} to do", file=sys.stderr)
@@ -207,16 +228,14 @@ def main(argv: Sequence[str], started: float) -> int:
         if total:
             uvloop.run(answer(config, lines, total, args.output, args.concurrency or config.max_num_seqs, tally))
     finally:
-        rest = f", {total - tally.done} left: continue with --resume" if tally.done < total else ""
-        seconds = time.perf_counter() - started
-        print(
-            f"{tally.done} done, {tally.failed} failed, {tally.tokens} tokens generated, {seconds:.1f} s{rest}",
-            file=sys.stderr,
-        )
-    return 0
+        left = total - tally.done - tally.failed
+        counts = f"{tally.done} done, {tally.failed} failed, {left} left, {tally.tokens} tokens generated"
+        advice = ": continue with --resume" if tally.failed or left else ""
+        print(f"{counts}, {time.perf_counter() - started:.1f} s{advice}", file=sys.stderr)
+    return int(tally.failed > 0)
 
 
-def _done(output: Path, resume: bool) -> set[str]:
+def _done(output: Path, wanted: set[str], resume: bool) -> set[str]:
     """Raises ConfigError rather than overwrite hours of results."""
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"cannot write {output}: no such directory")
@@ -224,7 +243,7 @@ def _done(output: Path, resume: bool) -> set[str]:
         return set()
     if not resume:
         raise ConfigError(f"{output} holds results already: continue it with --resume, or choose another")
-    return ids_done(output)
+    return take_up(output, wanted)
 
 
 async def answer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError, InvalidRequest
-from server.commands.run import custom_id, ids_done, ids_in, parse_line
+from server.commands.run import custom_id, ids_in, parse_line, take_up
 from tests.commands.processes import children, needs_proc
 
 SMALL = ["--max-model-len", "1024", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
+KEPT = {"status_code": 200, "request_id": "kept", "body": {}}
 
 
 def request(name: str, **body: Any) -> dict[str, Any]:
@@ -62,8 +64,9 @@ def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Pat
     )
     out = tmp_path / "out.jsonl"
     done = run(file, "-o", out)
-    assert done.returncode == 0, done.stderr
-    assert "7 done, 5 failed, 8 tokens generated" in done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "2 done, 5 failed, 0 left, 8 tokens generated" in done.stderr
+    assert "continue with --resume" in done.stderr
     results = read(out)
     assert results.keys() == {"text", "chat", "range", "stranger", "streamed", "where", "line-8"}
     text = results["text"]
@@ -85,7 +88,7 @@ def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Pat
 def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", *(request(f"r{number}") for number in range(6)))
     out = tmp_path / "out.jsonl"
-    whole = [json.dumps({"custom_id": f"r{number}", "response": {"kept": True}}) for number in (0, 3)]
+    whole = [json.dumps({"custom_id": f"r{number}", "response": KEPT}) for number in (0, 3)]
     out.write_text("\n".join([*whole, '{"custom_id": "r1", "resp']))
 
     refused = run(file, "-o", out)
@@ -98,13 +101,43 @@ def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
     assert "2 already done, 4 to do" in done.stderr
     results = read(out)
     assert results.keys() == {f"r{number}" for number in range(6)}
-    assert results["r0"]["response"] == results["r3"]["response"] == {"kept": True}
+    assert results["r0"]["response"] == results["r3"]["response"] == KEPT
     texts = {results[name]["response"]["body"]["choices"][0]["text"] for name in ("r1", "r2", "r4", "r5")}
     assert len(texts) == 1, "the same seed gives the same text"
 
     again = run(file, "-o", out, "--resume")
     assert again.returncode == 0
     assert "0 done, 0 failed" in again.stderr
+
+
+def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", request("good"), request("odd", temperature=9), request("lost"), "no json")
+    out = tmp_path / "out.jsonl"
+    rows = {name: {"custom_id": name, "response": None, "error": {"code": "old"}} for name in ("lost", "other input")}
+    rows["good"] = {"custom_id": "good", "response": KEPT, "error": None}
+    rows["odd"] = {"custom_id": "odd", "response": {"status_code": 503, "body": {}}, "error": None}
+    real = write(tmp_path / "real.jsonl", *rows.values())
+    real.chmod(0o640)
+    out.symlink_to(real)
+    done = run(file, "-o", out, "--resume")
+    assert done.returncode == 1
+    assert "1 already done, 3 to do" in done.stderr
+    assert "1 done, 2 failed, 0 left" in done.stderr
+    assert out.is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o640
+    results = read(out)
+    assert results.keys() == {"good", "odd", "lost", "line-4", "other input"}
+    assert (results["good"], results["other input"]) == (rows["good"], rows["other input"])
+    assert results["odd"]["response"]["status_code"] == 400
+    assert results["lost"]["response"]["status_code"] == 200
+
+    write(file, request("good"), request("odd"), request("lost"))
+    mended = run(file, "-o", out, "--resume")
+    assert mended.returncode == 0, mended.stderr
+    assert "1 done, 0 failed, 0 left" in mended.stderr
+    assert "--resume" not in mended.stderr
+    assert read(out)["odd"]["response"]["status_code"] == 200
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "real.jsonl"]
 
 
 def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(tmp_path: Path) -> None:
@@ -119,7 +152,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(tmp_path: Path) -> 
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "left: continue with --resume" in err
+    assert re.search(r"[1-9]\d* left.*: continue with --resume", err)
     before = read(out)
     assert 0 < len(before) < 16
     assert run(file, "-o", out, "--resume").returncode == 0
@@ -177,10 +210,15 @@ def test_two_lines_with_one_id_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
-    file.write_text("my notes\nmore notes")
-    with pytest.raises(ConfigError, match="no output of quire run"):
-        ids_done(file)
-    assert file.read_text() == "my notes\nmore notes"
+    for text in (
+        "my notes\nmore notes",
+        '{"custom_id": "a", "response": null}\n{"custom_id": "b", "response": "c"}\n',
+        json.dumps(request("a")) + "\n",
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="no output of quire run"):
+            take_up(file, {"a"})
+        assert file.read_text() == text
 
 
 def test_missing_files_are_one_line(tmp_path: Path) -> None:

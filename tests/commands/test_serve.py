@@ -31,9 +31,7 @@ def command(*argv: str) -> list[str]:
 
 
 @contextmanager
-def serving(
-    *flags: str, ignored: Sequence[signal.Signals] = ()
-) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+def serving(*flags: str, ignored: Sequence[signal.Signals] = ()) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """A server process on a free port, its URL and what it printed until it was ready."""
 
     def dispose() -> None:
@@ -103,7 +101,9 @@ def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
 def test_a_closed_terminal_lets_open_streams_end() -> None:
     """A terminal that goes takes the server's output with it, and sends SIGHUP more than once."""
     ours, theirs = os.openpty()
-    hang_up = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    hang_up = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
     argv = [sys.executable, "-c", hang_up, *command("serve", "--port", "0", *SMALL)]
     process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
     os.close(theirs)
