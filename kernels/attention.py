@@ -36,6 +36,32 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
+class Softmax:
+    """How a query weighs the keys of its sequence."""
+
+    scale: float
+    """Of scores."""
+    window: int | None = None
+    """Keys that a query sees, itself included; None: all."""
+    softcap: float | None = None
+    """c replaces a score s by c * tanh(s / c)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """What becomes of query and key heads before attention: RMSNorm where there are weights, [D] float32, then the
+    rotation."""
+
+    head_dim: int
+    cos_sin: Tensor | None
+    """[most positions, D]: cosines in the first half of a row, sines in the second, float32; pairs are (i, i + D/2) as
+    in the Llama checkpoints. None leaves positions out (NoPE layers)."""
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """A layer of attention and a gated MLP, ready to compute: what engine/models/decoder.py runs in steps."""
 
@@ -45,15 +71,11 @@ class DecoderLayer:
     down: Linear
     input_norm: Tensor
     output_norm: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
     attention_norm: Tensor | None
     """Of what attention gives, before it joins the stream; so with the MLP."""
     mlp_norm: Tensor | None
-    cos_sin: Tensor | None
-    window: int | None
-    scale: float
-    softcap: float | None
+    rope: Rope
+    softmax: Softmax
     gelu: bool
 
 
@@ -98,19 +120,11 @@ class Backend(Protocol):
         """Write k, v [T, K, D] to the pages at slots [T]."""
 
     def paged_attention(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
 
-        The query at position p sees keys max(0, p - window + 1) to p. softcap c replaces a score s by c * tanh(s / c).
+        The query at position p sees keys max(0, p - window + 1) to p.
         H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
         A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
         change a bit of it (except on CUDA without --deterministic).
@@ -130,22 +144,10 @@ class Backend(Protocol):
         """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
 
     def rope_store(
-        self,
-        qkv: Tensor,
-        cos_sin: Tensor | None,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        head_dim: int,
+        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm q and k per head (weights [D] where given), rotate both, store k and v.
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
 
-        cos_sin [most positions, D]: cosines in the first half of a row, sines in the second, float32; pairs are
-        (i, i + D/2) as in the Llama checkpoints. None leaves positions out (NoPE layers). Returns q [T, H, D].
         K is told by the caches' element count. May overwrite qkv.
         """
 

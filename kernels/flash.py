@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Softmax
 from kernels.paged import *  # noqa: F403 - every function of a backend beside attention
 from kernels.paged import flash_cannot_serve
 
@@ -48,15 +48,7 @@ def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softca
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    num_splits: int = 0,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, num_splits: int = 0
 ) -> Tensor:
     """One query per sequence goes to the split-KV decode kernel, everything else to the ragged one.
 
@@ -65,11 +57,11 @@ def paged_attention(
     """
     flash_attn = _library()
     asked = {
-        "softmax_scale": scale,
+        "softmax_scale": softmax.scale,
         "causal": True,
         # (left, right): a window counts the query itself; flash-attn counts the keys to its left, -1 is unlimited.
-        "window_size": (-1, -1) if window is None else (window - 1, 0),
-        "softcap": softcap or 0.0,
+        "window_size": (-1, -1) if softmax.window is None else (softmax.window - 1, 0),
+        "softcap": softmax.softcap or 0.0,
         "block_table": metadata.block_table,
     }
     if metadata.max_query_len == 1:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.attention import AttentionMetadata, Backend
+from kernels.attention import AttentionMetadata, Backend, Rope
 from kernels.reference import argmax, draw, fuse_layers, pack_linear
 
 __all__ = ["BLOCK_SIZE", "add_rms_norm", "argmax", "draw", "fuse_layers", "gelu_mul", "kv_cache_shape"]
@@ -72,16 +72,5 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
     _for(k).store_kv(k, v, k_cache, v_cache, slots)
 
 
-def rope_store(
-    qkv: Tensor,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    head_dim: int,
-) -> Tensor:
-    return _for(qkv).rope_store(qkv, cos_sin, q_norm, k_norm, eps, k_cache, v_cache, metadata, head_dim=head_dim)
+def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    return _for(qkv).rope_store(qkv, rope, k_cache, v_cache, metadata)

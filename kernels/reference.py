@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear
+from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear, Rope, Softmax
 
 NAME = "reference"
 BLOCK_SIZE = 16
@@ -41,14 +41,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
 ) -> Tensor:
     out = torch.empty_like(q)
     starts = metadata.query_start.tolist()
@@ -58,13 +51,11 @@ def paged_attention(
         v = v_cache[pages].flatten(0, 1)[:context]
         for i in range(starts[s], starts[s + 1], QUERY_TILE):
             rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
-            out[rows] = _attend(q[rows], k, v, metadata.positions[rows], scale, window, softcap)
+            out[rows] = _attend(q[rows], k, v, metadata.positions[rows], softmax)
     return out
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None, softcap: float | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax) -> Tensor:
     """Online softmax (Milakov and Gimelshein, 2018) of up to QUERY_TILE rows over key tiles aligned to position 0."""
     rows, heads, dim = q.shape
     kv_heads, compute = k.shape[1], torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -78,13 +69,13 @@ def _attend(
         short = KEY_TILE - k[tile].shape[0]
         keys = F.pad(k[tile].to(compute), (0, 0, 0, 0, 0, short)).permute(1, 2, 0)
         values = F.pad(v[tile].to(compute), (0, 0, 0, 0, 0, short)).permute(1, 0, 2)
-        scores = torch.bmm(grouped, keys) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.bmm(grouped, keys) * softmax.scale
+        if softmax.softcap is not None:
+            scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
         at = torch.arange(begin, begin + KEY_TILE, device=q.device)
         hidden = at > where
-        if window is not None:
-            hidden |= at <= where - window
+        if softmax.window is not None:
+            hidden |= at <= where - softmax.window
         scores = scores.masked_fill(hidden, -torch.inf)
         above = torch.maximum(peak, scores.amax(-1, keepdim=True))
         anchor = above.masked_fill(above == -torch.inf, 0)
@@ -116,27 +107,16 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def rope_store(
-    qkv: Tensor,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    head_dim: int,
-) -> Tensor:
+def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
     kv_heads = k_cache.shape[2]
-    heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    q, k, v = qkv.view(len(qkv), -1, head_dim).split((heads, kv_heads, kv_heads), dim=1)
-    if q_norm is not None:
-        q = rms_norm(q, q_norm, eps)
-    if k_norm is not None:
-        k = rms_norm(k, k_norm, eps)
-    if cos_sin is not None:
-        cos, sin = cos_sin[metadata.positions][:, None].chunk(2, dim=-1)
+    heads = qkv.shape[1] // rope.head_dim - 2 * kv_heads
+    q, k, v = qkv.view(len(qkv), -1, rope.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+    if rope.q_norm is not None:
+        q = rms_norm(q, rope.q_norm, rope.eps)
+    if rope.k_norm is not None:
+        k = rms_norm(k, rope.k_norm, rope.eps)
+    if rope.cos_sin is not None:
+        cos, sin = rope.cos_sin[metadata.positions][:, None].chunk(2, dim=-1)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     store_kv(k, v, k_cache, v_cache, metadata.slots)
     return q.contiguous()

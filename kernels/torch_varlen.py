@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Softmax
 from kernels.paged import *  # noqa: F403 - every function of a backend beside attention
 from kernels.paged import flash_cannot_serve
 
@@ -44,21 +44,14 @@ def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softca
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
 ) -> Tensor:
     """Raises NotImplementedError for a softcap.
 
     Keys are never split among thread blocks: paged and split, PyTorch leaves rows unwritten
     (https://github.com/pytorch/pytorch/issues/194167). It also makes the results independent of the batch.
     """
-    if softcap is not None:
+    if softmax.softcap is not None:
         raise NotImplementedError(_NO_SOFTCAP)
     attend = _varlen_attn()
     assert attend is not None
@@ -70,9 +63,9 @@ def paged_attention(
         metadata.key_start,
         metadata.max_query_len,
         metadata.max_context_len,
-        scale=scale,
+        scale=softmax.scale,
         # (left, right): -1 is unlimited, and a window counts the query itself, PyTorch the keys to its left.
-        window_size=(-1 if window is None else window - 1, 0),
+        window_size=(-1 if softmax.window is None else softmax.window - 1, 0),
         enable_gqa=q.shape[1] != k_cache.shape[2],
         seqused_k=metadata.context_lens,
         block_table=metadata.block_table,

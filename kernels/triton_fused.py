@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Rope
 from kernels.triton_sizes import cdiv, power_of_2
 
 _GATE_BLOCK = 1024
@@ -167,28 +167,18 @@ def _rope_kernel(
     tl.store(to_v + HALF, second_raw, mask=inside & is_v)
 
 
-def rope_store(
-    qkv: Tensor,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    head_dim: int,
-) -> Tensor:
+def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
     qkv = qkv.contiguous()
     page, kv_heads = k_cache.shape[1:3]
-    tokens, total = len(qkv), qkv.shape[1] // head_dim
+    dim, cos_sin, q_norm, k_norm = rope.head_dim, rope.cos_sin, rope.q_norm, rope.k_norm
+    tokens, total = len(qkv), qkv.shape[1] // dim
     heads = total - 2 * kv_heads
-    q = qkv.new_empty((tokens, heads, head_dim))
-    half = power_of_2(head_dim // 2)
+    q = qkv.new_empty((tokens, heads, dim))
+    half = power_of_2(dim // 2)
     if tokens:
         _rope_kernel[tokens, cdiv(total, _ROPE_HEADS)](
             q, qkv, *(qkv if each is None else each for each in (cos_sin, q_norm, k_norm)), k_cache, v_cache,
-            metadata.positions, metadata.slots, k_cache.stride(0), v_cache.stride(0), eps, heads, kv_heads, head_dim,
+            metadata.positions, metadata.slots, k_cache.stride(0), v_cache.stride(0), rope.eps, heads, kv_heads, dim,
             half, page, _ROPE_HEADS, q_norm is not None, k_norm is not None, cos_sin is not None, num_warps=2,
         )  # fmt: skip
     return q

@@ -15,24 +15,15 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Softmax
 from kernels.reference import argmax, draw, fuse_layers, pack_linear
 from kernels.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
 from kernels.triton_fused import add_rms_norm, gelu_mul, rms_norm, rope_store, silu_mul, store_kv
 from kernels.triton_sizes import cdiv, power_of_2
 
 __all__ = ["BLOCK_SIZE", "NAME", "add_rms_norm", "argmax", "cannot_serve", "description", "deterministic_attention"]
-__all__ += [
-    "draw",
-    "fuse_layers",
-    "gelu_mul",
-    "kv_cache_shape",
-    "pack_linear",
-    "paged_attention",
-    "rms_norm",
-    "rope_store",
-]
-__all__ += ["silu_mul", "store_kv"]
+__all__ += ["draw", "fuse_layers", "gelu_mul", "kv_cache_shape", "pack_linear", "paged_attention", "rms_norm"]
+__all__ += ["rope_store", "silu_mul", "store_kv"]
 
 NAME = "triton"
 BLOCK_SIZE = 16
@@ -72,30 +63,22 @@ def kv_cache_shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.d
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    fixed_splits: bool = False,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, fixed: bool = False
 ) -> Tensor:
     """As in kernels/attention.py; pages [P, page size, K, D] of any power-of-two size.
 
-    fixed_splits: sums are split where absolute positions say, and all tiles are of one size, so that a row's bits do
+    fixed: sums are split where absolute positions say, and all tiles are of one size, so that a row's bits do
     not depend on the batch. Otherwise they are split to fill the GPU, which depends on how many rows there are.
     """
-    q = q.contiguous()
+    q, window = q.contiguous(), softmax.window
     out = torch.empty_like(q)
     tokens, heads, dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
     seqs, group, padded = len(metadata.context_lens), heads // kv_heads, max(16, power_of_2(dim))
-    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed_splits)
+    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed)
     one_token = metadata.max_query_len == 1
     count = seqs if one_token else tokens // (tiles.block_m // group) + seqs
-    split = FIXED_SPLIT if fixed_splits else 0
+    split = FIXED_SPLIT if fixed else 0
     longest = metadata.max_context_len
     seen = longest if window is None else min(longest, window + tiles.block_n)
     if split:
@@ -107,9 +90,9 @@ def paged_attention(
         programs = 1
     inputs = (q, k_cache, v_cache, metadata.query_start, metadata.context_lens, metadata.block_table)
     strides = (metadata.block_table.stride(0), k_cache.stride(0), v_cache.stride(0), seqs)
-    rules = (scale, softcap or 0.0, window or 0)
+    rules = (softmax.scale, softmax.softcap or 0.0, window or 0)
     shapes = (heads, kv_heads, dim, padded, page, tiles.block_m, tiles.block_n, one_token)
-    kinds = (window is not None, softcap is not None, split)
+    kinds = (window is not None, softmax.softcap is not None, split)
     compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if programs == 1:
         attend[count, kv_heads](out, *inputs, *strides, *rules, *shapes, *kinds, **compiled)
@@ -118,15 +101,15 @@ def paged_attention(
     peaks, totals = torch.empty((2, tokens * heads, splits), dtype=torch.float32, device=q.device)
     parts = (weighted, peaks, totals)
     attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
-    if fixed_splits:
-        fixed = (heads, dim, padded, window is not None, split)
-        reduce_fixed[tokens * heads,](out, *parts, metadata.positions, splits, window or 0, *fixed, num_warps=1)
+    if fixed:
+        kept = (heads, dim, padded, window is not None, split)
+        reduce_fixed[tokens * heads,](out, *parts, metadata.positions, splits, window or 0, *kept, num_warps=1)
     else:
         reduce_even[tokens * heads,](out, *parts, splits, dim, padded, _MOST_SPLITS, num_warps=4)
     return out
 
 
-deterministic_attention = partial(paged_attention, fixed_splits=True)
+deterministic_attention = partial(paged_attention, fixed=True)
 """What --deterministic uses."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.layers.parameters import FusedLinear, Parameter, ParameterTable
 from engine.layers.rope import rope_table
 from engine.model_files import ModelConfig
-from kernels.attention import AttentionMetadata, Backend, DecoderLayer, FusedLayers
+from kernels.attention import AttentionMetadata, Backend, DecoderLayer, FusedLayers, Rope, Softmax
 
 KVCache = list[tuple[Tensor, Tensor]]
 """Per layer: key pages and value pages, of the shape the backend asked for."""
@@ -151,7 +151,7 @@ class Decoder:
     @cached_property
     def _fused(self) -> FusedLayers | None:
         """All layers in one call, where the backend can."""
-        layers = [layer.ready() for layer in self._layers]
+        layers = [layer.ready for layer in self._layers]
         return self._backend.fuse_layers(layers, head_dim=self.spec.head_dim, eps=self.spec.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class _Layer:
     def __init__(self, spec: DecoderSpec, backend: Backend, index: int, cos_sin: Tensor | None) -> None:
         self._spec = spec
         self._backend = backend
-        self._window = spec.windows[index]
+        self._index = index
         self._cos_sin = cos_sin
         self._gate_mul = backend.gelu_mul if spec.gelu else backend.silu_mul
         self._mlp_input_norm = "pre_feedforward_layernorm" if spec.post_norms else "post_attention_layernorm"
@@ -217,39 +217,29 @@ class _Layer:
         rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """(output of the MLP, residual stream), the sum still to be made; `rows`: go on with these tokens alone."""
-        spec, backend, norms = self._spec, self._backend, self._norms
+        parts, backend, eps = self.ready, self._backend, self._spec.norm_eps
         if residual is None:
-            x, residual = backend.rms_norm(x, norms["input_layernorm"], spec.norm_eps), x
+            x, residual = backend.rms_norm(x, parts.input_norm, eps), x
         else:
-            x, residual = backend.add_rms_norm(x, residual, norms["input_layernorm"], spec.norm_eps)
-        q = backend.rope_store(
-            self._qkv(x),
-            self._cos_sin,
-            norms.get("self_attn.q_norm"),
-            norms.get("self_attn.k_norm"),
-            spec.norm_eps,
-            k_cache,
-            v_cache,
-            metadata,
-            head_dim=spec.head_dim,
-        )
-        attended = backend.paged_attention(
-            q, k_cache, v_cache, metadata, scale=spec.scale, window=self._window, softcap=spec.softcap
-        ).flatten(1)
+            x, residual = backend.add_rms_norm(x, residual, parts.input_norm, eps)
+        q = backend.rope_store(parts.qkv(x), parts.rope, k_cache, v_cache, metadata)
+        attended = backend.paged_attention(q, k_cache, v_cache, metadata, parts.softmax).flatten(1)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
-        x = self._out(attended)
-        if spec.post_norms:
-            x = backend.rms_norm(x, norms["post_attention_layernorm"], spec.norm_eps)
-        x, residual = backend.add_rms_norm(x, residual, norms[self._mlp_input_norm], spec.norm_eps)
-        x = self._down(self._gate_mul(self._gate_up(x)))
-        if spec.post_norms:
-            x = backend.rms_norm(x, norms["post_feedforward_layernorm"], spec.norm_eps)
+        x = parts.out(attended)
+        if parts.attention_norm is not None:
+            x = backend.rms_norm(x, parts.attention_norm, eps)
+        x, residual = backend.add_rms_norm(x, residual, parts.output_norm, eps)
+        x = parts.down(self._gate_mul(parts.gate_up(x)))
+        if parts.mlp_norm is not None:
+            x = backend.rms_norm(x, parts.mlp_norm, eps)
         return x, residual
 
+    @cached_property
     def ready(self) -> DecoderLayer:
         """The layer's parts, once its weights are there."""
         spec, norms = self._spec, self._norms
+        own = (norms.get("self_attn.q_norm"), norms.get("self_attn.k_norm"))
         return DecoderLayer(
             qkv=self._qkv.packed,
             out=self._out.packed,
@@ -257,14 +247,10 @@ class _Layer:
             down=self._down.packed,
             input_norm=norms["input_layernorm"],
             output_norm=norms[self._mlp_input_norm],
-            q_norm=norms.get("self_attn.q_norm"),
-            k_norm=norms.get("self_attn.k_norm"),
             attention_norm=norms["post_attention_layernorm"] if spec.post_norms else None,
             mlp_norm=norms.get("post_feedforward_layernorm"),
-            cos_sin=self._cos_sin,
-            window=self._window,
-            scale=spec.scale,
-            softcap=spec.softcap,
+            rope=Rope(spec.head_dim, self._cos_sin, *own, spec.norm_eps),
+            softmax=Softmax(spec.scale, spec.windows[self._index], spec.softcap),
             gelu=spec.gelu,
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear
+from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear, Rope, Softmax
 from kernels.cpu import linear, native
 
 __all__ = ["BLOCK_SIZE", "DTYPES", "NAME", "add_rms_norm", "argmax", "available", "cannot_serve", "description", "draw"]
@@ -92,14 +92,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tens
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
 ) -> Tensor:
     _check_cache(q, k_cache, v_cache)
     q = q.contiguous()
@@ -108,7 +101,7 @@ def paged_attention(
     _, heads, head_dim = q.shape
     lengths = (metadata.query_start, metadata.context_lens)
     sizes = (table.shape[1], k_cache.stride(0), v_cache.stride(0), pages, len(table), heads, k_cache.shape[1], head_dim)
-    rules = (scale, window or 0, softcap or 0.0)
+    rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0)
     pointers = _pointers(out, q, k_cache, v_cache, *lengths, table)
     outside = _native().paged_attention[q.dtype](*pointers, *sizes, *rules, torch.get_num_threads())
     if outside:
@@ -167,30 +160,20 @@ def _gate_mul(kernel: Callable[..., int], gate_up: Tensor) -> Tensor:
     return out
 
 
-def rope_store(
-    qkv: Tensor,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    metadata: AttentionMetadata,
-    *,
-    head_dim: int,
-) -> Tensor:
+def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
     _check_cache(qkv, k_cache, v_cache)
     qkv = qkv.contiguous()
     pages, kv_heads, _ = k_cache.shape
     tokens, width = qkv.shape
-    heads = width // head_dim - 2 * kv_heads
-    q = qkv.new_empty((tokens, heads, head_dim))
-    for each in (q_norm, k_norm, cos_sin):
+    heads = width // rope.head_dim - 2 * kv_heads
+    q = qkv.new_empty((tokens, heads, rope.head_dim))
+    weights = (rope.q_norm, rope.k_norm, rope.cos_sin)
+    for each in weights:
         if each is not None and each.dtype != torch.float32:
             raise TypeError(f"q_norm, k_norm and cos_sin must be float32, not {each.dtype}")
-    pointers = _pointers(qkv, q_norm, k_norm, cos_sin, metadata.positions, metadata.slots, q, k_cache, v_cache)
-    sizes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, head_dim)
-    outside = _native().rope_store[qkv.dtype](*pointers, *sizes, eps, torch.get_num_threads())
+    pointers = _pointers(qkv, *weights, metadata.positions, metadata.slots, q, k_cache, v_cache)
+    sizes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, rope.head_dim)
+    outside = _native().rope_store[qkv.dtype](*pointers, *sizes, rope.eps, torch.get_num_threads())
     if outside:
         raise IndexError(f"slots outside the {pages} pages of the cache")
     return q

@@ -126,8 +126,9 @@ class _FusedLayers:
 
 def _native_layer(layer: DecoderLayer, linears: Sequence[PackedLinear]) -> native.DecoderLayer:
     """All but its caches."""
-    norms = [layer.input_norm, layer.output_norm, layer.q_norm, layer.k_norm, layer.attention_norm, layer.mlp_norm]
-    pointers = [None if each is None else each.data_ptr() for each in (*norms, layer.cos_sin)]
+    rope, softmax = layer.rope, layer.softmax
+    norms = [layer.input_norm, layer.output_norm, rope.q_norm, rope.k_norm, layer.attention_norm, layer.mlp_norm]
+    pointers = [None if each is None else each.data_ptr() for each in (*norms, rope.cos_sin)]
     natives = [linear.native for linear in linears]
-    rules = (layer.window or 0, layer.scale, layer.softcap or 0.0, layer.gelu)
+    rules = (softmax.window or 0, softmax.scale, softmax.softcap or 0.0, layer.gelu)
     return native.DecoderLayer(*natives, *pointers, None, None, 0, 0, *rules)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata, Backend
+from kernels.attention import AttentionMetadata, Backend, Softmax
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def attend(
     k_cache, v_cache, metadata = page(backend, parts, seed=seed)
     q = torch.cat([part.q for part in parts])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out = backend.paged_attention(q, k_cache, v_cache, metadata, scale=scale, window=window, softcap=softcap)
+    out = backend.paged_attention(q, k_cache, v_cache, metadata, Softmax(scale, window, softcap))
     return list(out.split([len(part.q) for part in parts]))
 
 

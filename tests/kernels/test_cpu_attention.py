@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import cpu, reference
+from kernels.attention import Softmax
 from tests.kernels.ragged import Part, attend, error, page, random_part
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
@@ -93,7 +94,7 @@ def test_pages_outside_the_cache_are_refused(isa: str, generator: torch.Generato
     k_cache, v_cache, metadata = page(cpu, [part])
     metadata.block_table[0, 1] = k_cache.shape[0]
     with pytest.raises(IndexError, match="block table"):
-        cpu.paged_attention(part.q, k_cache, v_cache, metadata, scale=1.0)
+        cpu.paged_attention(part.q, k_cache, v_cache, metadata, Softmax(1.0))
 
 
 def test_other_dtypes_are_refused(isa: str, generator: torch.Generator) -> None:
@@ -102,7 +103,7 @@ def test_other_dtypes_are_refused(isa: str, generator: torch.Generator) -> None:
     part = random_part(4, 1, 2, 1, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     with pytest.raises(TypeError, match="cannot serve"):
-        cpu.paged_attention(part.q.half(), k_cache, v_cache, metadata, scale=1.0)
+        cpu.paged_attention(part.q.half(), k_cache, v_cache, metadata, Softmax(1.0))
 
 
 def test_strided_layers(isa: str, generator: torch.Generator) -> None:
@@ -110,6 +111,6 @@ def test_strided_layers(isa: str, generator: torch.Generator) -> None:
     part = random_part(70, 5, 4, 2, 32, torch.bfloat16, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     k_layers, v_layers = (torch.stack([c, torch.zeros_like(c)], dim=1) for c in (k_cache, v_cache))
-    straight = cpu.paged_attention(part.q, k_cache, v_cache, metadata, scale=0.2)
-    strided = cpu.paged_attention(part.q, k_layers[:, 0], v_layers[:, 0], metadata, scale=0.2)
+    straight = cpu.paged_attention(part.q, k_cache, v_cache, metadata, Softmax(0.2))
+    strided = cpu.paged_attention(part.q, k_layers[:, 0], v_layers[:, 0], metadata, Softmax(0.2))
     assert torch.equal(straight, strided)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import cpu, reference
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Rope, Softmax
 from tests.kernels.ragged import attend, error, page, random_part
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
@@ -99,13 +99,13 @@ def test_rope_store(
     tokens = len(metadata.slots)
     qkv = torch.randn((tokens, (heads + 2 * kv_heads) * dim), generator=generator).to(dtype)
     norms = [1 + torch.randn(dim, generator=generator) / 4 if normed else None for _ in range(2)]
-    table = tables(300, dim).float() if rotate else None
-    expected = reference.rope_store(qkv.double(), table, *norms, 1e-5, k_wide, v_wide, metadata, head_dim=dim)
-    got = cpu.rope_store(qkv, table, *norms, 1e-5, k_cache, v_cache, metadata, head_dim=dim)
+    rope = Rope(dim, tables(300, dim).float() if rotate else None, *norms, 1e-5)
+    expected = reference.rope_store(qkv.double(), rope, k_wide, v_wide, metadata)
+    got = cpu.rope_store(qkv, rope, k_cache, v_cache, metadata)
     assert got.shape == (tokens, heads, dim)
     assert error(got, expected) < TOLERANCE[dtype]
-    out = cpu.paged_attention(got, k_cache, v_cache, metadata, scale=dim**-0.5)
-    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, scale=dim**-0.5)
+    out = cpu.paged_attention(got, k_cache, v_cache, metadata, Softmax(dim**-0.5))
+    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, Softmax(dim**-0.5))
     assert error(out, judge) < 3 * TOLERANCE[dtype]
 
 
@@ -119,7 +119,7 @@ def test_store_kv_keeps_the_neighbours(isa: str, dtype: torch.dtype, generator: 
         cpu.store_kv(part.k[begin:end], part.v[begin:end], *again, metadata.slots[begin:end])
     assert torch.equal(again[0].view(torch.uint8), k_cache.view(torch.uint8))
     assert torch.equal(again[1].view(torch.uint8), v_cache.view(torch.uint8))
-    assert torch.equal(attend(cpu, [part])[0][-1], cpu.paged_attention(part.q, *again, metadata, scale=48**-0.5)[-1])
+    assert torch.equal(attend(cpu, [part])[0][-1], cpu.paged_attention(part.q, *again, metadata, Softmax(48**-0.5))[-1])
 
 
 def test_slots_outside_the_cache_are_refused(isa: str, generator: torch.Generator) -> None:
@@ -131,5 +131,5 @@ def test_slots_outside_the_cache_are_refused(isa: str, generator: torch.Generato
         cpu.store_kv(part.k, part.v, k_cache, v_cache, metadata.slots)
     qkv = torch.ones(20, 6 * 16)
     with pytest.raises(IndexError, match="slots"):
-        cpu.rope_store(qkv, tables(20, 16).float(), None, None, 1e-5, k_cache, v_cache, metadata, head_dim=16)
+        cpu.rope_store(qkv, Rope(16, tables(20, 16).float()), k_cache, v_cache, metadata)
     assert torch.equal(before.nan_to_num(7), k_cache.nan_to_num(7))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import flash, reference, torch_varlen
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Rope, Softmax
 from kernels.backends import select_backend
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.ragged import Part, error, page, random_part
@@ -56,9 +56,8 @@ def attend(
     k_cache, v_cache, metadata = page(backend, parts)
     q = torch.cat([part.q for part in parts]).to(device)
     there = to_device(metadata, device)
-    out: torch.Tensor = backend.paged_attention(
-        q, k_cache.to(device), v_cache.to(device), there, scale=scale, window=window, softcap=softcap
-    )
+    softmax = Softmax(scale, window, softcap)
+    out: torch.Tensor = backend.paged_attention(q, k_cache.to(device), v_cache.to(device), there, softmax)
     return out
 
 
@@ -115,7 +114,7 @@ def test_deterministic_attention_does_not_depend_on_the_batch(backend: ModuleTyp
     def rows(begin: int, end: int, others: list[Part]) -> torch.Tensor:
         k_cache, v_cache, metadata = page(backend, [whole.rows(begin, end), *others])
         q = torch.cat([part.q for part in (whole.rows(begin, end), *others)]).cuda()
-        out: torch.Tensor = run(q, k_cache.cuda(), v_cache.cuda(), to_device(metadata, "cuda"), scale=0.125)
+        out: torch.Tensor = run(q, k_cache.cuda(), v_cache.cuda(), to_device(metadata, "cuda"), Softmax(0.125))
         return out[: end - begin]
 
     others = [random_part(c, 1, 8, 2, 64, torch.bfloat16, generator) for c in (3000, 17, 900)]
@@ -133,7 +132,7 @@ def test_decodes_use_the_split_kernel_and_all_else_the_ragged_one(library: FakeF
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, 4, 2, 64, torch.bfloat16, generator) for c, q in DECODES]
     k_cache, v_cache, metadata = page(flash, parts)
-    flash.deterministic_attention(torch.cat([part.q for part in parts]), k_cache, v_cache, metadata, scale=0.1)
+    flash.deterministic_attention(torch.cat([part.q for part in parts]), k_cache, v_cache, metadata, Softmax(0.1))
     assert library.calls[-1] == ("kvcache", {"num_splits": 1})
 
 
@@ -144,7 +143,7 @@ def test_store_and_rope_on_large_pages(library: FakeFlashAttn) -> None:
     k_cache, v_cache, metadata = page(flash, [part])
     empty = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]
     qkv = torch.cat([part.q.flatten(1), part.k.flatten(1), part.v.flatten(1)], dim=1)
-    q = flash.rope_store(qkv, None, None, None, 1e-5, *empty, metadata, head_dim=64)
+    q = flash.rope_store(qkv, Rope(64, None), *empty, metadata)
     assert torch.equal(q, part.q)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(empty, (k_cache, v_cache), strict=True))
 

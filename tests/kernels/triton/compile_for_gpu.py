@@ -21,9 +21,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from kernels import triton_fused, triton_linear, triton_logits, triton_paged, triton_sampling
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Rope, Softmax
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+PLAIN, CAPPED = Softmax(0.1), Softmax(0.1, window=500, softcap=30.0)
 
 
 class NoGPU:
@@ -75,7 +77,14 @@ def report(kernel: Any) -> dict[str, Any]:
 
 
 def attention(
-    contexts: list[int], queries: int, dim: int, *, dtype: torch.dtype = torch.bfloat16, page: int = 16, **rules: Any
+    contexts: list[int],
+    queries: int,
+    dim: int,
+    softmax: Softmax = PLAIN,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    page: int = 16,
+    fixed: bool = False,
 ) -> None:
     """Llama's heads: 32 of queries, 8 of keys."""
     pages, seqs = -(-max(contexts) // page), len(contexts)
@@ -92,20 +101,20 @@ def attention(
     )
     k_cache, v_cache = torch.empty((2, 4, page, 8, dim), dtype=dtype)
     q = torch.empty((tokens, 32, dim), dtype=dtype)
-    triton_paged.paged_attention(q, k_cache, v_cache, metadata, scale=0.1, **rules)
+    triton_paged.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed)
 
 
 def attentions() -> None:
     for dim in (64, 96, 128, 256):
         for contexts, queries in (([2000], 1), ([600] * 40, 1), ([600] * 2, 300)):
             attention(contexts, queries, dim)
-            attention(contexts, queries, dim, fixed_splits=True)
+            attention(contexts, queries, dim, fixed=True)
     for dim in (128, 256):
-        attention([2000], 1, dim, window=500, softcap=30.0, page=256)
-        attention([600], 300, dim, window=500, softcap=30.0, page=256)
-        attention([600], 300, dim, window=500, softcap=30.0, fixed_splits=True)
+        attention([2000], 1, dim, CAPPED, page=256)
+        attention([600], 300, dim, CAPPED, page=256)
+        attention([600], 300, dim, CAPPED, fixed=True)
         attention([2000], 1, dim, dtype=torch.float32)
-        attention([600], 300, dim, dtype=torch.float32, window=500, softcap=30.0)
+        attention([600], 300, dim, dtype=torch.float32, softmax=CAPPED)
     attention([600], 12, 128, page=256)
 
 
@@ -122,7 +131,8 @@ def elementwise() -> None:
     triton_fused.store_kv(k, k, k_cache, v_cache, positions)
     qkv, norm = torch.empty((3, 48 * 128), dtype=torch.bfloat16), torch.empty(128)
     for norms in ((None, None), (norm, norm)):
-        triton_fused.rope_store(qkv, torch.empty(9, 128), *norms, 1e-5, k_cache, v_cache, metadata, head_dim=128)
+        rope = Rope(128, torch.empty(9, 128), *norms, 1e-5)
+        triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
 
 
 def sampling(rows: int) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import reference, triton_paged
-from kernels.attention import AttentionMetadata
+from kernels.attention import AttentionMetadata, Softmax
 from tests.kernels.ragged import Part, attend, error, page, random_part
 from tests.kernels.triton.conftest import INTERPRETED
 
@@ -35,11 +35,11 @@ class Paged:
     store_kv = staticmethod(reference.store_kv)  # the layout is the reference's; ours takes the interpreter seconds
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, **rules: Any
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
         attention = triton_paged.deterministic_attention if self._fixed else triton_paged.paged_attention
         there = [x.to(self._device) for x in (q, k_cache, v_cache)]
-        return attention(*there, to_device(metadata, self._device), **rules).cpu()
+        return attention(*there, to_device(metadata, self._device), softmax).cpu()
 
 
 def check(
@@ -111,8 +111,8 @@ def test_strided_layers(device: torch.device, generator: torch.Generator) -> Non
     k_cache, v_cache, metadata = (x.to(device) if isinstance(x, Tensor) else x for x in page(backend, [part]))
     k_layers, v_layers = (torch.stack([c, torch.zeros_like(c)], dim=1) for c in (k_cache, v_cache))
     q, there = part.q.to(device), to_device(metadata, device)
-    straight = triton_paged.paged_attention(q, k_cache, v_cache, there, scale=0.2)
-    assert torch.equal(straight, triton_paged.paged_attention(q, k_layers[:, 0], v_layers[:, 0], there, scale=0.2))
+    straight = triton_paged.paged_attention(q, k_cache, v_cache, there, Softmax(0.2))
+    assert torch.equal(straight, triton_paged.paged_attention(q, k_layers[:, 0], v_layers[:, 0], there, Softmax(0.2)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

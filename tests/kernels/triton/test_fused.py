@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference, triton_fused
+from kernels.attention import Rope
 from tests.kernels.ragged import error, page, random_part
 from tests.kernels.triton.test_attention import Paged, to_device
 
@@ -91,7 +92,7 @@ def test_rope_store(
         caches = [cache.to(where, kind, copy=True) for cache in (k_cache, v_cache)]
         angles, *weights = (None if each is None else each.to(where) for each in (table, *norms))
         there = to_device(metadata, where)
-        q = module.rope_store(qkv.to(where, kind), angles, *weights, 1e-5, *caches, there, head_dim=dim)
+        q = module.rope_store(qkv.to(where, kind), Rope(dim, angles, *weights, 1e-5), *caches, there)
         return q.cpu(), caches[0].cpu(), caches[1].cpu()
 
     expected = run(reference, torch.float64, torch.device("cpu"))
