@@ -92,7 +92,7 @@ class Anatomy:
 def read_anatomy(raw: Mapping[str, Any]) -> Anatomy:
     """Of a config.json. Raises ModelError, naming what is missing, for what is no decoder."""
     if raw.get("is_encoder_decoder"):
-        raise ModelError("model: an encoder-decoder has no plan here, only decoders do", param="model")
+        raise ModelError("model: an encoder-decoder has no plan here, only decoders do")
     text = text_config(raw)
     kind = str(text.get("model_type", ""))
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
@@ -234,5 +234,5 @@ def _optional(text: Mapping[str, Any], name: str) -> int:
 def _number(text: Mapping[str, Any], name: str) -> int:
     value = _optional(text, name)
     if value < 1:
-        raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder", param="model")
+        raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")
     return value

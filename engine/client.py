@@ -187,7 +187,7 @@ class EngineClient(ABC):
     def forget(self, request_id: str, reason: str = "abort") -> None:
         """Abort a request and drop its outputs. Called by its stream."""
         if self._close(request_id):
-            self.history.aborted(request_id, reason)
+            self.history.end(request_id, reason)
             if self._dead is None:
                 self._send_abort(request_id)
 

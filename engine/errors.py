@@ -86,4 +86,5 @@ class ConfigError(QuireError):
 
 
 class ModelError(ConfigError):
-    pass
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="model")

@@ -131,7 +131,7 @@ class History:
             self._take(outputs, record)
         for output in outputs:
             if output.finish_reason is not None:
-                self._end(output.id, output.finish_reason)
+                self.end(output.id, output.finish_reason)
 
     def _take(self, outputs: Sequence[RequestOutput], record: StepRecord) -> None:
         picked = [output.id for output in outputs if output.new_ids]
@@ -162,20 +162,18 @@ class History:
         for listener in self.listeners:
             listener(step)
 
-    def aborted(self, request_id: str, reason: str) -> None:
-        self._end(request_id, reason)
-
     def engine_died(self, *, for_good: bool = False) -> None:
         """What was open waits for another engine; or, for good, has ended with this one."""
         self._engine += 1
         now = monotonic()
         for timeline in list(self._open.values()):
             if for_good:
-                self._end(timeline.id, "error")
+                self.end(timeline.id, "error")
             else:
                 timeline.enter("recovering", now)
 
-    def _end(self, request_id: str, reason: str) -> None:
+    def end(self, request_id: str, reason: str) -> None:
+        """A request is over, if it is open."""
         timeline = self._open.pop(request_id, None)
         if timeline is None:
             return

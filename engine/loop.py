@@ -17,7 +17,7 @@ from engine.model_files import read_model_config, resolve_model
 from engine.pulse import Pulse, Unwatched
 from engine.scheduler import Scheduler
 from engine.steps import Steps
-from engine.types import EngineInfo, EngineStats, EngineView, Request, RequestOutput, StepRecord
+from engine.types import EngineInfo, EngineStats, EngineView, RequestOutput, StepRecord
 from engine.view import view_of
 from engine.wire import Abort, Failed, FromEngine, Look, Ready, Seen, Stepped, Submit, decode_to_engine, encode
 from engine.worker.startup import start_worker
@@ -48,6 +48,7 @@ class Engine:
             enable_prefix_caching=config.enable_prefix_caching,
             prefix_piece=min(plan.block_size, PREFIX_PIECE),
         )
+        self.add, self.abort = self.scheduler.add, self.scheduler.abort
         self._pulse = pulse
         self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead, pulse)
         self.info = EngineInfo(
@@ -64,12 +65,6 @@ class Engine:
             arithmetic=plan.arithmetic,
             deterministic=config.deterministic or worker.device == "cpu",
         )
-
-    def add(self, request: Request) -> None:
-        self.scheduler.add(request)
-
-    def abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id)
 
     @property
     def busy(self) -> bool:

@@ -45,16 +45,14 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
     """The directory of a local model, or of a hub id's snapshot, downloaded if need be. Raises ModelError."""
     path = Path(name).expanduser()
     if path.is_file():
-        raise ModelError(
-            f"model: {name!r} is a file; give a directory of safetensors (GGUF is not read)", param="model"
-        )
+        raise ModelError(f"model: {name!r} is a file; give a directory of safetensors (GGUF is not read)")
     return path if path.is_dir() else _downloaded(name, revision, _WANTED_FILES)
 
 
 def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
     """The directory of a hub id's snapshot with the files of these patterns."""
     if Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelError(f"model: there is no directory {name!r}, and it is not a hub id (owner/name)", param="model")
+        raise ModelError(f"model: there is no directory {name!r}, and it is not a hub id (owner/name)")
     # The hub client takes a third of a second to import; a local directory does without.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
@@ -62,11 +60,9 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
-        raise ModelError(f"model: {name!r} is neither a directory nor found on the hub", param="model") from error
+        raise ModelError(f"model: {name!r} is neither a directory nor found on the hub") from error
     except OSError as error:
-        raise ModelError(
-            f"model: {name!r} is not a directory, and the hub cannot be reached to download it", param="model"
-        ) from error
+        raise ModelError(f"model: {name!r} is not a directory, and the hub cannot be reached to download it") from error
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
@@ -81,7 +77,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
         file, folder = _downloaded(name, revision, ["config.json"]) / "config.json", None
     raw = _read_json(file)
     if raw is None:
-        raise ModelError(f"model: there is no {file.name} in {file.absolute().parent.name}", param="model")
+        raise ModelError(f"model: there is no {file.name} in {file.absolute().parent.name}")
     return raw, folder
 
 
@@ -89,10 +85,10 @@ def read_model_config(path: Path) -> ModelConfig:
     """Read a transformers config.json. Raises ModelError, naming the key, for what is missing."""
     raw = _read_json(path / "config.json")
     if raw is None:
-        raise ModelError(f"model: {path.name} has no config.json", param="model")
+        raise ModelError(f"model: {path.name} has no config.json")
     if quantized := raw.get("quantization_config"):
         method = dict(quantized).get("quant_method", "in some way")
-        raise ModelError(f"model: its weights are quantized ({method}), which is not served yet", param="model")
+        raise ModelError(f"model: its weights are quantized ({method}), which is not served yet")
     if raw.get("model_type") == "gemma3":  # of models with images the only ones whose text part is served
         raw = text_config(raw)
     generation = _read_json(path / "generation_config.json") or {}
@@ -140,7 +136,7 @@ def weight_files(path: Path) -> list[Path]:
     try:
         return [path / name for name in sorted(set(index["weight_map"].values()))]
     except (KeyError, AttributeError, TypeError) as error:
-        raise ModelError("model: model.safetensors.index.json has no weight_map", param="model") from error
+        raise ModelError("model: model.safetensors.index.json has no weight_map") from error
 
 
 class StoredWeights(NamedTuple):
@@ -176,9 +172,9 @@ def _safetensors_header(shard: Path) -> dict[str, Any]:
         with shard.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     except (OSError, ValueError, OverflowError, MemoryError) as error:
-        raise ModelError(f"model: {shard.name} cannot be read: {error}", param="model") from error
+        raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
     if not isinstance(header, dict):
-        raise ModelError(f"model: {shard.name} has no safetensors header", param="model")
+        raise ModelError(f"model: {shard.name} has no safetensors header")
     return header
 
 
@@ -196,9 +192,9 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ModelError(f"model: {path.name} cannot be read: {error}", param="model") from error
+        raise ModelError(f"model: {path.name} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelError(f"model: {path.name} does not hold a JSON object", param="model")
+        raise ModelError(f"model: {path.name} does not hold a JSON object")
     return content
 
 
@@ -206,7 +202,7 @@ def _integer(raw: dict[str, Any], key: str) -> int:
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"
-        raise ModelError(f"model: {family} lacks {key}, needed to build a decoder", param="model")
+        raise ModelError(f"model: {family} lacks {key}, needed to build a decoder")
     return value
 
 

@@ -88,11 +88,7 @@ def plan_kv(
     check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
     length, needed, blocks = fit_pages(
-        fitting,
-        block_size,
-        max_position=model.max_position,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
+        fitting, block_size, max_position=model.max_position, max_num_seqs=max_num_seqs, max_model_len=max_model_len
     )
     if needed > fitting or length < 1:
         raise ConfigError(

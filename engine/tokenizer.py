@@ -220,7 +220,7 @@ ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized"
 
 def _load_by_transformers(path: Path) -> tokenizers.Tokenizer:
     if not any(path.glob("*.json")):
-        raise ModelError(f"model: {path.name} has no config.json and no tokenizer", param="model")
+        raise ModelError(f"model: {path.name} has no config.json and no tokenizer")
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)

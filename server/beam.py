@@ -53,14 +53,13 @@ class Scores:
 class BeamSearch:
     """A job answered by beam search, n beams wide; what Generation is for sampling. Whole answers only."""
 
-    def __init__(self, job: Job, length_penalty: float, serving: Serving) -> None:
+    def __init__(self, job: Job, serving: Serving) -> None:
         """Raises InvalidRequest for answers that must follow a grammar."""
         if job.params.grammar is not None:
             raise InvalidRequest(
                 "use_beam_search is not available together with structured outputs", param="use_beam_search"
             )
         self._job = job
-        self._length_penalty = length_penalty
         self._client = serving.client
         self._metrics = serving.metrics
         self._room = serving.info.max_model_len
@@ -69,17 +68,13 @@ class BeamSearch:
         n = job.params.n
         ended = [list[int]() for _ in job.prompts]
         self._choices = [
-            Choice(i, job.prompts[i // n], job, serving.tokenizer, ended[i // n]) for i in range(len(job.prompts) * n)
+            Choice(i, job.prompts[i // n], job, serving.tokenizer, ended[i // n]) for i in range(job.num_choices)
         ]
         self._cached = [0] * len(job.prompts)
         self._cancelled: set[int] = set()
         """Prompts whose search somebody ended."""
         self._streams: set[OutputStream] = set()
         self._closed = False
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._choices)
 
     @property
     def complete(self) -> bool:
@@ -98,13 +93,13 @@ class BeamSearch:
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         """One step: all of every answer. None when closed before. Raises EngineError and Timeout."""
-        job, n = self._job, self._job.params.n
+        job, n, limit = self._job, self._job.params.n, self._job.body.timeout
         try:
-            async with asyncio.timeout(job.timeout):
+            async with asyncio.timeout(limit):
                 found = await asyncio.gather(*(self._search(index) for index in range(len(job.prompts))))
         except TimeoutError:
             self._finish("timeout")
-            raise Timeout(f"the answer was not complete within timeout ({job.timeout} s)", param="timeout") from None
+            raise Timeout(f"the answer was not complete within timeout ({limit} s)", param="timeout") from None
         except EngineError:
             self._finish("error")
             raise
@@ -124,10 +119,11 @@ class BeamSearch:
 
     async def _search(self, index: int) -> list[Beam]:
         """The n best hypotheses for one prompt, best first; those there are so far when somebody cancels it."""
-        prompt, params, width = self._job.prompts[index], self._job.params, self._job.params.n
+        job, params, width = self._job, self._job.params, self._job.params.n
+        prompt = job.prompts[index]
         longest = self._room - len(prompt.ids)
         longest = longest if params.max_tokens is None else min(longest, params.max_tokens)
-        scores = Scores(self._length_penalty, longest)
+        scores = Scores(job.body.length_penalty, longest)
         running, completed = [Beam()], list[Beam]()
         for step in range(longest):
             outputs = await self._step(index, step, prompt, running)

@@ -15,7 +15,7 @@ from engine.types import FinishReason, Request, RequestOutput, SamplingParams, T
 from server.message import MessageDelta, MessageFormat, MessageParser
 from server.metrics import Metrics
 from server.prompts import Prompt
-from server.protocol.common import GenerationBody, RepetitionDetection
+from server.protocol.common import GenerationBody
 from server.repetition import STOP_REASON, RepetitionDetector
 from server.tools.sink import CallDelta
 
@@ -25,47 +25,25 @@ class Job:
     """What to generate: n choices for each prompt. Choice i of prompt p has index p * n + i."""
 
     id: str
+    body: GenerationBody
+    """As it came; what has been decided since stands below."""
     prompts: Sequence[Prompt]
     params: SamplingParams
     echo: bool = False
     """Answers begin with their prompt."""
     echo_only: bool = False
     """Nothing follows it: the one token that the engine cannot do without is dropped."""
-    return_token_ids: bool = False
-    prompt_logprobs: int | None = None
-    """So many beside each prompt token's own go with the first delta; None: none do."""
     keep: int | None = None
     """Whole answers have so many choices for each prompt, the most likely ones; None: all."""
-    repetition: RepetitionDetection | None = None
-    length_penalty: float | None = None
-    """Of beam search; None: the answers are sampled."""
-    timeout: float | None = None
-    """Seconds in which the answer must be complete."""
-    queue_timeout: float | None = None
-    """Seconds in which any choice must have a token."""
-    cache_salt: str = ""
-    priority: int = 0
-    tenant: str = ""
-    weight: float = 1.0
     message: MessageFormat | None = None
     """How to read reasoning and tool calls out of the answers; None: all of it is content."""
+    cache_salt: str = ""
+    tenant: str = ""
+    weight: float = 1.0
 
-    @classmethod
-    def of(cls, body: GenerationBody, id: str, prompts: Sequence[Prompt], params: SamplingParams) -> Job:
-        """With what completions and chats ask for alike."""
-        return cls(
-            id,
-            prompts,
-            params,
-            return_token_ids=body.return_token_ids,
-            prompt_logprobs=body.prompt_logprobs,
-            repetition=body.repetition_detection,
-            length_penalty=body.length_penalty if body.use_beam_search else None,
-            timeout=body.timeout,
-            queue_timeout=body.queue_timeout,
-            cache_salt=body.cache_salt,
-            priority=body.priority,
-        )
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
 
     def request(self, id: str, prompt_ids: list[int], params: SamplingParams, seed: int) -> Request:
         """For one sequence."""
@@ -75,7 +53,7 @@ class Job:
             params=params,
             seed=seed,
             cache_salt=self.cache_salt,
-            priority=self.priority,
+            priority=self.body.priority,
             tenant=self.tenant,
             weight=self.weight,
         )
@@ -117,7 +95,7 @@ class Choice:
 
     def __init__(self, index: int, prompt: Prompt, job: Job, tokenizer: Tokenizer, ended: list[int]) -> None:
         """`ended`: the lengths of the prompt's choices that have ended, one list for all of them."""
-        params = job.params
+        params, body = job.params, job.body
         self._ended = ended
         self.index = index
         self.completion_tokens = 0
@@ -142,13 +120,14 @@ class Choice:
             min_tokens=params.min_tokens,
         )
         self._message = None if job.message is None else MessageParser(job.message)
-        self._repetition = None if job.repetition is None else RepetitionDetector(job.repetition, params.min_tokens)
+        rule = body.repetition_detection
+        self._repetition = None if rule is None else RepetitionDetector(rule, params.min_tokens)
         self._logprobs: deque[TokenLogprob] = deque()
         self._base = len(prompt.text) if job.echo else 0
-        self._ids: list[int] | None = [] if job.return_token_ids else None
-        self._prompt_ids = prompt.ids if job.return_token_ids else None
+        self._ids: list[int] | None = [] if body.return_token_ids else None
+        self._prompt_ids = prompt.ids if body.return_token_ids else None
         self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-        self._prompt_top = job.prompt_logprobs
+        self._prompt_top = body.prompt_logprobs
 
     def push(self, output: RequestOutput) -> ChoiceDelta | None:
         """The delta of one output; None when it shows nothing yet."""

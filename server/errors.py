@@ -49,12 +49,9 @@ UNEXPECTED = "The server had an error while processing your request. The log say
 
 def install(app: FastAPI) -> None:
     """Answer what routes raise on purpose with an OpenAI error body; for all else there is UnexpectedErrors."""
-    for kind, handler in (
-        (QuireError, _quire_error),
-        (RequestValidationError, _validation_error),
-        (HTTPException, _http_exception),
-    ):
-        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(QuireError, _quire_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_exception)
 
 
 def stream_error(error: Exception) -> bytes:

@@ -112,7 +112,7 @@ class Generation:
         single = msgspec.structs.replace(job.params, n=1)
         self._choices: dict[str, Choice] = {}
         requests, ended = [], [list[int]() for _ in job.prompts]
-        for index in range(len(job.prompts) * n):
+        for index in range(job.num_choices):
             prompt = job.prompts[index // n]
             request_id = f"{job.id}-{index}"
             self._choices[request_id] = Choice(index, prompt, job, serving.tokenizer, ended[index // n])
@@ -120,11 +120,7 @@ class Generation:
         self._cut_short = False
         self._started = time.monotonic()
         self._stream = serving.client.submit(requests, job.id)
-        self._deadlines = Deadlines(self._stream, timeout=job.timeout, queue_timeout=job.queue_timeout)
-
-    @property
-    def num_choices(self) -> int:
-        return len(self._choices)
+        self._deadlines = Deadlines(self._stream, timeout=job.body.timeout, queue_timeout=job.body.queue_timeout)
 
     @property
     def complete(self) -> bool:

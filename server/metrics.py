@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from engine.client import EngineClient
 from engine.config import EngineConfig
-from engine.history import Step, Timeline
+from engine.history import Timeline
 from engine.types import EngineInfo, SamplingParams
 from server.recent import Recent
 
@@ -105,7 +105,7 @@ class Metrics:
         self._sources = [source.labels(model_name, each) for each in ("local_compute", "local_cache_hit")]
         cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", labels, registry=self._registry)
         self._cached_total = cached_total.labels(model_name)
-        client.history.listeners.append(self._stepped)
+        client.history.listeners.append(lambda step: self._step_tokens.observe(step.record.tokens))
         client.history.end_listeners.append(self._ended)
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
         self._prompt_total = prompt_total.labels(model_name)
@@ -116,11 +116,11 @@ class Metrics:
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
-        self.recent.first_token(seconds)
+        self.recent.now().first_token.add(seconds)
 
     def next_token(self, seconds: float) -> None:
         self._next_token.observe(seconds)
-        self.recent.next_token(seconds)
+        self.recent.now().between_tokens.add(seconds)
 
     def finished(
         self,
@@ -159,9 +159,6 @@ class Metrics:
         }
         gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", tuple(facts), registry=self._registry)
         gauge.labels(**{name: str(value) for name, value in facts.items()}).set(1)
-
-    def _stepped(self, step: Step) -> None:
-        self._step_tokens.observe(step.record.tokens)
 
     def _ended(self, timeline: Timeline) -> None:
         seconds = timeline.phases(timeline.ended or timeline.submitted)

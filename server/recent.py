@@ -68,12 +68,6 @@ class Recent:
         self._bins: deque[Bin] = deque()
         self._generated = self._prompt = 0
 
-    def first_token(self, seconds: float) -> None:
-        self.now().first_token.add(seconds)
-
-    def next_token(self, seconds: float) -> None:
-        self.now().between_tokens.add(seconds)
-
     def since(self, second: int) -> list[Bin]:
         """Complete bins from that second of the Unix clock on, oldest first."""
         now = int(time.time())

@@ -26,9 +26,7 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
         case "llama3":
             frequencies = _llama3(frequencies, rope)
         case _:
-            raise ModelError(
-                f"model: rope_type {rope_type!r} is not supported (default, linear, llama3)", param="model"
-            )
+            raise ModelError(f"model: rope_type {rope_type!r} is not supported (default, linear, llama3)")
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 

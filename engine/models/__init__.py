@@ -30,9 +30,9 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
     """The spec of a model, by its family. Raises ModelError for a family that is not here."""
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}", param="model")
+        raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
     spec = FAMILIES[config.model_type](config)
     activation = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
     if activation is not None and activation not in _GATES[spec.gelu]:
-        raise ModelError(f"model: hidden_act {activation!r} is not supported", param="model")
+        raise ModelError(f"model: hidden_act {activation!r} is not supported")
     return spec

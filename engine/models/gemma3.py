@@ -12,7 +12,7 @@ from engine.models.decoder import DecoderSpec
 def spec(config: ModelConfig) -> DecoderSpec:
     raw = config.raw
     if raw.get("use_bidirectional_attention"):
-        raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder", param="model")
+        raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
     windows = gemma2.layer_windows(config, raw.get("sliding_window_pattern") or 6)
     ropes = raw.get("rope_parameters") or {"full_attention": raw.get("rope_scaling")}
     sliding = {"rope_type": "default", "rope_theta": raw.get("rope_local_base_freq") or 10_000.0}

@@ -35,17 +35,14 @@ def load_weights(table: ParameterTable, stream: TensorStream, *, dtype: torch.dt
             continue
         parameter = waiting.pop(name)
         if tuple(tensor.shape) != parameter.shape:
-            raise ModelError(
-                f"model: {name} has shape {list(tensor.shape)}, config.json means {list(parameter.shape)}",
-                param="model",
-            )
+            raise ModelError(f"model: {name} has shape {list(tensor.shape)}, config.json means {list(parameter.shape)}")
         # A copy: a tensor that stayed a view of the mapped file would keep the whole of it in memory.
         parameter.put(tensor.to(device=device, dtype=dtype, copy=True))
         size += tensor.numel() * dtype.itemsize
     if waiting:
-        raise ModelError(f"model: the weights lack {_listing(list(waiting))}", param="model")
+        raise ModelError(f"model: the weights lack {_listing(list(waiting))}")
     if left_over:
-        raise ModelError(f"model: the weights hold what the model does not have: {_listing(left_over)}", param="model")
+        raise ModelError(f"model: the weights hold what the model does not have: {_listing(left_over)}")
     return size
 
 
@@ -53,12 +50,12 @@ def safetensors_stream(path: Path) -> TensorStream:
     """All tensors of a model directory but those for images: model.safetensors, or the shards of its index."""
     shards = weight_files(path)
     if missing := [shard.name for shard in shards if not shard.is_file()]:
-        raise ModelError(f"model: {path.name} lacks {_listing(missing)}", param="model")
+        raise ModelError(f"model: {path.name} lacks {_listing(missing)}")
     for shard in shards:
         try:
             yield from _tensors(shard)
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"model: {shard.name} cannot be read: {error}", param="model") from error
+            raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
 
 
 def _tensors(shard: Path) -> TensorStream:

@@ -13,7 +13,7 @@ from engine.worker.grammar import SlotGrammars
 from engine.worker.graphs import Capture, DecodeGraphs
 from engine.worker.inputs import Picks, Slots
 from engine.worker.memory import Headroom
-from engine.worker.pending import PendingStep, Pick, PromptChunk
+from engine.worker.pending import PendingStep, PromptChunk
 from engine.worker.sampler import SamplingRow, logprob_tensors
 from engine.worker.transfer import Download, upload
 
@@ -75,7 +75,7 @@ class Runner:
         owners = [self._owner(row) for row in picks.rows]
         asked = [index for index, owner in enumerate(owners) if owner.params.logprobs is not None]
         tensors = [*self._pick(picks, owners, asked, hidden), *found]
-        made = [Pick(row, owner) for row, owner in zip(picks.rows, owners, strict=True)]
+        made = list(zip(picks.rows, owners, strict=True))
         return PendingStep(made, asked, chunks, Download(tensors, self._downloads), self._grammars)
 
     @torch.inference_mode()

@@ -8,7 +8,7 @@ a crash.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,7 +147,7 @@ def logprob_tensors(logits: Tensor, picked: Tensor, most: int) -> tuple[Tensor, 
     return own.squeeze(-1), (logprobs > own).sum(-1) + 1, best.values, best.indices
 
 
-def token_logprobs(picked: Sequence[int], tensors: Sequence[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:
+def token_logprobs(picked: Sequence[int], tensors: Iterable[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:
     """What `logprob_tensors` found, each picked token with as many of the most likely ones as `tops` says."""
     own, ranks, values, ids = (tensor.tolist() for tensor in tensors)
     return [

@@ -20,11 +20,7 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 class PackedLinear(ctypes.Structure):
     """exports.h; the fields here and below are explained in the C++ they mirror."""
 
-    _fields_ = [
-        ("weight", _POINTER),
-        ("bias", _POINTER),
-        *[(name, _INT) for name in ("in_", "outs", "squeezed", "wide")],
-    ]
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), *[(n, _INT) for n in ("in_", "outs", "squeezed", "wide")]]
 
 
 class DecoderLayer(ctypes.Structure):
@@ -42,10 +38,7 @@ class DecoderLayer(ctypes.Structure):
 
 
 class DecoderShape(ctypes.Structure):
-    _fields_ = [
-        *[(name, _INT) for name in ("hidden", "heads", "kv_heads", "dim", "gate")],
-        ("eps", _FLOAT),
-    ]
+    _fields_ = [*[(name, _INT) for name in ("hidden", "heads", "kv_heads", "dim", "gate")], ("eps", _FLOAT)]
 
 
 class DecoderStep(ctypes.Structure):

@@ -69,11 +69,7 @@ def _by_name(logprob: TokenLogprob, name: Namer) -> dict[str, float]:
 
 
 def _entry(token_id: int, logprob: float, tokenizer: Tokenizer, name: Namer) -> dict[str, Any]:
-    return {
-        "token": name(token_id),
-        "logprob": _finite(logprob),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+    return {"token": name(token_id), "logprob": _finite(logprob), "bytes": list(tokenizer.token_bytes(token_id))}
 
 
 def _finite(value: float) -> float:

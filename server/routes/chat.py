@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -55,9 +53,9 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     thinking = thinking_budget(body.thinking_token_budget, serving.formats.reasoning, begun, serving.tokenizer)
     params = msgspec.structs.replace(params, grammar=grammar, thinking=thinking)
     head = Head(new_id("chatcmpl"), model, serving.fingerprint)
-    job = replace(Job.of(body, head.id, [prompt], params), message=message)
+    job = Job(head.id, body, [prompt], params, message=message)
     writer = ChatWriter(head, serving.tokenizer, body, logprobs=body.logprobs)
-    return await reply(request, serving, body, job, writer, headers)
+    return await reply(request, serving, job, writer, headers)
 
 
 def ignored_by_template(body: ChatRequest, tools: ToolUse, template: str) -> list[str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -46,9 +44,9 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     params = msgspec.structs.replace(params, grammar=await serving.grammars.checked(asked_grammar(body)))
     prompts = await completion_prompts(body, serving)
     head = Head(new_id("cmpl"), model, serving.fingerprint)
-    job = replace(Job.of(body, head.id, prompts, params), echo=body.echo, echo_only=echo_only, keep=body.n)
+    job = Job(head.id, body, prompts, params, body.echo, echo_only, keep=body.n)
     writer = CompletionWriter(head, serving.tokenizer, body, logprobs=body.logprobs is not None)
-    return await reply(request, serving, body, job, writer, headers)
+    return await reply(request, serving, job, writer, headers)
 
 
 def _most(*counts: int | None) -> int | None:

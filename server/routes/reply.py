@@ -14,7 +14,6 @@ from server.beam import BeamSearch
 from server.choice import Job
 from server.doors import tenant_of
 from server.generate import Generation, fold
-from server.protocol.common import GenerationBody
 from server.serving import Serving
 from server.sse import EventStream, closing_on_disconnect
 
@@ -22,29 +21,21 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 async def reply(
-    request: Request,
-    serving: Serving,
-    body: GenerationBody,
-    job: Job,
-    writer: AnswerWriter,
-    headers: Mapping[str, str],
+    request: Request, serving: Serving, job: Job, writer: AnswerWriter, headers: Mapping[str, str]
 ) -> Response:
     """Submit the job and answer it.
 
     Raises what `admit` raises, EngineError when the engine is gone or failed a whole answer.
     """
-    tenant = tenant_of(request.scope)
-    tenant.check_priority(job.priority)
-    salt = job.cache_salt if serving.config.share_prefix_cache else tenant.salt(job.cache_salt)
+    tenant, body = tenant_of(request.scope), job.body
+    tenant.check_priority(body.priority)
+    salt = body.cache_salt if serving.config.share_prefix_cache else tenant.salt(body.cache_salt)
     job = replace(job, cache_salt=salt, tenant=tenant.name, weight=tenant.weight)
     reservation = admit(serving, tenant, job.prompts, job.params.n, job.params.max_tokens)
     serving.ledger.begin(request.scope, job.id, serving.config.model_names[0])
     generation: Generation | BeamSearch
     try:
-        if job.length_penalty is None:
-            generation = Generation(job, serving)
-        else:
-            generation = BeamSearch(job, job.length_penalty, serving)
+        generation = BeamSearch(job, serving) if body.use_beam_search else Generation(job, serving)
     except Exception:
         reservation.settle(0)
         raise
@@ -54,7 +45,7 @@ async def reply(
         reservation.settle(generation.usage.prompt_tokens + generation.usage.completion_tokens)
 
     if body.stream:
-        return EventStream(_events(generation, writer, body), close, headers)
+        return EventStream(_events(generation, writer, job), close, headers)
     async with closing_on_disconnect(request.receive, close):
         answers = await fold(generation.deltas())
     if not generation.complete:
@@ -62,14 +53,12 @@ async def reply(
     return Response(writer.whole(generation.best(answers), generation.usage), 200, dict(headers), "application/json")
 
 
-async def _events(
-    generation: Generation | BeamSearch, writer: AnswerWriter, body: GenerationBody
-) -> AsyncIterator[bytes]:
-    if body.continuous_usage:
+async def _events(generation: Generation | BeamSearch, writer: AnswerWriter, job: Job) -> AsyncIterator[bytes]:
+    if job.body.continuous_usage:
         writer.tell_usage(generation.usage)
-    opening = writer.first(generation.num_choices)
+    opening = writer.first(job.num_choices)
     async for step in generation.deltas():
-        if body.continuous_usage:
+        if job.body.continuous_usage:
             writer.tell_usage(generation.usage)
         yield opening + writer.step(step)
         opening = b""
