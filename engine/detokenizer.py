@@ -9,7 +9,6 @@ import codecs
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from engine.tokenizer import Scheme, Tokenizer, fallback_byte
 from engine.types import RequestOutput
@@ -132,16 +131,6 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-class Decoder(Protocol):
-    """Adds up token ids to text."""
-
-    def feed(self, token_id: int) -> str:
-        """Text that one more id completes."""
-
-    def flush(self) -> str:
-        """What is left at the end."""
-
-
 def make_decoder(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
 ) -> Decoder:
@@ -255,3 +244,7 @@ class WindowDecoder:
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._ids[: self._shown], skip_special_tokens=False)
         return self._tokenizer.decode(self._ids, skip_special_tokens=False)[len(before) :]
+
+
+Decoder = ByteLevelDecoder | SentencePieceDecoder | WindowDecoder
+"""Adds up token ids to text: `feed` gives what one more id completes, `flush` what is left at the end."""

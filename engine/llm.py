@@ -23,7 +23,6 @@ from engine.detokenizer import TextStream
 from engine.errors import ConfigError, EngineError, InvalidRequest
 from engine.local import LocalClient
 from engine.model_files import read_generation_defaults, resolve_model
-from engine.seeds import choice_seed
 from engine.tokenizer import Tokenizer
 from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
 
@@ -175,7 +174,7 @@ class LLM:
         name = secrets.token_hex(8)
         names = [f"{name}-{index}" for index in range(params.n)]
         requests = [
-            Request(id=each, prompt_ids=ids, params=params, seed=choice_seed(params.seed, index))
+            Request(id=each, prompt_ids=ids, params=params, seed=params.choice_seed(index))
             for index, each in enumerate(names)
         ]
         answers = {each: _Answer(self.tokenizer, ids, params, index) for index, each in enumerate(names)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal
 
 import msgspec
@@ -107,6 +109,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def choice_seed(self, choice: int) -> int:
+        """Seed of one of n choices, 63 bits; random without a seed. The first one's is the request's own: it does not
+        depend on n."""
+        if self.seed is None:
+            return secrets.randbits(63)
+        if choice == 0:
+            return self.seed & (2**63 - 1)
+        return int.from_bytes(blake2b(f"{self.seed}:{choice}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def _within(name: str, value: float | None, low: float, high: float | None, *, above: bool = False) -> None:

@@ -9,8 +9,6 @@ sums as they were, to the bit. With splits of a fixed length a row so gives the 
 stored, then reduced) as from a prefill (splits merged in registers).
 """
 
-# mypy: disallow-untyped-defs=False
-# Kernels are typed by what they are launched with.
 from __future__ import annotations
 
 import triton

@@ -4,8 +4,6 @@ Caches are [pages, page size, K, D] with pages of any size. Arithmetic is float3
 once, at the end. Rows share nothing, so no bit depends on the batch.
 """
 
-# mypy: disallow-untyped-defs=False
-# Kernels are typed by what they are launched with.
 from __future__ import annotations
 
 import torch

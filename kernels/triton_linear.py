@@ -7,8 +7,6 @@ The price is speed: for many rows these tiles are smaller than the best, for one
 fewer of the GPU's processors.
 """
 
-# mypy: disallow-untyped-defs=False
-# Kernels are typed by what they are launched with.
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ engine/worker/sampler.py's `adjust` is the twin and the judge. `tokens` [slots, 
 every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so far.
 """
 
-# mypy: disallow-untyped-defs=False
-# Kernels are typed by what they are launched with.
 from __future__ import annotations
 
 import torch

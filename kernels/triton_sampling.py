@@ -7,8 +7,6 @@ order as it does) and found by bisection: the largest at which what is kept stil
 candidates that a histogram by powers of two leaves, or, in a flat distribution, in all of the vocabulary.
 """
 
-# mypy: disallow-untyped-defs=False
-# Kernels are typed by what they are launched with.
 from __future__ import annotations
 
 import torch

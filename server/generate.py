@@ -14,7 +14,6 @@ import msgspec
 
 from engine.client import OutputStream
 from engine.errors import EngineError, QueueTimeout, Timeout
-from engine.seeds import choice_seed
 from engine.types import RequestOutput, TokenLogprob
 from server.choice import Choice, ChoiceDelta, Job, TokenText
 from server.serving import Serving
@@ -116,7 +115,7 @@ class Generation:
             prompt = job.prompts[index // n]
             request_id = f"{job.id}-{index}"
             self._choices[request_id] = Choice(index, prompt, job, serving.tokenizer, ended[index // n])
-            requests.append(job.request(request_id, prompt.ids, single, choice_seed(job.params.seed, index % n)))
+            requests.append(job.request(request_id, prompt.ids, single, job.params.choice_seed(index % n)))
         self._cut_short = False
         self._started = time.monotonic()
         self._stream = serving.client.submit(requests, job.id)

@@ -29,19 +29,18 @@ _MOST_TOKENS = 2**19
 
 
 @cache
-def _load() -> tuple[native.Native | None, str]:
-    """The library, or None and why not."""
+def _load() -> native.Native | str:
+    """The library, or why there is none."""
     try:
         isas = native.runnable()
-        if not isas:
-            return None, "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
-        return native.Native(isas[-1]), ""
+        missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
+        return native.Native(isas[-1]) if isas else missing
     except (OSError, AttributeError) as error:  # a library that does not fit this machine, or is from another version
-        return None, f"the C++ kernels cannot be loaded: {error}"
+        return f"the C++ kernels cannot be loaded: {error}"
 
 
 def available() -> bool:
-    return _load()[0] is not None
+    return not why_not()
 
 
 def isa() -> str:
@@ -51,7 +50,8 @@ def isa() -> str:
 
 def why_not() -> str:
     """One line on why available() is False."""
-    return _load()[1]
+    found = _load()
+    return found if isinstance(found, str) else ""
 
 
 def description() -> str:
@@ -67,10 +67,10 @@ def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softca
 
 
 def _native() -> native.Native:
-    library, reason = _load()
-    if library is None:
-        raise RuntimeError(reason)
-    return library
+    found = _load()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
 
 
 def kv_cache_shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
