@@ -29,7 +29,8 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self._references = array("i", [0]) * num_blocks
+        self.references = array("i", [0]) * num_blocks
+        """How many sequences hold each page: C ints, for others to read."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hashes_of: dict[int, list[bytes]] = {}
         self._block_of: dict[bytes, int] = {}
@@ -43,18 +44,8 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     @property
-    def num_cached(self) -> int:
-        """Pages whose content can be found by a hash, held or free."""
-        return len(self._hashes_of)
-
-    @property
-    def references(self) -> array[int]:
-        """How many sequences hold each page: C ints, to be read only."""
-        return self._references
-
-    @property
     def cached(self) -> Collection[int]:
-        """The pages whose content can be found, held or free."""
+        """The pages whose content can be found by a hash, held or free."""
         return self._hashes_of.keys()
 
     def allocate(self, count: int) -> list[int]:
@@ -64,7 +55,7 @@ class BlockPool:
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
             self._forget(block)
-            self._references[block] = 1
+            self.references[block] = 1
             blocks.append(block)
         return blocks
 
@@ -80,18 +71,18 @@ class BlockPool:
 
     def idle(self, blocks: Iterable[int]) -> int:
         """How many of these nobody holds, so that sharing them makes num_free smaller."""
-        return sum(self._references[block] == 0 for block in blocks)
+        return sum(self.references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Take one more reference of each."""
         for block in blocks:
-            if self._references[block] == 0:
+            if self.references[block] == 0:
                 del self._free[block]
-            self._references[block] += 1
+            self.references[block] += 1
 
     def register(self, block: int, digest: bytes) -> None:
         """Make a page's content up to some token findable. If another page holds it already, that one stays known."""
-        assert self._references[block] > 0, "registering a page that nobody holds"
+        assert self.references[block] > 0, "registering a page that nobody holds"
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._hashes_of.setdefault(block, []).append(digest)
@@ -99,16 +90,16 @@ class BlockPool:
     def release(self, blocks: Sequence[int]) -> None:
         """Give one reference of each back; pages at the end of a prefix are reused before those at its beginning."""
         for block in reversed(blocks):
-            self._references[block] -= 1
-            assert self._references[block] >= 0, f"page {block} was released twice"
-            if self._references[block] == 0:
+            self.references[block] -= 1
+            assert self.references[block] >= 0, f"page {block} was released twice"
+            if self.references[block] == 0:
                 self._free[block] = None
                 if block not in self._hashes_of:
                     self._free.move_to_end(block, last=False)
 
     def audit(self) -> None:
         """Assert what must hold between any two calls."""
-        assert all((count == 0) == (block in self._free) for block, count in enumerate(self._references))
+        assert all((count == 0) == (block in self._free) for block, count in enumerate(self.references))
         known = {digest: block for block, digests in self._hashes_of.items() for digest in digests}
         assert known == self._block_of
 

@@ -105,9 +105,6 @@ class History:
         self._kept_steps = 0
         self._engine = 0
 
-    def find(self, request_id: str) -> Timeline | None:
-        return self._open.get(request_id) or self._ended.get(request_id)
-
     def of(self, job: str) -> list[Timeline]:
         """The sequences of one answer: all whose ids begin with its own."""
         return [each for each in [*self._open.values(), *self._ended.values()] if each.id.startswith(f"{job}-")]

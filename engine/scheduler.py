@@ -60,7 +60,7 @@ class Scheduler:
             waiting=len(self._sequences) - len(self._running),
             used_blocks=self.pool.num_used,
             total_blocks=self.pool.num_blocks,
-            cached_blocks=self.pool.num_cached,
+            cached_blocks=len(self.pool.cached),
             preemptions=self._preemptions,
             prefix_queries=self._queries,
             prefix_hits=self._hits,

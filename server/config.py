@@ -9,19 +9,8 @@ from pydantic import Field
 
 from engine.config import DEMO_MODEL, EngineConfig
 
-ToolCallParser = Literal[
-    "auto",
-    "none",
-    "hermes",
-    "llama3_json",
-    "pythonic",
-    "mistral",
-    "mistral_args",
-    "deepseek_v3",
-    "deepseek_v31",
-    "qwen3_coder",
-    "seed_oss",
-]
+_JsonCalls = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
+ToolCallParser = Literal["auto", "none", _JsonCalls, "pythonic", "qwen3_coder", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
 

@@ -25,11 +25,8 @@ class ChatFormats:
     @classmethod
     def chosen(cls, config: ServerConfig, chat_templates: Mapping[str, str]) -> ChatFormats:
         template = "\n".join(chat_templates.values())
-        return cls(
-            template,
-            reasoning_format(config.reasoning_parser, template),
-            tool_format(config.tool_call_parser, template),
-        )
+        reasoning = reasoning_format(config.reasoning_parser, template)
+        return cls(template, reasoning, tool_format(config.tool_call_parser, template))
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,8 @@ class DeepSeek(ToolFormat):
         return True
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
-        calls: list[list[str]] = [
-            [
-                *(token(CALL_BEGIN), text("function"), token(SEPARATOR), text(f"{tool.name}\n```json\n")),
-                *(arguments_of(tool), text("\n```"), token(CALL_END)),
-            ]
-            for tool in tools
-        ]
+        begin, end = [token(CALL_BEGIN), text("function"), token(SEPARATOR)], [text("\n```"), token(CALL_END)]
+        calls = [[*begin, text(f"{tool.name}\n```json\n"), arguments_of(tool), *end] for tool in tools]
         before, after = [token(CALLS_BEGIN)], [token(CALLS_END)]
         return grammar_of(calls, many, before=before, between=[text("\n")], after=after, must=must)
 
@@ -73,8 +68,6 @@ class DeepSeek31(DeepSeek):
     """V3.1: …begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>. Both ways are read; a grammar writes this."""
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
-        calls: list[list[str]] = [
-            [token(CALL_BEGIN), text(tool.name), token(SEPARATOR), arguments_of(tool), token(CALL_END)]
-            for tool in tools
-        ]
+        begin, separator, end = map(token, (CALL_BEGIN, SEPARATOR, CALL_END))
+        calls = [[begin, text(tool.name), separator, arguments_of(tool), end] for tool in tools]
         return grammar_of(calls, many, before=[token(CALLS_BEGIN)], after=[token(CALLS_END)], must=must)

@@ -63,16 +63,8 @@ class QwenXml(ToolFormat):
             sink.close()
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
-        calls: list[list[str]] = [
-            [
-                text(f"\n{FUNCTION}{tool.name}>\n"),
-                *xml_parameters(tool, is_string),
-                text(f"{FUNCTION_END}\n"),
-                token(self.outer_end),
-            ]
-            for tool in tools
-        ]
-        begin = token(self.outer)
+        begin, end = token(self.outer), [text(f"{FUNCTION_END}\n"), token(self.outer_end)]
+        calls = [[text(f"\n{FUNCTION}{tool.name}>\n"), *xml_parameters(tool, is_string), *end] for tool in tools]
         return grammar_of(calls, many, before=[begin], between=[text("\n"), begin], must=must)
 
 

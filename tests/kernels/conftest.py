@@ -21,7 +21,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes kernels.cpu use this instruction set."""
     library = _library(request.param)
-    monkeypatch.setattr(cpu, "_load", lambda: (library, ""))
+    monkeypatch.setattr(cpu, "_load", lambda: library)
     return str(request.param)
 
 

@@ -122,8 +122,8 @@ def test_phases_of_a_preempted_and_replayed_request_by_hand(monkeypatch: pytest.
     history.stepped([token], record(1, 15.0, 16.0, [("a", 0, 6)]))
     clock = 17.5
     history.stepped([RequestOutput("a", [7], finish_reason="stop")], record(2, 16.0, 17.0, []))
-    found = history.find("a")
-    assert found is not None
+    (found,) = history.ended
+    assert found.id == "a"
     assert found.phases(99.0) == {
         "queued": 2.0,
         "prefill": 2.0,

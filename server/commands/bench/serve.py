@@ -59,12 +59,8 @@ class Chunk(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(Chunk).decode
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    path: str
-    body: bytes
+Job = tuple[str, bytes]
+"""Where to post, and what."""
 
 
 @dataclass(slots=True)
@@ -89,7 +85,7 @@ class Stream:
 async def ask(client: StreamClient, job: Job) -> Answer | Failure:
     stream = Stream()
     try:
-        await client.post(job.path, job.body, stream.add)
+        await client.post(*job, stream.add)
     except StreamError as error:
         return Failure(str(error))
     if not stream.times:
@@ -136,7 +132,7 @@ def make_jobs(args: argparse.Namespace, model: str) -> tuple[list[Job], list[Job
         if exact:
             body |= {"min_tokens": body["max_tokens"], "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return Job("chat/completions" if "messages" in body else "completions", json.dumps(body).encode())
+        return "chat/completions" if "messages" in body else "completions", json.dumps(body).encode()
 
     short = min(WARMUP_TOKENS, args.output_len)
     return [job(entry, args.output_len) for entry in measured], [job(entry, short) for entry in warming]

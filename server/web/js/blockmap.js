@@ -2,17 +2,9 @@
 
 import { $, el, say } from "./dom.js";
 
-const CACHED = 1;
-const FIRST_OWNER = 2;
-const UNLISTED = 0x7fff;
-const SHARED = 0x8000;
-const LARGEST = 20;
-const SMALLEST = 3;
-const FREE_KIND = 0;
-const CACHED_KIND = 1;
-const SHARED_KIND = 2;
-const OTHER_KIND = 3;
-const FIRST_HUE = 4;
+const [CACHED, FIRST_OWNER, UNLISTED, SHARED] = [1, 2, 0x7fff, 0x8000];
+const [SMALLEST, LARGEST] = [3, 20];
+const [FREE_KIND, CACHED_KIND, SHARED_KIND, OTHER_KIND, FIRST_HUE] = [0, 1, 2, 3, 4];
 const KINDS = [["free", "Empty"], ["cached", "Cached, free to reuse"], ["shared", "Shared"], ["owned", "Held by one request"]];
 const LEAST_SHOWN = 512;
 const STEP = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
