@@ -172,9 +172,8 @@ class Scheduler:
             budget -= count
             rows.append(self._commit(seq, count))
             assert seq.slot is not None
-            admissions.append(
-                Admission(seq.slot, list(seq.tokens), seq.num_prompt, seq.request.params, seq.request.seed)
-            )
+            how = (seq.request.params, seq.request.seed)
+            admissions.append(Admission(seq.slot, list(seq.tokens), seq.num_prompt, *how))
         return admissions
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:

@@ -15,6 +15,8 @@ from torch import Tensor, device, dtype
 
 Linear = Callable[[Tensor], Tensor]
 """[tokens, in_features] to [tokens, out_features]."""
+Pages = tuple[Tensor, Tensor]
+"""A layer's key cache and its value cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +81,10 @@ class DecoderLayer:
     gelu: bool
 
 
-class FusedLayers(Protocol):
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        metadata: AttentionMetadata,
-        kv_cache: Sequence[tuple[Tensor, Tensor]],
-        layers: range,
-    ) -> tuple[Tensor, Tensor]:
-        """Run these of the layers: x [T, hidden] is the output of the MLP before, residual the stream it is to join
-        (None: x is embeddings); returned are the same after the last. Overwrites both. kv_cache: of all layers."""
+FusedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, Sequence[Pages], range], tuple[Tensor, Tensor]]
+"""(x, residual, metadata, pages of all layers, layers) runs these of the layers: x [T, hidden] is the output of the MLP
+before, residual the stream it is to join (None: x is embeddings); returned are the same after the last. Overwrites
+both."""
 
 
 class Backend(Protocol):

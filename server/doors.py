@@ -42,9 +42,8 @@ class KeyGuard:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         tenant = self._tenants.find(key.strip())
         if scheme.lower() != "bearer" or tenant is None:
-            message = (
-                "Incorrect API key provided" if key else "You didn't provide an API key: Authorization: Bearer KEY"
-            )
+            missing = "You didn't provide an API key: Authorization: Bearer KEY"
+            message = "Incorrect API key provided" if key else missing
             refusal = _refusal(401, message, "authentication_error", "invalid_api_key")
         elif scope["path"].startswith(ADMIN_PREFIX) and not tenant.admin:
             message = "This route needs an admin's API key: see --admin-api-key"

@@ -188,9 +188,7 @@ class Generation:
         keep = self._job.keep or n
         if keep == n:
             return list(answers)
-        mean = {
-            choice.index: choice.logprob_sum / max(1, choice.completion_tokens) for choice in self._choices.values()
-        }
+        mean = {each.index: each.logprob_sum / max(1, each.completion_tokens) for each in self._choices.values()}
         kept: list[Answer] = []
         for first in range(0, len(answers), n):
             group = sorted(answers[first : first + n], key=lambda answer: -mean[answer.index])

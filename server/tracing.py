@@ -114,9 +114,8 @@ def _slice(name: str, kind: str, begin: float, end: float, window: _Window, args
     if until <= at:
         return []
     duration = round(until - at, 3)
-    return [
-        {"ph": "X", "name": name, "cat": kind, "pid": ENGINE, "tid": STEPS, "ts": at, "dur": duration, "args": args}
-    ]
+    place = {"pid": ENGINE, "tid": STEPS, "ts": at, "dur": duration}
+    return [{"ph": "X", "name": name, "cat": kind, **place, "args": args}]
 
 
 def _requests(timelines: Sequence[Timeline], window: _Window) -> list[Event]:

@@ -18,10 +18,10 @@ from torch import Tensor
 from engine.layers.parameters import FusedLinear, Parameter, ParameterTable
 from engine.layers.rope import rope_table
 from engine.model_files import ModelConfig
-from kernels.attention import AttentionMetadata, Backend, DecoderLayer, FusedLayers, Rope, Softmax
+from kernels.attention import AttentionMetadata, Backend, DecoderLayer, FusedLayers, Pages, Rope, Softmax
 
-KVCache = list[tuple[Tensor, Tensor]]
-"""Per layer: key pages and value pages, of the shape the backend asked for."""
+KVCache = list[Pages]
+"""Of all layers, of the shape the backend asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Decoder:
             done = end
         for index in range(done, self.spec.num_layers):
             some_rows = kept if index == self.spec.num_layers - 1 else None
-            x, residual = self._layers[index].forward(x, residual, metadata, *kv_cache[index], some_rows)
+            x, residual = self._layers[index].forward(x, residual, metadata, kv_cache[index], some_rows)
             self._progress()
         assert residual is not None
         return self._backend.add_rms_norm(x, residual, self._norm, self.spec.norm_eps)[0]
@@ -187,9 +187,8 @@ class _Layer:
         self._qkv = FusedLinear(backend, spec.hidden_size, qkv, bias=spec.qkv_bias)
         self._out = FusedLinear(backend, q_size, {f"{attention}.o_proj": spec.hidden_size}, bias=spec.out_bias)
         self._gate_up = FusedLinear(backend, spec.hidden_size, gate_up, bias=spec.mlp_bias)
-        self._down = FusedLinear(
-            backend, spec.intermediate_size, {f"{mlp}.down_proj": spec.hidden_size}, bias=spec.mlp_bias
-        )
+        down = {f"{mlp}.down_proj": spec.hidden_size}
+        self._down = FusedLinear(backend, spec.intermediate_size, down, bias=spec.mlp_bias)
         self._norms: dict[str, Tensor] = {}
 
     def parameters(self) -> ParameterTable:
@@ -208,13 +207,7 @@ class _Layer:
         return table
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        metadata: AttentionMetadata,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        rows: Tensor | None,
+        self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, pages: Pages, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(output of the MLP, residual stream), the sum still to be made; `rows`: go on with these tokens alone."""
         parts, backend, eps = self.ready, self._backend, self._spec.norm_eps
@@ -222,8 +215,8 @@ class _Layer:
             x, residual = backend.rms_norm(x, parts.input_norm, eps), x
         else:
             x, residual = backend.add_rms_norm(x, residual, parts.input_norm, eps)
-        q = backend.rope_store(parts.qkv(x), parts.rope, k_cache, v_cache, metadata)
-        attended = backend.paged_attention(q, k_cache, v_cache, metadata, parts.softmax).flatten(1)
+        q = backend.rope_store(parts.qkv(x), parts.rope, *pages, metadata)
+        attended = backend.paged_attention(q, *pages, metadata, parts.softmax).flatten(1)
         if rows is not None:
             attended, residual = attended[rows], residual[rows]
         x = parts.out(attended)

@@ -5,7 +5,5 @@ from engine.models.decoder import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    bias = bool(config.raw.get("attention_bias", False))
-    return DecoderSpec(
-        **base_spec(config), qkv_bias=bias, out_bias=bias, mlp_bias=bool(config.raw.get("mlp_bias", False))
-    )
+    bias, mlp_bias = (bool(config.raw.get(name, False)) for name in ("attention_bias", "mlp_bias"))
+    return DecoderSpec(**base_spec(config), qkv_bias=bias, out_bias=bias, mlp_bias=mlp_bias)

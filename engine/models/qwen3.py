@@ -7,6 +7,5 @@ from engine.models.qwen2 import layer_windows
 
 def spec(config: ModelConfig) -> DecoderSpec:
     bias = bool(config.raw.get("attention_bias", False))
-    return DecoderSpec(
-        **base_spec(config) | {"windows": layer_windows(config)}, qkv_bias=bias, out_bias=bias, qk_norm=True
-    )
+    shape = base_spec(config) | {"windows": layer_windows(config)}
+    return DecoderSpec(**shape, qkv_bias=bias, out_bias=bias, qk_norm=True)

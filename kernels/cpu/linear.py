@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers
+from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Pages
 from kernels.cpu import native
 
 
@@ -78,16 +78,11 @@ class _FusedLayers:
         self._native = (native.DecoderLayer * len(layers))()
         for index, layer in enumerate(layers):
             self._native[index] = _native_layer(layer, linears[4 * index : 4 * index + 4])
-        self._caches: Sequence[tuple[Tensor, Tensor]] = ()
+        self._caches: Sequence[Pages] = ()
         self._pages = 0
 
     def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        metadata: AttentionMetadata,
-        kv_cache: Sequence[tuple[Tensor, Tensor]],
-        layers: range,
+        self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[Pages], layers: range
     ) -> tuple[Tensor, Tensor]:
         if kv_cache is not self._caches:
             self._take_caches(kv_cache)
@@ -114,7 +109,7 @@ class _FusedLayers:
             raise IndexError(f"a block table or a slot names a page outside the {self._pages} pages of the cache")
         return x, residual
 
-    def _take_caches(self, kv_cache: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _take_caches(self, kv_cache: Sequence[Pages]) -> None:
         self._caches = kv_cache
         self._pages = kv_cache[0][0].shape[0]
         for layer, (keys, values) in zip(self._native, kv_cache, strict=False):

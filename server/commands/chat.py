@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -146,18 +146,14 @@ def _lines(stdin: TextIO, out: TextIO) -> Iterator[str]:
 def connect(url: str | None, config: ServerConfig, key: str | None) -> Iterator[httpx.Client]:
     """A client whose base is the API's /v1, of the server at `url` or of one started here."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    timeout = httpx.Timeout(10, read=None)
-    if url is not None:
-        base = url.rstrip("/").removesuffix("/v1") + "/v1"
-        with httpx.Client(base_url=base, headers=headers, timeout=timeout) as http:
-            yield http
-        return
-    from server.commands.hosting import local_server  # what a running server does without
+    with ExitStack() as stack:
+        transport = None
+        if url is None:
+            from server.commands.hosting import local_server  # what a running server does without
 
-    with local_server(config) as path:
-        transport = httpx.HTTPTransport(uds=path)
-        with httpx.Client(base_url="http://quire/v1", headers=headers, timeout=timeout, transport=transport) as http:
-            yield http
+            url, transport = "http://quire", httpx.HTTPTransport(uds=stack.enter_context(local_server(config)))
+        base, timeout = url.rstrip("/").removesuffix("/v1") + "/v1", httpx.Timeout(10, read=None)
+        yield stack.enter_context(httpx.Client(base_url=base, headers=headers, timeout=timeout, transport=transport))
 
 
 def served_model(http: httpx.Client) -> str:

@@ -73,9 +73,8 @@ def main(argv: Sequence[str], started: float) -> int:
     info, checks = uvloop.run(Verification(config, args.requests, ProcessClient).run())
     passed = all(check.passed for check in checks)
     if args.json:
-        print(
-            json.dumps({"mode": mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}, indent=2)
-        )
+        told = {"mode": mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
+        print(json.dumps(told, indent=2))
     else:
         show(info, checks)
     return 0 if passed else 1

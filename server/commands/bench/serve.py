@@ -218,9 +218,8 @@ def report(args: argparse.Namespace, model: str, measured: Measured, summary: Su
     shared = f", {args.shared_prefix} shared" if args.shared_prefix else ""
     title = f"{args.label or args.url}: {model}, {pace}, {prompts}{shared}"
     print_table(title, summary)
-    print(
-        f"this client took {1e6 * measured.client_seconds / max(1, summary.output_tokens):.0f} us a token of processor"
-    )
+    cost = 1e6 * measured.client_seconds / max(1, summary.output_tokens)
+    print(f"this client took {cost:.0f} us a token of processor")
     if args.json:
         figures = {"model": model, **asdict(summary), "client_cpu_seconds": measured.client_seconds}
         write_json(args.json, args, figures)

@@ -130,9 +130,8 @@ def estimate(anatomy: Anatomy, machine: Machine, wishes: Wishes, stored: StoredW
     if not machine.gpu and anatomy.embeddings < 2 * anatomy.head_parameters:
         on_device += anatomy.head_parameters * width  # the CPU's kernels pack a tied head into a copy of its own
     if machine.squeezes and dtype == "bfloat16":
-        on_device -= round(
-            (on_device - anatomy.head_parameters * width) * _SQUEEZED_AWAY
-        )  # all but the embedding table
+        linears = on_device - anatomy.head_parameters * width  # all but the embedding table
+        on_device -= round(linears * _SQUEEZED_AWAY)
     split = min(machine.count, anatomy.kv_heads)
     token = anatomy.kv_numbers * width // split
     page = token * BLOCK_SIZE

@@ -52,13 +52,11 @@ def _bar(made: Estimate) -> list[str]:
     scale = (RIGHT - LEFT) / max(sum(found.values()), 1)
     parts, x = [], float(LEFT)
     for index, (label, size) in enumerate(found.items()):
-        width = size * scale
-        parts.append(
-            f'<rect x="{x:.1f}" y="{BAR_TOP}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{COLOURS[label]}"/>'
-        )
+        width, fill = size * scale, COLOURS[label]
+        parts.append(f'<rect x="{x:.1f}" y="{BAR_TOP}" width="{width:.1f}" height="{BAR_HEIGHT}" fill="{fill}"/>')
         x += width
         key = LEFT + index * 165
-        parts.append(f'<rect x="{key}" y="{BAR_TOP + 58}" width="10" height="10" fill="{COLOURS[label]}"/>')
+        parts.append(f'<rect x="{key}" y="{BAR_TOP + 58}" width="10" height="10" fill="{fill}"/>')
         parts.append(_text(key + 15, BAR_TOP + 67, f"{label} {size / GIB:,.2f} GiB"))
     limit = LEFT + made.machine.memory * scale
     if limit < RIGHT - 1:  # the weights alone are more than there is
