@@ -37,7 +37,7 @@ class Runner:
         self._slots = slots
         self._grammars = grammars
         self._eos = eos_token_ids
-        self._headroom = Headroom(kv_cache) if slots.device.type == "cpu" else None
+        self._headroom = Headroom(kv_cache) if slots.device.type == "cpu" and capture is None else None
         self._graphs = None if capture is None else DecodeGraphs(self._decode, capture, slots)
         self._sample = choose_sampler(slots.device, model.argmax, model.draw)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None

@@ -167,9 +167,8 @@ def test_the_engine_gets_what_was_planned(
     if path is None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SHAPES[shape]))
         path = str(tmp_path)
-    if not isinstance(
-        library := cpu._load(), str
-    ):  # not what an earlier engine of this process left of its last mapping
+    # Not what an earlier engine of this process left of its last mapping.
+    if not isinstance(library := cpu._load(), str):
         monkeypatch.setattr(library, "weights", Arena())
     before = resident_bytes()
     monkeypatch.setattr("engine.worker.memory.available_host_bytes", lambda: GIB - (resident_bytes() - before))
