@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,13 +36,19 @@ def compiler() -> str | None:
     return None
 
 
+def sources() -> list[Path]:
+    return sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
+
+
 def compile_library(cxx: str, isa: str, target: Path) -> str:
     """An empty string, or what the compiler said. Compiling one file per process is quicker where there are cores."""
     objects = []
+    sum_of_sources = zlib.crc32(b"".join(path.read_bytes() for path in sources()))  # native.py compares it
+    flags = [*COMPILE, *ISAS[isa], f"-DSUM_OF_SOURCES={sum_of_sources}u"]
     with tempfile.TemporaryDirectory() as folder:
         for source in sorted(SOURCES.glob("*.cpp")):
             objects.append(str(Path(folder, source.stem + ".o")))
-            command = [*cxx.split(), *COMPILE, *ISAS[isa], "-c", str(source), "-o", objects[-1]]
+            command = [*cxx.split(), *flags, "-c", str(source), "-o", objects[-1]]
             if (done := subprocess.run(command, capture_output=True, text=True)).returncode:
                 return done.stderr or f"{cxx} failed"
         built = Path(folder, target.name)
@@ -65,7 +72,7 @@ class BuildKernels(build_ext):
         if cxx is None:
             self.warn("no C++ compiler found: Quire will serve on PyTorch's ops, several times slower")
             return
-        newest = max(path.stat().st_mtime for path in [Path(__file__), *SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
+        newest = max(path.stat().st_mtime for path in [Path(__file__), *sources()])
         stale = {i: t for i, t in self.targets().items() if not t.exists() or t.stat().st_mtime < newest}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             results = pool.map(lambda item: (item[0], compile_library(cxx, *item)), stale.items())
@@ -80,7 +87,7 @@ class BuildKernels(build_ext):
         return {}
 
     def get_source_files(self) -> list[str]:
-        return [str(path) for path in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
+        return [str(path) for path in sources()]
 
 
 class AnyPython(bdist_wheel):

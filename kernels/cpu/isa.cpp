@@ -10,3 +10,9 @@ extern "C" __attribute__((visibility("default"))) int isa_level() {
   return 0;
 #endif
 }
+
+#ifndef SUM_OF_SOURCES
+#define SUM_OF_SOURCES 0
+#endif
+// Of what the library was built from, as setup.py says.
+extern "C" __attribute__((visibility("default"))) unsigned sum_of_sources() { return SUM_OF_SOURCES; }

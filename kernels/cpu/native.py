@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +121,10 @@ class Native:
         self.isa = isa
         self.weights = Arena()
         library = ctypes.CDLL(str(HERE / f"{isa}.so"))
+        sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+        library.sum_of_sources.restype = ctypes.c_uint32
+        if sources and library.sum_of_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
+            raise OSError("they were built from other sources; install Quire again, as `make` does")
         for name, arguments in _SIGNATURES.items():
             table = {}
             for dtype, suffix in _SUFFIXES.items():

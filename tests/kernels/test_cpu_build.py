@@ -80,6 +80,15 @@ def test_only_stale_libraries_are_built(tree: Path) -> None:
 
 
 @needs_kernels
+def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
+    code = "from kernels import cpu; print(cpu.available(), cpu.why_not())"
+    assert python(code, tree).stdout.startswith("True")
+    with (tree / "kernels/cpu/layers.cpp").open("a") as source:
+        source.write("// A field more, say.\n")
+    assert "False the C++ kernels cannot be loaded: they were built from other sources" in python(code, tree).stdout
+
+
+@needs_kernels
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_one_openmp_runtime_in_the_process() -> None:
     code = (
