@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
+from engine.config import DEMO_MODEL
 from tests.e2e.server import Server
+from tests.tiny_models import save_tiny_model
 from tests.web.browser import CHROMEDRIVER, CHROMIUM, Browser, running_browser
 
 
@@ -35,3 +40,19 @@ def server(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
     running = Server(log, "--num-kv-blocks", "600", "--threads", "1")
     yield running
     assert running.stop() == 0, log.read_text()
+
+
+@pytest.fixture(scope="session")
+def patient(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model of slow steps and a long context: its streams outlast every look at them, however fast the machine."""
+    folder = tmp_path_factory.mktemp("patient")
+    shape = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    context = {"max_position_embeddings": 8192, "vocab_size": 4096}
+    save_tiny_model(folder, "llama", dtype=torch.bfloat16, **shape, **context)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, folder)
+    template = Path(DEMO_MODEL).with_name("demo_template.jinja")
+    options = ("--chat-template", str(template), "--num-kv-blocks", "600", "--threads", "1")
+    running = Server(folder / "server.log", str(folder), *options)
+    yield running
+    assert running.stop() == 0, running.log.read_text()

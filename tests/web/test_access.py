@@ -31,8 +31,8 @@ def violations(page: Browser) -> list[Any]:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
-def test_nothing_is_out_of_reach(browser: Browser, server: Server, theme: str, width: int) -> None:
-    browser.open(f"{server.url}/", width, 900)
+def test_nothing_is_out_of_reach(browser: Browser, patient: Server, theme: str, width: int) -> None:
+    browser.open(f"{patient.url}/", width, 900)
     browser.run(
         "const select = document.getElementById('theme'); select.value = arguments[0];"
         "select.dispatchEvent(new Event('change'))",
@@ -48,7 +48,7 @@ def test_nothing_is_out_of_reach(browser: Browser, server: Server, theme: str, w
     browser.until(lambda: "tokens" in browser.text("#log .message:last-child .note") and browser.one("#send"))
     assert violations(browser) == []
     assert browser.run("return document.documentElement.scrollWidth") <= width
-    with streams(server, 3):
+    with streams(patient, 3):
         browser.run("location.hash = '#/engine'")
         browser.until(lambda: len(browser.all("#requests tbody tr")) == 3)
         assert violations(browser) == []

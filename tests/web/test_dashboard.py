@@ -28,12 +28,13 @@ def streams(server: Server, count: int, **fields: Any) -> Iterator[list[list[Any
     """So many streams that end when told to; the events of each, as they come."""
     ended = threading.Event()
     events: list[list[Any]] = [[] for _ in range(count)]
-    body = {"max_tokens": 1900, "ignore_eos": True, "stream": True, **fields}
+    body = {"max_tokens": 8000, "ignore_eos": True, "stream": True, **fields}
 
     def read(index: int) -> None:
         prompt = f"Tale {index}: once upon a time there was a king who had {index} sons, and the eldest of them said"
         sent = {"prompt": prompt, **body}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=sent, timeout=120) as response:
+            assert response.status_code == 200, response.read()
             for line in response.iter_lines():
                 if ended.is_set():
                     return
@@ -51,16 +52,21 @@ def streams(server: Server, count: int, **fields: Any) -> Iterator[list[list[Any
 
 
 @pytest.fixture
-def page(browser: Browser, server: Server) -> Browser:
-    browser.open(f"{server.url}/#/engine")
+def page(browser: Browser, patient: Server) -> Browser:
+    browser.open(f"{patient.url}/#/engine")
     browser.until(lambda: browser.text("#live") == "Live" and browser.all("#facts dd"))
     return browser
 
 
 def legend(page: Browser) -> list[int]:
     """Pages that are empty, cached, shared, held by one request."""
-    counts = page.run("return [...document.querySelectorAll('#legend b')].map((each) => each.textContent)")
-    return [int(count.replace(",", "")) for count in counts]
+    return [int(count.replace(",", "")) for count in each(page, "#legend b", "textContent")]
+
+
+def each(page: Browser, selector: str, name: str) -> list[str]:
+    """A property of all that are on the page, in one go: rows may be drawn anew meanwhile."""
+    script = "return [...document.querySelectorAll(arguments[0])].map((each) => each[arguments[1]])"
+    return [str(value) for value in page.run(script, selector, name)]
 
 
 def colours(page: Browser) -> list[list[int]]:
@@ -72,13 +78,13 @@ def colours(page: Browser) -> list[list[int]]:
     )
 
 
-def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, server: Server) -> None:
-    with streams(server, 3) as events:
+def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, patient: Server) -> None:
+    with streams(patient, 3) as events:
         page.until(lambda: len(page.all("#requests tbody tr")) == 3 and legend(page)[3] > 20)
-        ids = {row.get_attribute("title") for row in page.all("#requests tbody .name")}
+        ids = set(each(page, "#requests tbody .name", "title"))
         page.until(lambda: all(events))
         assert ids == {f"{stream[0]['id']}-0" for stream in events}
-        assert {phase.text for phase in page.all("#requests .phase")} <= {"prefill", "decode"}
+        assert set(each(page, "#requests .phase", "textContent")) <= {"prefill", "decode"}
         assert sum(legend(page)) == TOTAL
         used, empty = colours(page)
         assert used != empty
@@ -87,9 +93,9 @@ def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, server:
         page.until(lambda: page.text("#page-readout").startswith("Page 0: "))
         # Whose page 0 is, the server says in its own words, too.
         readout = page.text("#page-readout")
-        assert any(f"held by {each}" in readout for each in ids) or "cached" in readout
+        assert any(f"held by {owner}" in readout for owner in ids) or "cached" in readout
         page.until(lambda: page.text(".figure.running dd") == "3")
-        held = server.metric("vllm:kv_cache_usage_perc") * TOTAL
+        held = patient.metric("vllm:kv_cache_usage_perc") * TOTAL
         assert abs(sum(legend(page)[2:]) - held) < 0.2 * TOTAL
         page.until(lambda: any(text not in ("–", "0") for text in page.text(".chart .readings b").split()))
     page.until(lambda: not page.all("#requests tbody tr"))
@@ -97,12 +103,11 @@ def test_what_runs_is_listed_and_its_pages_are_on_the_map(page: Browser, server:
     assert legend(page)[1] > 0, "what was computed stays cached"
 
 
-def test_a_cancelled_request_ends_and_the_others_go_on(page: Browser, server: Server) -> None:
-    with streams(server, 2) as events:
+def test_a_cancelled_request_ends_and_the_others_go_on(page: Browser, patient: Server) -> None:
+    with streams(patient, 2) as events:
         page.until(lambda: len(page.all("#requests tbody tr")) == 2 and all(events))
-        victim = f"{events[0][0]['id']}-0"
-        row = next(row for row in page.all("#requests tbody tr") if victim in str(row.get_property("innerHTML")))
-        row.find_element("css selector", ".danger").send_keys(Keys.ENTER)
+        row = each(page, "#requests tbody .name", "title").index(f"{events[0][0]['id']}-0") + 1
+        page.one(f"#requests tbody tr:nth-child({row}) .danger").send_keys(Keys.ENTER)
         page.until(lambda: events[0][-1]["choices"][0]["finish_reason"] == "abort")
         page.until(lambda: len(page.all("#requests tbody tr")) == 1)
         focused = page.run("return document.activeElement.getAttribute('aria-label') ?? ''")
@@ -112,8 +117,8 @@ def test_a_cancelled_request_ends_and_the_others_go_on(page: Browser, server: Se
         assert events[1][-1]["choices"][0]["finish_reason"] is None
 
 
-def test_a_request_is_explained(page: Browser, server: Server) -> None:
-    with streams(server, 1) as events:
+def test_a_request_is_explained(page: Browser, patient: Server) -> None:
+    with streams(patient, 1) as events:
         page.until(lambda: all(events) and page.all("#requests tbody .name"))
         page.click("#requests tbody .name")
         page.until(lambda: page.one("#text-dialog").is_displayed())
@@ -121,17 +126,17 @@ def test_a_request_is_explained(page: Browser, server: Server) -> None:
         page.click("#text-dialog [data-close]")
 
 
-def test_twins_share_pages(page: Browser, server: Server) -> None:
-    with streams(server, 2, prompt=[7] * 64) as events:
+def test_twins_share_pages(page: Browser, patient: Server) -> None:
+    with streams(patient, 2, prompt=[7] * 64) as events:
         page.until(lambda: all(events) and legend(page)[2] >= 3)
         page.until(lambda: "shared" in page.text("#requests tbody"))
 
 
-def test_a_dead_engine_is_told_of_and_its_streams_go_on(page: Browser, server: Server) -> None:
+def test_a_dead_engine_is_told_of_and_its_streams_go_on(page: Browser, patient: Server) -> None:
     deaths = int(page.text(".figure.deaths dd"))
-    with streams(server, 1) as events:
+    with streams(patient, 1) as events:
         page.until(lambda: all(events))
-        pid = server.engine_pid()
+        pid = patient.engine_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         page.until(lambda: page.text(".figure.deaths dd") == str(deaths + 1))
@@ -141,7 +146,7 @@ def test_a_dead_engine_is_told_of_and_its_streams_go_on(page: Browser, server: S
         assert int(page.text(".figure.replays dd")) >= 1
 
 
-def test_nobody_is_watched_while_another_view_shows(page: Browser, server: Server) -> None:
+def test_nobody_is_watched_while_another_view_shows(page: Browser, patient: Server) -> None:
     page.click("#to-playground")
     page.one("#draft")
     page.run("window.asked = 0; const real = fetch; window.fetch = (...all) => { asked++; return real(...all) }")

@@ -21,8 +21,12 @@ LAST = "#log .message:last-child"
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Browser:
+    return visited(browser, server)
+
+
+def visited(browser: Browser, server: Server) -> Browser:
     browser.open(f"{server.url}/")
-    browser.until(lambda: browser.text("#model") == "quire-demo")
+    browser.until(lambda: browser.text("#model") != "")
     browser.fill("#temperature", "0")
     return browser
 
@@ -73,9 +77,10 @@ def test_it_says_what_the_api_says_and_remembers_it(page: Browser, server: Serve
     assert page.all("#log .message") == []
 
 
-def test_a_stream_stops_when_told_to_and_the_engine_too(page: Browser, server: Server) -> None:
+def test_a_stream_stops_when_told_to_and_the_engine_too(browser: Browser, patient: Server) -> None:
+    page = visited(browser, patient)
     page.click(".settings details details summary")
-    page.fill("#extra", '{"ignore_eos": true, "max_tokens": 1900}')
+    page.fill("#extra", '{"ignore_eos": true, "max_tokens": 8000}')
     page.fill("#draft", STORY + Keys.ENTER)
     page.until(lambda: len(said(page)) > 40)
     early = said(page)
@@ -83,7 +88,7 @@ def test_a_stream_stops_when_told_to_and_the_engine_too(page: Browser, server: S
     assert page.run(f"return document.querySelector('{LAST}').ariaBusy") == "true"
     page.click("#stop")
     page.until(lambda: "stopped" in page.text(f"{LAST} .note"))
-    page.until(lambda: server.metric("vllm:num_requests_running") == 0)
+    page.until(lambda: patient.metric("vllm:num_requests_running") == 0)
     kept = said(page)
     assert kept.startswith(early[:20])
     page.driver.refresh()
