@@ -118,7 +118,7 @@ def test_nor_does_one_that_hangs_with_the_interpreters_lock(tmp_path: Path) -> N
 
 def test_a_stream_goes_on_when_the_engine_is_killed(tmp_path: Path) -> None:
     server = Server(tmp_path / "log")
-    body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "seed": 4, "temperature": 1.0}
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "seed": 4, "temperature": 1.0}
     whole = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
     text = ""
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=120) as response:

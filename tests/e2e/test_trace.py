@@ -17,7 +17,7 @@ from tests.server.test_trace import check
 def test_a_recording_of_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = Server(tmp_path / "log", "--api-key", "secret")
     headers = {"Authorization": "Bearer secret"}
-    body = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 3}
+    body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "n": 3}
     asking = threading.Thread(
         target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
     )
