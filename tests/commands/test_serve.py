@@ -102,7 +102,8 @@ def test_a_closed_terminal_lets_open_streams_end() -> None:
     """A terminal that goes takes the server's output with it, and sends SIGHUP more than once."""
     ours, theirs = os.openpty()
     hang_up = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     )
     argv = [sys.executable, "-c", hang_up, *command("serve", "--port", "0", *SMALL)]
     process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
