@@ -39,7 +39,8 @@ class OutputStream:
         self._pending: dict[str, RequestOutput] = {}
         self._backlog = 0
         self._error: QuireError | None = None
-        self._ready = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """Whom the next output wakes. Cheaper than an asyncio.Event."""
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -47,8 +48,8 @@ class OutputStream:
     async def __anext__(self) -> list[RequestOutput]:
         # Woken by an abort too, which may leave others running.
         while self._open and not self._pending and self._error is None:
-            self._ready.clear()
-            await self._ready.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         if self._pending:
             outputs = list(self._pending.values())
             self._pending.clear()
@@ -71,20 +72,20 @@ class OutputStream:
             log.warning("request %s: %d tokens wait for a reader, and the answer is given up", output.id, self._backlog)
             self._client.slow_readers += 1
             self.give_up(SlowReader("the answer was not read in time, and was given up"))
-        self._ready.set()
+        self._wake()
 
     def fail(self, error: QuireError) -> None:
         """Called by the client: no output will come any more."""
         self._open.clear()
         self._error = error
-        self._ready.set()
+        self._wake()
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End one request of the group now; nothing more is heard of it. `reason` is for its history."""
         if request_id in self._open:
             self._open.discard(request_id)
             self._client.forget(request_id, reason)
-            self._ready.set()
+            self._wake()
 
     def give_up(self, error: QuireError) -> bool:
         """Abort what still runs and raise `error` after what has come; False, and nothing, when all has ended."""
@@ -97,6 +98,10 @@ class OutputStream:
     def close(self) -> None:
         for request_id in list(self._open):
             self.abort(request_id)
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from engine.tokenizer import Scheme, Tokenizer, fallback_byte
 from engine.types import RequestOutput
@@ -16,8 +17,7 @@ from engine.types import RequestOutput
 REPLACEMENT = "\ufffd"
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """What pushing some ids added to a text."""
 
     text: str
@@ -98,7 +98,7 @@ class TextStream:
         if output.finish_reason != "stop" or self._include_stop or not output.new_ids:
             return self.push(output.new_ids, final=ended)
         delta = self.push(output.new_ids[:-1], final=True)
-        return delta if delta.stop_string is not None else replace(delta, used=delta.used + 1)
+        return delta if delta.stop_string is not None else msgspec.structs.replace(delta, used=delta.used + 1)
 
     def _delta(self, text: str, used: int, final: bool = False, stop_string: str | None = None) -> TextDelta:
         self._emitted += len(text)

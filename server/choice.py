@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -59,8 +59,7 @@ class Job:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenText:
+class TokenText(msgspec.Struct, frozen=True):
     """A token of an answer with its log probability; None for the first token of an echoed prompt."""
 
     token_id: int
@@ -69,8 +68,7 @@ class TokenText:
     """Where it begins, in characters of the choice's text."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct, frozen=True):
     """What one step added to one choice."""
 
     index: int
@@ -169,7 +167,7 @@ class Choice:
             return None
         shown = ChoiceDelta(self.index, message.content, tokens, reason, stop_reason)
         if message.reasoning or message.calls:
-            shown = replace(shown, reasoning=message.reasoning, calls=message.calls)
+            shown = msgspec.structs.replace(shown, reasoning=message.reasoning, calls=message.calls)
         return self._with_extras(shown)
 
     def end(self, reason: str, metrics: Metrics) -> None:
@@ -195,7 +193,7 @@ class Choice:
         ids, self._ids = self._ids, None if self._ids is None else []
         prompt_ids, self._prompt_ids = self._prompt_ids, None
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
-        return replace(delta, token_ids=ids or (), prompt_ids=prompt_ids, prompt_logprobs=logprobs)
+        return msgspec.structs.replace(delta, token_ids=ids or (), prompt_ids=prompt_ids, prompt_logprobs=logprobs)
 
     def _token(self, offset: int) -> TokenText:
         logprob = self._logprobs.popleft()

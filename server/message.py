@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.tokenizer import Tokenizer
 from server.config import ServerConfig
 from server.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
@@ -29,8 +31,7 @@ class ChatFormats:
         return cls(template, reasoning, tool_format(config.tool_call_parser, template))
 
 
-@dataclass(frozen=True, slots=True)
-class MessageDelta:
+class MessageDelta(msgspec.Struct, frozen=True):
     content: str
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()

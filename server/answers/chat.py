@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from server.answers.head import encode_json
 from server.answers.logprobs import chat_logprobs
@@ -27,7 +28,7 @@ class ChatWriter(AnswerWriter):
     def _events(self, delta: ChoiceDelta) -> bytes:
         """Reasoning, content and each call have events of their own: some clients read only one kind of an event."""
         if delta.reasoning or delta.calls:
-            rest = replace(delta, text="") if delta.calls else delta
+            rest = msgspec.structs.replace(delta, text="") if delta.calls else delta
             more = rest.text or rest.tokens or rest.finish_reason or rest.token_ids or rest.prompt_ids
             return self._extra_events(delta) + (self._content_event(rest) if more else b"")
         return self._content_event(delta)
