@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import sys
 import time
@@ -124,6 +125,8 @@ def take_up(path: Path, wanted: set[str]) -> set[str]:
         with path.open("rb") as old, kept.open("wb") as new:
             entries = ((line, json.loads(line)) for line in old)
             new.writelines(line for line, it in entries if it["custom_id"] not in again or not is_failure(it))
+            new.flush()
+            os.fsync(new.fileno())  # before the old file's name is given to it
         shutil.copymode(path, kept)
         kept.replace(path)
     return done
@@ -236,14 +239,17 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _done(output: Path, wanted: set[str], resume: bool) -> set[str]:
-    """Raises ConfigError rather than overwrite hours of results."""
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"cannot write {output}: no such directory")
-    if not output.exists() or output.stat().st_size == 0:
-        return set()
-    if not resume:
-        raise ConfigError(f"{output} holds results already: continue it with --resume, or choose another")
-    return take_up(output, wanted)
+    """Raises ConfigError rather than overwrite hours of results, or find out after them that none can be written."""
+    try:
+        with output.open("ab"):
+            pass
+        if output.stat().st_size == 0:
+            return set()
+        if not resume:
+            raise ConfigError(f"{output} holds results already: continue it with --resume, or choose another")
+        return take_up(output, wanted)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}") from None
 
 
 async def answer(

@@ -221,9 +221,15 @@ def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
         assert file.read_text() == text
 
 
-def test_missing_files_are_one_line(tmp_path: Path) -> None:
-    for argv in ([tmp_path / "none.jsonl", "-o", tmp_path / "out"], [tmp_path, "-o", tmp_path / "none" / "out"]):
+def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", request("a"))
+    for argv, message in (
+        ([tmp_path / "none.jsonl", "-o", tmp_path / "out"], f"cannot read {tmp_path / 'none.jsonl'}: "),
+        ([tmp_path, "-o", tmp_path / "out"], f"cannot read {tmp_path}: "),
+        ([file, "-o", tmp_path / "none" / "out"], f"cannot write {tmp_path / 'none' / 'out'}: "),
+        ([file, "-o", tmp_path], f"cannot write {tmp_path}: "),
+    ):
         done = run(*argv)
         assert done.returncode == 1
-        assert done.stderr.startswith("quire run: cannot ")
+        assert done.stderr.startswith(f"quire run: {message}")
         assert done.stderr.count("\n") == 1
