@@ -102,12 +102,6 @@ class Tenants:
         )
         if not entry.key.strip():
             raise ConfigError(f"{source}: {name} has an empty key")
-        if entry.key != entry.key.strip() or not (entry.key.isascii() and entry.key.isprintable()):
-            raise ConfigError(
-                f"{source}: {name} has a key that clients cannot send: take letters, digits and signs of ASCII, "
-                "no white space at either end"
-            )
-        digest = _digest(entry.key)
         if entry.key.startswith(HASHED):
             try:
                 digest = bytes.fromhex(entry.key.removeprefix(HASHED))
@@ -115,6 +109,13 @@ class Tenants:
                 digest = b""
             if len(digest) != hashlib.sha256().digest_size:
                 raise ConfigError(f"{source}: {name} must have 64 hexadecimal digits behind {HASHED}")
+        elif entry.key != entry.key.strip() or not (entry.key.isascii() and entry.key.isprintable()):
+            raise ConfigError(
+                f"{source}: {name} has a key that clients cannot send: take letters, digits and signs of ASCII, "
+                "no white space at either end"
+            )
+        else:
+            digest = _digest(entry.key)
         return Tenant(name, digest, limits, entry.weight, entry.priority, entry.admin)
 
 

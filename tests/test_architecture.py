@@ -1,6 +1,6 @@
 """The house plan, enforced: who may import whom, what stays light, how large things may grow.
 
-server > engine's control half > nothing; engine/loop.py > worker > models > layers, quant > kernels > nothing.
+server > engine's control half > nothing; engine/loop.py > worker > models > layers > kernels > nothing.
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ def part_of(module: str) -> str | None:
     """The part of the house that a module belongs to; None for what is not ours."""
     names = module.split(".")
     if names[0] == "engine" and len(names) > 1:
-        return {"loop": "loop", "worker": "worker", "models": "models", "layers": "layers", "quant": "layers"}.get(
-            names[1], "control"
-        )
+        return {"loop": "loop", "worker": "worker", "models": "models", "layers": "layers"}.get(names[1], "control")
     return {"quire": "quire.py", "server": "server", "engine": "control", "kernels": "kernels"}.get(names[0])
 
 

@@ -84,6 +84,7 @@ def test_an_admins_key_and_no_keys_at_all(tmp_path: Path) -> None:
         ("[a]\nkey = 'secret '", "a has a key that clients cannot send"),
         ('[a]\nkey = "sec\\tret"', "a has a key that clients cannot send"),
         ("[a]\nkey = 'sha256:secret'", "64 hexadecimal digits"),
+        ("[a]\nkey = 'sha256:\u2026'", "64 hexadecimal digits"),
         ("[a]\nkey = 'secret'\n[b]\nkey = 'secret'", "b has the same key as a"),
         ("key = 'secret'", "key: input should be a valid dictionary"),
         ("[key-1]\nkey = 'secret'", "key-1 is a name that a key given by flag has"),

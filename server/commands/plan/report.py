@@ -36,12 +36,12 @@ def as_text(made: Estimate, name: str, better: Machine | None) -> str:
     if made.fits:
         command = shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [name]), *made.flags])
         lines += [
-            ("cache", f"{made.num_blocks:,} pages = {made.num_blocks * BLOCK_SIZE:,} tokens"),
+            ("cache", _cache(made)),
             (
                 "fits",
                 f"{made.concurrency:,} x {made.context:,} tokens of {_size(made.context * made.kv_token_bytes)} each",
             ),
-            ("or", ", ".join(f"{count:,} x {length:,}" for length, count in made.fitting)),
+            ("room for", ", ".join(f"{count:,} x {length:,}" for length, count in made.fitting)),
             *_speed(made),
             ("serve", command),
         ]
@@ -132,6 +132,12 @@ def _memory(made: Estimate) -> str:
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
     free = " free" if not machine.gpu else ""
     return f"{each} {machine.memory / GIB:.1f} GiB{free}: {made.kv_budget / GIB:.2f} GiB for the KV cache"
+
+
+def _cache(made: Estimate) -> str:
+    tokens = made.num_blocks * BLOCK_SIZE
+    all_used = f": all that {made.concurrency:,} full contexts (--max-num-seqs) use" if tokens < made.kv_tokens else ""
+    return f"{made.num_blocks:,} pages = {tokens:,} tokens = {_size(made.num_blocks * made.page_bytes)}{all_used}"
 
 
 def _speed(made: Estimate) -> list[tuple[str, str]]:
