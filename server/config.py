@@ -81,7 +81,9 @@ class ServerConfig(EngineConfig):
         "warning", description="Level of the HTTP server's log"
     )
     disable_access_log: bool = Field(True, description="No line per HTTP request")
-    shutdown_timeout: float = Field(30.0, ge=0, description="Seconds that open requests get to finish on Ctrl-C")
+    shutdown_timeout: float = Field(
+        30.0, ge=0, description="Seconds that open requests get to finish on Ctrl-C, SIGTERM or SIGHUP"
+    )
 
     @property
     def model_names(self) -> tuple[str, ...]:

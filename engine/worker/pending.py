@@ -27,8 +27,8 @@ LOGPROB_TENSORS = 4
 @dataclass(frozen=True, slots=True)
 class PendingStep:
     """What a launched step will say. `picks` are the rows that a token is picked for, each with who owned its slot at
-    the time. `download` holds the picked tokens; if some of these are `asked` for log
-    probabilities, what logprob_tensors found for them; then that for each of `chunks`."""
+    the time. `download` holds the picked tokens; if some of these are `asked` for log probabilities, what
+    logprob_tensors found for them; then that for each of `chunks`."""
 
     picks: list[tuple[Row, Admission]]
     asked: list[int]

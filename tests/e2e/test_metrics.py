@@ -90,6 +90,7 @@ async def test_every_metric_moves_as_it_should(server: Server) -> None:
         assert 0.5 < busy["vllm:kv_cache_usage_perc"] <= 1
         after = scrape(server)
         assert after["vllm:num_preemptions_total"] > 0
+        assert 1 <= after["vllm:inter_token_latency_seconds_count"] <= 9 + 25 * 119
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert after[f"vllm:{name}"] == 0, name
 
