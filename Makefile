@@ -47,7 +47,7 @@ test-gpu: $(GPU_SITE)
 		$$(grep -rl 'mark.gpu' tests --include='test_*.py') tests/kernels/triton
 
 bench-gpu: $(GPU_SITE)
-	@$(GPU_RUN) -m tests.gpu.bench $(ARGS)
+	@$(GPU_RUN) -m benchmarks.gpu $(ARGS)
 
 serve: $(READY)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)

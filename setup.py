@@ -1,9 +1,9 @@
 """Builds the C++ kernels when Quire is installed; everything else about the package is in pyproject.toml.
 
-`kernels/cpu/*.cpp` is compiled once per instruction set into `kernels/cpu/<set>.so`, by plain g++ (or $CXX): neither
-Python's nor PyTorch's headers are used, so one wheel serves every Python and every PyTorch, and the best library is
-chosen at run time (kernels/cpu/native.py). Where there is no compiler the install succeeds without the libraries, and
-Quire serves on PyTorch's ops.
+`quire/kernels/cpu/*.cpp` is compiled once per instruction set into `quire/kernels/cpu/<set>.so`, by plain g++ (or
+$CXX): neither Python's nor PyTorch's headers are used, so one wheel serves every Python and every PyTorch, and the best
+library is chosen at run time (kernels/cpu/native.py). Where there is no compiler the install succeeds without the
+libraries, and Quire serves on PyTorch's ops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-SOURCES = Path("kernels/cpu")
+SOURCES = Path("quire/kernels/cpu")
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 ISAS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
@@ -98,6 +98,6 @@ class AnyPython(bdist_wheel):
 
 
 setup(
-    ext_modules=[Extension("kernels.cpu", sources=[])],  # marks the wheel as belonging to a platform
+    ext_modules=[Extension("quire.kernels.cpu", sources=[])],  # marks the wheel as belonging to a platform
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPython},
 )

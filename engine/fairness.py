@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from engine.sequence import Sequence
-from engine.types import Request
+from quire.engine.sequence import Sequence
+from quire.engine.types import Request
 
 OUTPUT_COST = 2
 """A generated token counts as so many prompt tokens, as in the paper."""

@@ -17,14 +17,14 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from engine.chat_template import ChatRenderer
-from engine.config import EngineConfig
-from engine.detokenizer import TextStream
-from engine.errors import ConfigError, EngineError, InvalidRequest
-from engine.local import LocalClient
-from engine.model_files import read_generation_defaults, resolve_model
-from engine.tokenizer import Tokenizer
-from engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
+from quire.engine.checkpoint.files import read_generation_defaults, resolve_model
+from quire.engine.client.in_process import InProcessClient
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.detokenizer import TextStream
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprob
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = dict[str, Any]
@@ -80,7 +80,7 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
         self._thread.start()
-        self._client = LocalClient(config)
+        self._client = InProcessClient(config)
         self.close = weakref.finalize(self, _end, self._client, self._loop, self._thread, self._pid)
         """Ends the engine; then the object is of no use. Calls itself when the object is garbage or the script ends."""
         self.info = self._run(self._client.start())
@@ -215,7 +215,7 @@ def _of_sound_types(params: SamplingParams) -> SamplingParams:
         raise InvalidRequest(f"sampling_params: {error}", param="sampling_params") from None
 
 
-def _end(client: LocalClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+def _end(client: InProcessClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
     if pid != os.getpid():  # a fork has no engine: threads stay behind
         return
     asyncio.run_coroutine_threadsafe(client.stop(), loop).result()

@@ -11,16 +11,27 @@ import time
 
 import zmq
 
-from engine.config import EngineConfig
-from engine.errors import QuireError
-from engine.model_files import read_model_config, resolve_model
-from engine.pulse import Pulse, Unwatched
-from engine.scheduler import Scheduler
-from engine.steps import Steps
-from engine.types import EngineInfo, EngineStats, EngineView, RequestOutput, StepRecord
-from engine.view import view_of
-from engine.wire import Abort, Failed, FromEngine, Look, Ready, Seen, Stepped, Submit, decode_to_engine, encode
-from engine.worker.startup import start_worker
+from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.config import EngineConfig
+from quire.engine.errors import QuireError
+from quire.engine.heartbeat import Heartbeat, NoHeartbeat
+from quire.engine.messages import (
+    Abort,
+    Failed,
+    FromEngine,
+    Ready,
+    SnapshotRequest,
+    SnapshotTaken,
+    Stepped,
+    Submit,
+    decode_to_engine,
+    encode,
+)
+from quire.engine.scheduler import Scheduler
+from quire.engine.snapshot import take_snapshot
+from quire.engine.steps import Steps
+from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, RequestOutput, StepRecord
+from quire.engine.worker.startup import start_worker
 
 PREFIX_PIECE = 16
 """Tokens by which cached prefixes are matched on larger pages."""
@@ -29,12 +40,12 @@ PREFIX_PIECE = 16
 class Engine:
     """A model, its KV cache and a scheduler. Raises ConfigError for a configuration it cannot start with."""
 
-    def __init__(self, config: EngineConfig, pulse: Unwatched | None = None) -> None:
+    def __init__(self, config: EngineConfig, heartbeat: NoHeartbeat | None = None) -> None:
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
         model = read_model_config(path)
-        pulse = pulse or Unwatched()
-        worker = start_worker(config, path, model, pulse.progress)
+        heartbeat = heartbeat or NoHeartbeat()
+        worker = start_worker(config, path, model, heartbeat.progress)
         plan = worker.plan
         self.runner = worker.runner
         self.grammars = worker.grammars
@@ -49,8 +60,8 @@ class Engine:
             prefix_piece=min(plan.block_size, PREFIX_PIECE),
         )
         self.add, self.abort = self.scheduler.add, self.scheduler.abort
-        self._pulse = pulse
-        self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead, pulse)
+        self._heartbeat = heartbeat
+        self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead, heartbeat)
         self.info = EngineInfo(
             model=config.model,
             dtype=worker.dtype,
@@ -74,14 +85,14 @@ class Engine:
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
-    def view(self) -> EngineView:
-        return view_of(self.scheduler)
+    def snapshot(self) -> EngineSnapshot:
+        return take_snapshot(self.scheduler)
 
     def prepare(self) -> bool:
         """Use a moment without requests for what later ones will need; False when there is nothing left to do."""
-        self._pulse.begin_step([])  # one that hangs is found like a step that does
+        self._heartbeat.begin_step([])  # one that hangs is found like a step that does
         more = self.runner.warm_up()
-        self._pulse.end_step()
+        self._heartbeat.end_step()
         return more
 
     @property
@@ -94,7 +105,7 @@ class Engine:
         return self._steps.step()
 
 
-def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
+def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
     """The engine process: talk over the socket at `address` until the parent goes. Returns only if it cannot start."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
@@ -102,7 +113,7 @@ def serve(config: EngineConfig, address: str, pulse: Pulse) -> int:
     socket.set(zmq.LINGER, 1000)
     socket.connect(address)
     try:
-        engine = Engine(config, pulse)
+        engine = Engine(config, heartbeat)
     except QuireError as error:
         _send(socket, Failed(error.message, error.param))
         return 1
@@ -131,8 +142,8 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
                 idle = False
                 for request_id in ids:
                     engine.abort(request_id)
-            case Look():  # which is nothing to compute
-                _send(socket, Seen(engine.view()))
+            case SnapshotRequest():  # which is nothing to compute
+                _send(socket, SnapshotTaken(engine.snapshot()))
 
 
 def _send(socket: zmq.Socket[bytes], message: FromEngine) -> None:

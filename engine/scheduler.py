@@ -10,10 +10,20 @@ freed while a step is under way may be handed out at once.
 
 from __future__ import annotations
 
-from engine.blocks import BlockPool
-from engine.fairness import FairQueue
-from engine.sequence import Sequence, Status
-from engine.types import Admission, Batch, EngineStats, FinishReason, PageCopy, Request, RequestOutput, Row, StepOutput
+from quire.engine.blocks import BlockPool
+from quire.engine.fairness import FairQueue
+from quire.engine.sequence import Sequence, Status
+from quire.engine.types import (
+    Admission,
+    Batch,
+    EngineStats,
+    FinishReason,
+    PageCopy,
+    Request,
+    RequestOutput,
+    Row,
+    StepOutput,
+)
 
 
 class Scheduler:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
-from engine.blocks import block_hash, root_hash
-from engine.types import Request, TokenLogprob
+from quire.engine.blocks import block_hash, root_hash
+from quire.engine.types import Request, TokenLogprob
 
 
 class Status(Enum):

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
-from engine.history import step_record
-from engine.pulse import Unwatched
-from engine.scheduler import Scheduler
-from engine.types import Batch, RequestOutput, StepOutput, StepRecord
+from quire.engine.client.history import step_record
+from quire.engine.heartbeat import NoHeartbeat
+from quire.engine.scheduler import Scheduler
+from quire.engine.types import Batch, RequestOutput, StepOutput, StepRecord
 
 
 class Pending(Protocol):
@@ -37,11 +37,13 @@ class Steps:
     found one step late, and the token computed in vain is dropped.
     """
 
-    def __init__(self, scheduler: Scheduler, launch: Callable[[Batch], Pending], ahead: int, pulse: Unwatched) -> None:
+    def __init__(
+        self, scheduler: Scheduler, launch: Callable[[Batch], Pending], ahead: int, heartbeat: NoHeartbeat
+    ) -> None:
         self._scheduler = scheduler
         self._launch = launch
         self._ahead = ahead
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._under_way: deque[_Launched] = deque()
         self._learnt = 0
         self.last: StepRecord | None = None
@@ -59,7 +61,7 @@ class Steps:
         self.last = None
         began = monotonic()
         batch = self._scheduler.schedule()
-        self._pulse.begin_step([] if batch is None else batch.admitted_ids)
+        self._heartbeat.begin_step([] if batch is None else batch.admitted_ids)
         if batch is not None:
             decided = monotonic()
             self._under_way.append(_Launched(batch, self._launch(batch), began, decided))
@@ -67,7 +69,7 @@ class Steps:
             self._learn(self._under_way.popleft())
         elif not self.busy:
             self._scheduler.pool.audit()
-        self._pulse.end_step()
+        self._heartbeat.end_step()
         return self._scheduler.take_outputs()
 
     def _learn(self, step: _Launched) -> None:

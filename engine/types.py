@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from engine.errors import InvalidRequest
+from quire.engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["queued", "preempted", "prefill", "decode"]
@@ -20,7 +20,7 @@ _MOST_TOKENS = 2**31 - 1
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer's text must match, all of it; engine/grammar.py writes them."""
+    """What an answer's text must match, all of it; engine/text/grammar.py writes them."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
@@ -196,7 +196,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     steps: int = 0
 
 
-class SequenceView(msgspec.Struct, frozen=True):
+class SequenceSnapshot(msgspec.Struct, frozen=True):
     """One request as the scheduler sees it."""
 
     id: str
@@ -215,11 +215,11 @@ class SequenceView(msgspec.Struct, frozen=True):
     priority: int
 
 
-class EngineView(msgspec.Struct, frozen=True):
+class EngineSnapshot(msgspec.Struct, frozen=True):
     """The engine between two steps, for somebody who watches."""
 
     stats: EngineStats
-    sequences: list[SequenceView]
+    sequences: list[SequenceSnapshot]
     """Those that run, then those that wait, each in their order; the first ones when there are many."""
     pages: bytes
     """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared

@@ -1,5 +1,5 @@
 """The reference backend: every kernel in plain PyTorch, on any device. The judge of the others, and what serves where
-nothing was compiled. Signatures and shapes are documented in kernels/attention.py.
+nothing was compiled. Signatures and shapes are documented in kernels/backend.py.
 
 Results do not depend on the batch: rows never share a reduction, keys are reduced in tiles aligned to position 0, and
 each product of a tile has one fixed shape, whatever the number of rows.
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear, Rope, Softmax
+from quire.kernels.backend import AttentionMetadata, DecoderLayer, FusedLayers, Linear, Rope, Softmax
 
 NAME = "reference"
 BLOCK_SIZE = 16

@@ -10,25 +10,25 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from engine.chat_template import ChatRenderer
-from engine.client import EngineClient
-from engine.tokenizer import Tokenizer
-from engine.types import EngineInfo
-from server import errors
-from server.bodies import BodyLimit
-from server.config import ServerConfig
-from server.doors import KeyGuard
-from server.logs import log_request
-from server.message import ChatFormats
-from server.metrics import Metrics
-from server.routes import chat, completions, engine, models, page, requests, status, tokenize
-from server.serving import Serving
-from server.spans import Spans, otlp_exporter
-from server.structured import GrammarChecker
-from server.tenants import Tenants
-from server.trail import Ledger, Trail, TrailKeeper
-from server.version import VERSION
-from server.watch import Watchers
+from quire.engine.client.client import EngineClient
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import EngineInfo
+from quire.server import errors
+from quire.server.access.authentication import AuthenticationMiddleware
+from quire.server.access.body_limits import BodyLimitMiddleware
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+from quire.server.generation.message import ChatFormats
+from quire.server.generation.structured import GrammarChecker
+from quire.server.observe.live_view import LiveView
+from quire.server.observe.logs import log_request
+from quire.server.observe.metrics import Metrics
+from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
+from quire.server.observe.request_log import RequestLog, RequestLogMiddleware, RequestRecord
+from quire.server.routes import chat, completions, engine, models, page, requests, status, tokenize
+from quire.server.served_model import Serving
+from quire.server.version import VERSION
 
 
 def create_app(
@@ -47,9 +47,9 @@ def create_app(
     """
     tenants = Tenants(config)
     client.history.keep = config.request_history
-    ended: list[Callable[[Trail], None]] = [log_request] if config.log_format == "json" else []
+    ended: list[Callable[[RequestRecord], None]] = [log_request] if config.log_format == "json" else []
     endpoint = config.otlp_traces_endpoint
-    spans = None if endpoint is None else Spans(otlp_exporter(endpoint), client.history)
+    spans = None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), client.history)
     if spans is not None:
         ended.append(spans.ended)
     renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
@@ -72,8 +72,8 @@ def create_app(
                 defaults=generation_defaults,
                 vocab_size=vocab_size,
                 metrics=metrics,
-                watchers=Watchers(client, metrics.recent),
-                ledger=Ledger(config.request_history),
+                live_view=LiveView(client, metrics.recent),
+                request_log=RequestLog(config.request_history),
                 fingerprint=_fingerprint(info),
                 tenants=tenants,
             )
@@ -86,17 +86,19 @@ def create_app(
 
     app = FastAPI(title="Quire", version=VERSION, lifespan=lifespan, redirect_slashes=False, strict_content_type=False)
     errors.install(app)
-    _add_doors(app, config, tenants, ended)
+    _add_middleware(app, config, tenants, ended)
     for module in (completions, chat, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     return app
 
 
-def _add_doors(app: FastAPI, config: ServerConfig, tenants: Tenants, ended: Sequence[Callable[[Trail], None]]) -> None:
+def _add_middleware(
+    app: FastAPI, config: ServerConfig, tenants: Tenants, ended: Sequence[Callable[[RequestRecord], None]]
+) -> None:
     """The last one added is met first."""
-    app.add_middleware(BodyLimit, max_bytes=int(config.max_body_size * 2**20))
-    app.add_middleware(KeyGuard, tenants=tenants)
-    app.add_middleware(errors.UnexpectedErrors)
+    app.add_middleware(BodyLimitMiddleware, max_bytes=int(config.max_body_size * 2**20))
+    app.add_middleware(AuthenticationMiddleware, tenants=tenants)
+    app.add_middleware(errors.UnexpectedErrorMiddleware)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -106,7 +108,7 @@ def _add_doors(app: FastAPI, config: ServerConfig, tenants: Tenants, ended: Sequ
             allow_credentials=config.allow_credentials,
             expose_headers=["*"],
         )
-    app.add_middleware(TrailKeeper, ended=ended)
+    app.add_middleware(RequestLogMiddleware, ended=ended)
 
 
 def _fingerprint(info: EngineInfo) -> str:

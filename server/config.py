@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.config import DEMO_MODEL, EngineConfig
 
 _JsonCalls = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
 ToolCallParser = Literal["auto", "none", _JsonCalls, "pythonic", "qwen3_coder", "seed_oss"]

@@ -11,8 +11,8 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from engine.client import EngineClient
-from server.errors import INVALID, error_body
+from quire.engine.client.client import EngineClient
+from quire.server.errors import INVALID, error_body
 
 log = logging.getLogger("quire.server")
 

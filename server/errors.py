@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.errors import (
+from quire.engine.errors import (
     EngineError,
     InvalidRequest,
     ModelNotFound,
@@ -48,7 +48,7 @@ UNEXPECTED = "The server had an error while processing your request. The log say
 
 
 def install(app: FastAPI) -> None:
-    """Answer what routes raise on purpose with an OpenAI error body; for all else there is UnexpectedErrors."""
+    """Answer what routes raise on purpose with an OpenAI error body; all else UnexpectedErrorMiddleware answers."""
     app.add_exception_handler(QuireError, _quire_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -143,7 +143,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     return _answer(error.status_code, body, dict(error.headers or {}))
 
 
-class UnexpectedErrors:
+class UnexpectedErrorMiddleware:
     """ASGI middleware that answers 500. Starlette's own place for this is outside of all middleware: web pages of other
     origins would not be let read the answer."""
 
@@ -163,7 +163,7 @@ class UnexpectedErrors:
         except Exception as error:
             if begun:
                 raise
-            trail = scope.get("trail")
-            extra = {"request_id": None if trail is None else trail.request_id}
+            record = scope.get("request_record")
+            extra = {"request_id": None if record is None else record.request_id}
             logger.error("%s %s failed", scope.get("method"), scope.get("path"), exc_info=error, extra=extra)
             await _answer(500, error_body(UNEXPECTED, SERVER, None, "internal_error"))(scope, receive, send)

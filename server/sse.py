@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.errors import stream_error
+from quire.server.errors import stream_error
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),

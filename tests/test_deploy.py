@@ -13,9 +13,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.config import ServerConfig
+from quire.server.config import ServerConfig
+from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
-from tests.server.house import open_house
 from tests.tree import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -31,9 +31,9 @@ def dashboard() -> Any:
 
 
 async def served_metrics() -> set[str]:
-    async with open_house(FakeEngine(hashed(b"abc"))) as house:
-        await house.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4})
-        text = (await house.http.get("/metrics")).text
+    async with open_api(FakeEngine(hashed(b"abc"))) as api:
+        await api.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4})
+        text = (await api.http.get("/metrics")).text
     return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from server.config import ServerConfig
+from quire.server.config import ServerConfig
 from tests.tree import ROOT
 
 DOCS = ("README.md", "DEVELOPERS.md", "deploy/README.md")

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from engine.tokenizer import BYTE_OF_CHARACTER, Tokenizer
+from quire.engine.text.tokenizer import BYTE_OF_CHARACTER, Tokenizer
 
 SHARED = Path(os.environ.get("QUIRE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 """Files that tests can do without: real tokenizers and chat templates."""

@@ -18,7 +18,7 @@ def source_files() -> tuple[Path, ...]:
         paths = [Path(name) for name in listing.split("\0") if name]
     except (OSError, subprocess.CalledProcessError):
         paths = [path.relative_to(ROOT) for path in ROOT.rglob("*") if not _generated(path.relative_to(ROOT))]
-    return tuple(sorted(path for path in paths if (ROOT / path).is_file()))
+    return tuple(sorted(path for path in paths if (ROOT / path).is_file() or (ROOT / path).is_symlink()))
 
 
 def _generated(path: Path) -> bool:

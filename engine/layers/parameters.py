@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import Backend, Linear
+from quire.kernels.backend import Backend, Linear
 
 
 @dataclass(frozen=True, slots=True)

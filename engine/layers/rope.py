@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import ModelError
+from quire.engine.errors import ModelError
 
 
 def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:

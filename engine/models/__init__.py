@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from engine.errors import ModelError
-from engine.model_files import ModelConfig
-from engine.models import gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3, smollm3
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
+from quire.engine.models import gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3, smollm3
 
 if TYPE_CHECKING:
-    from engine.models.decoder import DecoderSpec
+    from quire.engine.models.decoder import DecoderSpec
 
 FAMILIES: dict[str, Callable[[ModelConfig], DecoderSpec]] = {
     "gemma": gemma.spec,

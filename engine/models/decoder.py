@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.parameters import FusedLinear, Parameter, ParameterTable
-from engine.layers.rope import rope_table
-from engine.model_files import ModelConfig
-from kernels.attention import AttentionMetadata, Backend, DecoderLayer, FusedLayers, Pages, Rope, Softmax
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.layers.parameters import FusedLinear, Parameter, ParameterTable
+from quire.engine.layers.rope import rope_table
+from quire.kernels.backend import AttentionMetadata, Backend, DecoderLayer, FusedLayers, Pages, Rope, Softmax
 
 KVCache = list[Pages]
 """Of all layers, of the shape the backend asked for."""

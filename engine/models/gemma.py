@@ -1,7 +1,7 @@
 """Gemma (Gemma Team, 2024): a GELU gate, scaled embeddings, a tied head, and norms whose weights are offsets from 1."""
 
-from engine.model_files import ModelConfig
-from engine.models.decoder import DecoderSpec, base_spec
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.models.decoder import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from engine.model_files import ModelConfig
-from engine.models import gemma
-from engine.models.decoder import DecoderSpec
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.models import gemma
+from quire.engine.models.decoder import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -3,10 +3,10 @@ rotations of their own in the layers that see everything, by default every sixth
 
 from dataclasses import replace
 
-from engine.errors import ModelError
-from engine.model_files import ModelConfig
-from engine.models import gemma2
-from engine.models.decoder import DecoderSpec
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
+from quire.engine.models import gemma2
+from quire.engine.models.decoder import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

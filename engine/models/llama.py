@@ -1,7 +1,7 @@
 """Llama 2 and 3 (Touvron et al., 2023; Dubey et al., 2024), and the many models of that shape."""
 
-from engine.model_files import ModelConfig
-from engine.models.decoder import DecoderSpec, base_spec
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.models.decoder import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -1,7 +1,7 @@
 """Mistral 7B and its kin (Jiang et al., 2023): a Llama whose every layer may have a sliding window."""
 
-from engine.model_files import ModelConfig
-from engine.models.decoder import DecoderSpec, base_spec
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.models.decoder import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5 (Yang et al., 2024): biases on query, key and value; some models slide a window in upper layers."""
 
-from engine.model_files import ModelConfig
-from engine.models.decoder import DecoderSpec, base_spec
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.models.decoder import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -1,8 +1,8 @@
 """Qwen3, dense (Yang et al., 2025): RMSNorm on every query and key head, no biases by default."""
 
-from engine.model_files import ModelConfig
-from engine.models.decoder import DecoderSpec, base_spec
-from engine.models.qwen2 import layer_windows
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.models.decoder import DecoderSpec, base_spec
+from quire.engine.models.qwen2 import layer_windows
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

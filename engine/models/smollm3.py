@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from engine.model_files import ModelConfig
-from engine.models import llama
-from engine.models.decoder import DecoderSpec
-from engine.models.qwen2 import layer_windows
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.models import llama
+from quire.engine.models.decoder import DecoderSpec
+from quire.engine.models.qwen2 import layer_windows
 
 
 def spec(config: ModelConfig) -> DecoderSpec:

@@ -1,7 +1,7 @@
 """Picking tokens on a GPU: what engine/worker/sampler.py does, for all rows at once, and nothing waits for the device.
 
 What a step needs of its rows' parameters goes over in one copy (one more for each kind of change to logits that some
-row asks for); the rest are kernels (kernels/triton_logits.py, kernels/triton_sampling.py).
+row asks for); the rest are kernels (kernels/gpu/triton_logits.py, kernels/gpu/triton_sampling.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.worker.grammar import GrammarMask, constrain
-from engine.worker.sampler import SamplingRow, end_thinking, sample
-from engine.worker.transfer import upload
+from quire.engine.worker.grammar import GrammarMask, constrain
+from quire.engine.worker.sampler import SamplingRow, end_thinking, sample
+from quire.engine.worker.transfer import upload
 
 Sampler = Callable[[Tensor, list[SamplingRow], tuple[int, ...], GrammarMask | None], Tensor]
 """As `sampler.sample`: logits, rows, the model's end-of-sequence tokens, a grammar's mask."""
@@ -35,7 +35,7 @@ def sample_on_device(
     logits: Tensor, rows: list[SamplingRow], eos_token_ids: tuple[int, ...], mask: GrammarMask | None = None
 ) -> Tensor:
     """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten."""
-    from kernels.triton_sampling import MOST_TOKENS, pick
+    from quire.kernels.gpu.triton_sampling import MOST_TOKENS, pick
 
     if logits.shape[1] > MOST_TOKENS:
         return sample(logits, rows, eos_token_ids, mask)
@@ -87,7 +87,7 @@ def _add(logits: Tensor, rows: list[SamplingRow], eos_token_ids: tuple[int, ...]
             ends = [*params.stop_token_ids, *(() if params.ignore_eos and params.grammar is None else eos_token_ids)]
             changes.update({(index, token): -np.inf for token in ends})
     if changes:
-        from kernels.triton_logits import add
+        from quire.kernels.gpu.triton_logits import add
 
         places = np.array(list(changes), dtype=np.int64)
         values = np.array(list(changes.values()), dtype=np.float32)
@@ -103,7 +103,7 @@ def _ban(logits: Tensor, rows: list[SamplingRow]) -> None:
         if 1 < len(word) <= row.position - row.num_prompt + 1
     ]
     if words:
-        from kernels.triton_logits import ban
+        from quire.kernels.gpu.triton_logits import ban
 
         of = np.array([(index, row.slot, row.position) for index, row, _ in words], dtype=np.int64)
         tokens = np.concatenate([word for _, _, word in words]).astype(np.int32)
@@ -119,7 +119,7 @@ def _penalize(logits: Tensor, rows: list[SamplingRow]) -> None:
         if row.params.repetition_penalty != 1 or row.params.presence_penalty or row.params.frequency_penalty
     ]
     if penalized:
-        from kernels.triton_logits import penalize
+        from quire.kernels.gpu.triton_logits import penalize
 
         of = [(index, row.slot, row.position, row.num_prompt) for index, row in penalized]
         index, slot, position, num_prompt = np.array(of, dtype=np.int64).T

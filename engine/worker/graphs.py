@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.types import Batch
-from engine.worker.inputs import Picks, Slots
-from engine.worker.transfer import upload
+from quire.engine.types import Batch
+from quire.engine.worker.inputs import Picks, Slots
+from quire.engine.worker.transfer import upload
 
 SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)
 FIRST_CONTEXT = 2048

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.types import Admission, Batch, Row
-from engine.worker.transfer import upload
-from kernels.attention import AttentionMetadata
+from quire.engine.types import Admission, Batch, Row
+from quire.engine.worker.transfer import upload
+from quire.kernels.backend import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.errors import ModelError
-from engine.layers.parameters import ParameterTable
-from engine.model_files import text_tensor, weight_files
+from quire.engine.checkpoint.files import text_tensor, weight_files
+from quire.engine.errors import ModelError
+from quire.engine.layers.parameters import ParameterTable
 
 TensorStream = Iterator[tuple[str, Tensor]]
 _MAPPED_BYTES = 32 << 20

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.models.decoder import Decoder, DecoderSpec, KVCache
-from engine.plan import GIB, available_host_bytes, device_kv_budget, host_kv_budget
-from engine.types import SamplingParams
-from engine.worker.device_sampler import choose_sampler
-from engine.worker.sampler import SamplingRow
-from kernels.attention import AttentionMetadata, Backend
+from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes, device_kv_budget, host_kv_budget
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.models.decoder import Decoder, DecoderSpec, KVCache
+from quire.engine.types import SamplingParams
+from quire.engine.worker.device_sampler import choose_sampler
+from quire.engine.worker.sampler import SamplingRow
+from quire.kernels.backend import AttentionMetadata, Backend
 
 _HEADROOM = 1 / 8
 """Of a KV cache in the host's memory: the share that is ready before it is needed."""

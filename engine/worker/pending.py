@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from engine.types import Admission, Row, StepOutput, TokenLogprob
-from engine.worker.grammar import SlotGrammars
-from engine.worker.sampler import token_logprobs
-from engine.worker.transfer import Download
+from quire.engine.types import Admission, Row, StepOutput, TokenLogprob
+from quire.engine.worker.grammar import SlotGrammars
+from quire.engine.worker.sampler import token_logprobs
+from quire.engine.worker.transfer import Download
 
 
 @dataclass(frozen=True, slots=True)

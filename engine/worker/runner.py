@@ -6,16 +6,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.decoder import Decoder, KVCache
-from engine.types import Admission, Batch, Row
-from engine.worker.device_sampler import choose_sampler
-from engine.worker.grammar import SlotGrammars
-from engine.worker.graphs import Capture, DecodeGraphs
-from engine.worker.inputs import Picks, Slots
-from engine.worker.memory import Headroom
-from engine.worker.pending import PendingStep, PromptChunk
-from engine.worker.sampler import SamplingRow, logprob_tensors
-from engine.worker.transfer import Download, upload
+from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.types import Admission, Batch, Row
+from quire.engine.worker.device_sampler import choose_sampler
+from quire.engine.worker.grammar import SlotGrammars
+from quire.engine.worker.graphs import Capture, DecodeGraphs
+from quire.engine.worker.inputs import Picks, Slots
+from quire.engine.worker.memory import Headroom
+from quire.engine.worker.pending import PendingStep, PromptChunk
+from quire.engine.worker.sampler import SamplingRow, logprob_tensors
+from quire.engine.worker.transfer import Download, upload
 
 _LOGIT_ROWS = 256
 """Rows of prompt logits held at once: a vocabulary of 150,000 makes each 600 KB."""

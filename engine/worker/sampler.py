@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.types import SamplingParams, ThinkingBudget, TokenLogprob
-from engine.worker.grammar import GrammarMask, constrain
-from kernels import reference
+from quire.engine.types import SamplingParams, ThinkingBudget, TokenLogprob
+from quire.engine.worker.grammar import GrammarMask, constrain
+from quire.kernels import reference
 
 
 @dataclass(frozen=True, slots=True)

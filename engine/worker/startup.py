@@ -8,22 +8,22 @@ from pathlib import Path
 
 import torch
 
-from engine.config import EngineConfig
-from engine.errors import ConfigError
-from engine.grammar import GrammarCompiler, vocabulary_of
-from engine.model_files import ModelConfig, read_stored_weights, resolve_model
-from engine.models import decoder_spec
-from engine.models.decoder import Decoder
-from engine.plan import KVPlan, check_positions, check_room, plan_kv
-from engine.tokenizer import Tokenizer
-from engine.worker.grammar import SlotGrammars
-from engine.worker.graphs import Capture, CudaCapture
-from engine.worker.inputs import Slots
-from engine.worker.loader import dummy_stream, load_weights, safetensors_stream
-from engine.worker.memory import allocate_kv_cache, explained, kv_budget, measure_step
-from engine.worker.runner import Runner
-from kernels.attention import Backend
-from kernels.backends import select_backend
+from quire.engine.checkpoint.files import ModelConfig, read_stored_weights, resolve_model
+from quire.engine.checkpoint.kv_plan import KVPlan, check_positions, check_room, plan_kv
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import Decoder
+from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.worker.grammar import SlotGrammars
+from quire.engine.worker.graphs import Capture, CudaCapture
+from quire.engine.worker.inputs import Slots
+from quire.engine.worker.loader import dummy_stream, load_weights, safetensors_stream
+from quire.engine.worker.memory import allocate_kv_cache, explained, kv_budget, measure_step
+from quire.engine.worker.runner import Runner
+from quire.kernels.backend import Backend
+from quire.kernels.select import select_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -115,7 +115,7 @@ def choose_device(config: EngineConfig) -> torch.device:
 def fixed_order(backend: Backend) -> Backend:
     """The backend for --deterministic. Raises ConfigError where Triton, which computes its products, is missing."""
     try:
-        from kernels.triton_linear import batch_invariant
+        from quire.kernels.gpu.triton_linear import batch_invariant
     except ImportError as error:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic") from error
     return batch_invariant(backend)

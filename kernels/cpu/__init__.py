@@ -1,4 +1,4 @@
-"""The CPU backend: the functions of `Backend` (kernels/attention.py) in C++, for float32 and bfloat16.
+"""The CPU backend: the functions of `Backend` (kernels/backend.py) in C++, for float32 and bfloat16.
 
 The sources beside this file are built by setup.py and loaded by native.py. What they do not cover (another dtype)
 goes to the reference, except where the page layout is our own: there it is a TypeError.
@@ -13,9 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Linear, Rope, Softmax
-from kernels.cpu import linear, native
+from quire.kernels import reference
+from quire.kernels.backend import AttentionMetadata, DecoderLayer, FusedLayers, Linear, Rope, Softmax
+from quire.kernels.cpu import linear, native
 
 __all__ = ["BLOCK_SIZE", "DTYPES", "NAME", "add_rms_norm", "argmax", "available", "cannot_serve", "description", "draw"]
 __all__ += ["fuse_layers", "gelu_mul", "isa", "kv_cache_shape", "pack_linear", "paged_attention", "rms_norm"]

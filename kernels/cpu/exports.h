@@ -1,5 +1,5 @@
 // The functions of the library, for float (_f32) and bfloat16 (_bf16); native.py mirrors their arguments. They return
-// 0, or 1 where a page or slot lies outside the caches. Shapes are those of `Backend` in kernels/attention.py.
+// 0, or 1 where a page or slot lies outside the caches. Shapes are those of `Backend` in kernels/backend.py.
 #pragma once
 
 #include "fetch.h"
@@ -8,15 +8,15 @@
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 struct PackedLinear {
-  void* weight;  // as pack_linear or squeeze left it
+  void* weight;  // as pack_linear or compress left it
   void* bias;    // or null
   int in, outs;
-  int squeezed;
+  int compressed;
   int wide;  // float32 results
 };
 
-EXPORTED long squeezed_size(const uint16_t* packed, int in, int outs, int threads);
-EXPORTED void squeeze(const uint16_t* packed, uint8_t* to, int in, int outs, int threads);
+EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads);
+EXPORTED void compress(const uint16_t* packed, uint8_t* to, int in, int outs, int threads);
 EXPORTED void draw_f32(const float* logits, const double* filters, const double* u, int64_t* out, long rows, long size,
                        int threads);
 

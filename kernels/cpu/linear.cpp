@@ -1,7 +1,7 @@
 // x @ weight.T + bias for any number of rows: each output sums its products in order, over the whole of in_features, in
 // one float32 register, so a row's bits are the same in every batch. The weight is packed once as [out / 64][words of a
 // row][64 words]: one stream of memory per panel of 64 outputs, the last panel filled up with zeros. Packed bfloat16 can
-// be squeezed besides (squeeze.h).
+// be compressed besides (compress12.h).
 //
 // Few rows: the weight streams through once and memory is the limit. Many rows: a panel stays in L2 while the rows
 // pass it, six at a time, in 24 accumulators, and the next panel is fetched meanwhile.
@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "squeeze.h"
+#include "compress12.h"
 
 namespace {
 
@@ -26,7 +26,7 @@ struct Linear {
   O* out;
   int in, outs;
   const uint32_t* packed;    // one of the two
-  const Squeezed* squeezed;
+  const Compressed* compressed;
   Fetch* meanwhile;  // or null
 
   long panels() const { return (outs + kPanel - 1) / kPanel; }
@@ -81,23 +81,23 @@ void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t*
   }
 }
 
-// The same, straight from the squeezed panel; where `words` is given, they are written there for the rows to come.
+// The same, straight from the compressed panel; where `words` is given, they are written there for the rows to come.
 template <class T, int R, class O>
-void multiply_squeezed(const Linear<T, O>& l, long row, long panel, uint32_t* words) {
+void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* words) {
   constexpr int C = kPanelColumns;
-  const Squeezed& from = *l.squeezed;
+  const Compressed& from = *l.compressed;
   const Codebook book(*from.header);
   const uint32_t* rows[R];
   Vec acc[R][C];
   start_block<T, R, C>(l, row, panel * C, rows, acc);
   const int steps = l.steps();
-  const uint8_t* step = from.steps + panel * steps * kSqueezedStep;
+  const uint8_t* step = from.steps + panel * steps * kCompressedStep;
   long kept = from.first[panel];
   long next = from.where[kept] - panel * steps;
-  for (int s = 0; s < steps; ++s, step += kSqueezedStep) {
+  for (int s = 0; s < steps; ++s, step += kCompressedStep) {
     Words column[C];
     expand(book, step, column);
-    for (int i = 0; i < 3; ++i) __builtin_prefetch(step + kFarAhead * kSqueezedStep + 64 * i, 0, 2);
+    for (int i = 0; i < 3; ++i) __builtin_prefetch(step + kFarAhead * kCompressedStep + 64 * i, 0, 2);
     if (s == next) {
       for (int c = 0; c < C; ++c) column[c] = wload(from.whole + kept * kPanel + c * 16);
       next = from.where[++kept] - panel * steps;
@@ -126,8 +126,8 @@ void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, co
   const long groups = (count + kRows - 1) / kRows;  // nearly equal ones: 8 rows are 4 + 4
   const uint32_t* words = l.packed + panel * l.steps() * kPanel;
   if constexpr (kSqueezes && sizeof(T) == 2)
-    if (l.squeezed) words = groups == 1 ? nullptr : reinterpret_cast<uint32_t*>(scratch(4L * l.steps() * kPanel));
-  const int stride = l.squeezed ? kSqueezedStep : 4 * kPanel, lines = stride / 64;
+    if (l.compressed) words = groups == 1 ? nullptr : reinterpret_cast<uint32_t*>(scratch(4L * l.steps() * kPanel));
+  const int stride = l.compressed ? kCompressedStep : 4 * kPanel, lines = stride / 64;
   for (long g = 0; g < groups; ++g) {
     const long row = count * g / groups, line = lines * g / groups;
     Ahead ahead;
@@ -135,7 +135,7 @@ void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, co
     if (l.meanwhile && g > 0) ahead.others = l.meanwhile->take(l.steps());
     with_rows(count * (g + 1) / groups - row, [&](auto r) {
       if constexpr (kSqueezes && sizeof(T) == 2)
-        if (l.squeezed && g == 0) return multiply_squeezed<T, r()>(l, begin + row, panel, const_cast<uint32_t*>(words));
+        if (l.compressed && g == 0) return multiply_compressed<T, r()>(l, begin + row, panel, const_cast<uint32_t*>(words));
       multiply_panel<T, r()>(l, begin + row, panel, words, ahead);
     });
   }
@@ -166,8 +166,8 @@ template <class T, class O>
 void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   constexpr long kSmall = 900000;  // about 7 microseconds: waking threads takes 3
   if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kSmall) threads = 1;
-  const char* stream = l.squeezed ? reinterpret_cast<const char*>(l.squeezed->steps) : reinterpret_cast<const char*>(l.packed);
-  const long panel_bytes = static_cast<long>(l.steps()) * (l.squeezed ? kSqueezedStep : 4 * kPanel);
+  const char* stream = l.compressed ? reinterpret_cast<const char*>(l.compressed->steps) : reinterpret_cast<const char*>(l.packed);
+  const long panel_bytes = static_cast<long>(l.steps()) * (l.compressed ? kCompressedStep : 4 * kPanel);
   const Shares shares = {rows, l.panels(), threads};
   parallel_for(threads, shares.items(), [&](long i) {
     shares.run(i, [&](long panel, long begin, long end, long next) {
@@ -196,32 +196,32 @@ void pack(const T* weight, T* packed, int in, int outs, int threads) {
 
 template <class T>
 void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads, Fetch* meanwhile) {
-  const auto run = [&](const uint32_t* packed, const Squeezed* squeezed) {
+  const auto run = [&](const uint32_t* packed, const Compressed* compressed) {
     const T* bias = static_cast<const T*>(l.bias);
     if (l.wide)
-      multiply_all<T, float>({x, bias, static_cast<float*>(out), l.in, l.outs, packed, squeezed, meanwhile}, rows, threads);
+      multiply_all<T, float>({x, bias, static_cast<float*>(out), l.in, l.outs, packed, compressed, meanwhile}, rows, threads);
     else
-      multiply_all<T, T>({x, bias, static_cast<T*>(out), l.in, l.outs, packed, squeezed, meanwhile}, rows, threads);
+      multiply_all<T, T>({x, bias, static_cast<T*>(out), l.in, l.outs, packed, compressed, meanwhile}, rows, threads);
   };
-  if (!l.squeezed) return run(static_cast<const uint32_t*>(l.weight), nullptr);
+  if (!l.compressed) return run(static_cast<const uint32_t*>(l.weight), nullptr);
   auto* at = static_cast<uint8_t*>(l.weight);
   const long panels = (l.outs + kPanel - 1) / kPanel;
-  const Squeezed parts(at, panels, l.in / 2, reinterpret_cast<const SqueezedHeader*>(at)->whole);
+  const Compressed parts(at, panels, l.in / 2, reinterpret_cast<const SqueezedHeader*>(at)->whole);
   run(nullptr, &parts);
 }
 
 // A packed bfloat16 matrix on its way to 12 bits.
-struct Squeezer {
+struct Compressor {
   const uint16_t* packed;
   long panels, panel_steps;
   int threads, base;
   std::vector<long> first;  // whole steps before each panel, and of all
 
-  Squeezer(const uint16_t* packed, int in, int outs, int threads)
+  Compressor(const uint16_t* packed, int in, int outs, int threads)
       : packed(packed), panels((outs + kPanel - 1) / kPanel), panel_steps(in / 2), threads(threads),
         base(choose_base(packed, panels * panel_steps)), first(panels + 1) {
     parallel_for(threads, panels, [&](long p) {
-      for (long s = 0; s < panel_steps; ++s) first[p + 1] += !can_squeeze(step(p, s), base);
+      for (long s = 0; s < panel_steps; ++s) first[p + 1] += !can_compress(step(p, s), base);
     });
     for (long p = 0; p < panels; ++p) first[p + 1] += first[p];
   }
@@ -229,15 +229,15 @@ struct Squeezer {
   const uint16_t* step(long panel, long s) const { return packed + (panel * panel_steps + s) * 2 * kPanel; }
 
   void write(uint8_t* to) const {
-    const Squeezed parts(to, panels, panel_steps, first[panels]);
+    const Compressed parts(to, panels, panel_steps, first[panels]);
     parts.header->whole = first[panels];
     fill_codebook(*parts.header, base);
     parts.where[first[panels]] = static_cast<int>(panels * panel_steps);
     parallel_for(threads, panels, [&](long p) {
       long kept = parts.first[p] = first[p];
       for (long s = 0; s < panel_steps; ++s) {
-        squeeze_step(step(p, s), base, parts.steps + (p * panel_steps + s) * kSqueezedStep);
-        if (can_squeeze(step(p, s), base)) continue;
+        compress_step(step(p, s), base, parts.steps + (p * panel_steps + s) * kCompressedStep);
+        if (can_compress(step(p, s), base)) continue;
         std::memcpy(parts.whole + kept * kPanel, step(p, s), 4 * kPanel);
         parts.where[kept++] = static_cast<int>(p * panel_steps + s);
       }
@@ -258,14 +258,14 @@ struct Squeezer {
 EXPORT(f32, float)
 EXPORT(bf16, bf16)
 
-// Bytes that a packed matrix squeezes into; 0: not with these instructions, or not worth it.
-EXPORTED long squeezed_size(const uint16_t* packed, int in, int outs, int threads) {
+// Bytes that a packed matrix compresses into; 0: not with these instructions, or not worth it.
+EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads) {
   if (!kSqueezes) return 0;
-  const Squeezer squeezer(packed, in, outs, threads);
-  const long whole = squeezer.first[squeezer.panels], steps = squeezer.panels * squeezer.panel_steps;
-  return whole * 8 < steps ? static_cast<long>(Squeezed(nullptr, squeezer.panels, in / 2, whole).bytes) : 0;
+  const Compressor compressor(packed, in, outs, threads);
+  const long whole = compressor.first[compressor.panels], steps = compressor.panels * compressor.panel_steps;
+  return whole * 8 < steps ? static_cast<long>(Compressed(nullptr, compressor.panels, in / 2, whole).bytes) : 0;
 }
 
-EXPORTED void squeeze(const uint16_t* packed, uint8_t* to, int in, int outs, int threads) {
-  Squeezer(packed, in, outs, threads).write(to);
+EXPORTED void compress(const uint16_t* packed, uint8_t* to, int in, int outs, int threads) {
+  Compressor(packed, in, outs, threads).write(to);
 }

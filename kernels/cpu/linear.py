@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata, DecoderLayer, FusedLayers, Pages
-from kernels.cpu import native
+from quire.kernels.backend import AttentionMetadata, DecoderLayer, FusedLayers, Pages
+from quire.kernels.cpu import native
 
 
 class PackedLinear:
@@ -25,14 +25,14 @@ class PackedLinear:
         packed = weight.new_empty((self.outs + 63) // 64 * 64 * self.inner)
         shape, threads = (self.inner, self.outs), torch.get_num_threads()
         library.pack_linear[weight.dtype](weight.data_ptr(), packed.data_ptr(), *shape, threads)
-        squeezed = library.squeezed_size(packed.data_ptr(), *shape, threads) if self.dtype == torch.bfloat16 else 0
-        self._weight = library.weights.empty(squeezed or packed.nbytes)
-        if squeezed:
-            library.squeeze(packed.data_ptr(), self._weight.data_ptr(), *shape, threads)
+        compressed = library.compressed_size(packed.data_ptr(), *shape, threads) if self.dtype == torch.bfloat16 else 0
+        self._weight = library.weights.empty(compressed or packed.nbytes)
+        if compressed:
+            library.compress(packed.data_ptr(), self._weight.data_ptr(), *shape, threads)
         else:
             self._weight.view(self.dtype).copy_(packed)
         bias_ptr = None if self._bias is None else self._bias.data_ptr()
-        self.native = native.PackedLinear(self._weight.data_ptr(), bias_ptr, *shape, squeezed > 0, wide)
+        self.native = native.PackedLinear(self._weight.data_ptr(), bias_ptr, *shape, compressed > 0, wide)
         self._pointer = ctypes.addressof(self.native)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 class PackedLinear(ctypes.Structure):
     """exports.h; the fields here and below are explained in the C++ they mirror."""
 
-    _fields_ = [("weight", _POINTER), ("bias", _POINTER), *[(n, _INT) for n in ("in_", "outs", "squeezed", "wide")]]
+    _fields_ = [("weight", _POINTER), ("bias", _POINTER), *[(n, _INT) for n in ("in_", "outs", "compressed", "wide")]]
 
 
 class DecoderLayer(ctypes.Structure):
@@ -110,9 +110,9 @@ class Native:
     pack_linear: Table
     linear: Table
     decoder_layers: Table
-    squeezed_size: Callable[..., int]
-    """Of a packed bfloat16 matrix, in bytes; 0: it does not pay, or not with this instruction set (squeeze.h)."""
-    squeeze: Callable[..., int]
+    compressed_size: Callable[..., int]
+    """Of a packed bfloat16 matrix, in bytes; 0: it does not pay, or not with this instruction set (compress12.h)."""
+    compress: Callable[..., int]
     argmax: Callable[..., int]
     """Of float32, as is `draw`."""
     draw: Callable[..., int]
@@ -131,9 +131,9 @@ class Native:
                 function = table[dtype] = getattr(library, f"{name}_{suffix}")
                 function.argtypes, function.restype = arguments, ctypes.c_int
             setattr(self, name, table)
-        self.squeezed_size, self.squeeze = library.squeezed_size, library.squeeze
-        self.squeezed_size.argtypes, self.squeezed_size.restype = [_POINTER, *[_INT] * 3], _LONG
-        self.squeeze.argtypes = [_POINTER, _POINTER, *[_INT] * 3]
+        self.compressed_size, self.compress = library.compressed_size, library.compress
+        self.compressed_size.argtypes, self.compressed_size.restype = [_POINTER, *[_INT] * 3], _LONG
+        self.compress.argtypes = [_POINTER, _POINTER, *[_INT] * 3]
         self.argmax = library.argmax_f32
         self.argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
         self.draw = library.draw_f32

@@ -1,6 +1,6 @@
 // Sixteen float lanes, whatever the instruction set: every kernel is written once, on these functions.
 // Compiled with -ffp-contract=off: a product and a sum fuse only where vfma says so, so that one row's arithmetic is
-// the same in every instance of a template, which the bitwise contract of kernels/attention.py needs.
+// the same in every instance of a template, which the bitwise contract of kernels/backend.py needs.
 #pragma once
 
 #include <cstdint>

@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.errors import InvalidRequest
-from server.protocol.common import GenerationBody
-from server.protocol.tools import ToolCall, ToolChoice, ToolSpec
+from quire.engine.errors import InvalidRequest
+from quire.server.protocol.common import GenerationBody
+from quire.server.protocol.tools import ToolCall, ToolChoice, ToolSpec
 
 
 class TextPart(BaseModel):
@@ -40,7 +40,7 @@ class ChatMessage(BaseModel):
 
     def as_dict(self) -> dict[str, Any]:
         turn = self.model_dump(exclude_unset=True)
-        if self.tool_calls:  # some templates read type and arguments without looking whether they are there
+        if self.tool_calls:  # some templates read type and arguments without pending whether they are there
             turn["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         return turn
 

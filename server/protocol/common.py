@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.errors import InvalidRequest
+from quire.engine.errors import InvalidRequest
 
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
-from engine.errors import InvalidRequest
-from server.protocol.common import GenerationBody
+from quire.engine.errors import InvalidRequest
+from quire.server.protocol.common import GenerationBody
 
 DEFAULT_MAX_TOKENS = 16
 MAX_BEST_OF = 128

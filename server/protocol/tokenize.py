@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import Field, StrictInt, model_validator
 
-from engine.errors import InvalidRequest
-from server.protocol.chat import ChatMessage, check_continuation
-from server.protocol.common import RequestBody
-from server.protocol.tools import ToolSpec
+from quire.engine.errors import InvalidRequest
+from quire.server.protocol.chat import ChatMessage, check_continuation
+from quire.server.protocol.common import RequestBody
+from quire.server.protocol.tools import ToolSpec
 
 
 class TokenizeRequest(RequestBody):

@@ -7,21 +7,21 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.types import Grammar
-from server.admission import GenerationRoute
-from server.answers.chat import ChatWriter
-from server.answers.head import Head, new_id
-from server.choice import Job
-from server.message import MessageFormat
-from server.prompts import Prompt, chat_prompt
-from server.protocol.chat import ChatRequest
-from server.protocol.common import ignored_header
-from server.reasoning import thinking_budget
-from server.routes.reply import reply
-from server.sampling import check_logprobs, sampling_params
-from server.serving import Serving, serving_of
-from server.structured import after_thinking, asked_grammar, either
-from server.tools.request import ToolUse, tool_use
+from quire.engine.types import Grammar
+from quire.server.access.admission import GenerationRoute
+from quire.server.generation.answers.chat import ChatWriter
+from quire.server.generation.answers.head import Head, new_id
+from quire.server.generation.choice import Job
+from quire.server.generation.message import MessageFormat
+from quire.server.generation.prompts import Prompt, chat_prompt
+from quire.server.generation.reasoning import thinking_budget
+from quire.server.generation.sampling_params import check_logprobs, sampling_params
+from quire.server.generation.structured import after_thinking, asked_grammar, either
+from quire.server.generation.tools.request import ToolUse, tool_use
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.common import ignored_header
+from quire.server.routes.reply import reply
+from quire.server.served_model import Serving, serving_of
 
 router = APIRouter(route_class=GenerationRoute)
 PROMPT_END = 32

@@ -7,17 +7,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission import GenerationRoute
-from server.answers.completion import CompletionWriter
-from server.answers.head import Head, new_id
-from server.choice import Job
-from server.prompts import completion_prompts
-from server.protocol.common import ignored_header
-from server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from server.routes.reply import reply
-from server.sampling import check_logprobs, sampling_params
-from server.serving import serving_of
-from server.structured import asked_grammar
+from quire.server.access.admission import GenerationRoute
+from quire.server.generation.answers.completion import CompletionWriter
+from quire.server.generation.answers.head import Head, new_id
+from quire.server.generation.choice import Job
+from quire.server.generation.prompts import completion_prompts
+from quire.server.generation.sampling_params import check_logprobs, sampling_params
+from quire.server.generation.structured import asked_grammar
+from quire.server.protocol.common import ignored_header
+from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from quire.server.routes.reply import reply
+from quire.server.served_model import serving_of
 
 router = APIRouter(route_class=GenerationRoute)
 

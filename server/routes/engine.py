@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.serving import Serving, serving_of
-from server.sse import EventStream
-from server.tracing import record
-from server.version import VERSION
-from server.watch import Watcher
+from quire.server.observe.engine_trace import record
+from quire.server.observe.live_view import LiveViewStream
+from quire.server.served_model import Serving, serving_of
+from quire.server.sse import EventStream
+from quire.server.version import VERSION
 
 router = APIRouter()
 
@@ -26,10 +26,11 @@ router = APIRouter()
 async def engine_events(request: Request) -> Response:
     """The engine as it changes: `hello` with what stays and the last five minutes, then `state` every half second.
 
-    Costs nothing while nobody watches. server/watch.py and engine/types.py (EngineView) say what is in it.
+    Costs nothing while nobody watches. server/observe/live_view.py and engine/types.py (EngineSnapshot) say what is
+    in it.
     """
     serving = serving_of(request)
-    watcher = Watcher(serving.watchers)
+    watcher = LiveViewStream(serving.live_view)
     return EventStream(watcher.events(facts(serving)), watcher.close, {})
 
 

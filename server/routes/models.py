@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from server.serving import Serving, serving_of
+from quire.server.served_model import Serving, serving_of
 
 router = APIRouter()
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission import admit
-from server.answers.writer import AnswerWriter
-from server.beam import BeamSearch
-from server.choice import Job
-from server.doors import tenant_of
-from server.generate import Generation, fold
-from server.serving import Serving
-from server.sse import EventStream, closing_on_disconnect
+from quire.server.access.admission import admit
+from quire.server.access.authentication import tenant_of
+from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.beam_search import BeamSearch
+from quire.server.generation.choice import Job
+from quire.server.generation.generate import Generation, fold
+from quire.server.served_model import Serving
+from quire.server.sse import EventStream, closing_on_disconnect
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -32,7 +32,7 @@ async def reply(
     salt = body.cache_salt if serving.config.share_prefix_cache else tenant.salt(body.cache_salt)
     job = replace(job, cache_salt=salt, tenant=tenant.name, weight=tenant.weight)
     reservation = admit(serving, tenant, job.prompts, job.params.n, job.params.max_tokens)
-    serving.ledger.begin(request.scope, job.id, serving.config.model_names[0])
+    serving.request_log.begin(request.scope, job.id, serving.config.model_names[0])
     generation: Generation | BeamSearch
     try:
         generation = BeamSearch(job, serving) if body.use_beam_search else Generation(job, serving)

@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from engine.errors import RequestNotFound
-from server.doors import tenant_of
-from server.explain import explanation
-from server.serving import serving_of
+from quire.engine.errors import RequestNotFound
+from quire.server.access.authentication import tenant_of
+from quire.server.observe.explain import explanation
+from quire.server.served_model import serving_of
 
 router = APIRouter()
 
@@ -39,7 +39,7 @@ async def explain(name: str, request: Request) -> dict[str, Any]:
     By the answer's id or by X-Request-Id. With API keys, only of requests made with the same key, or with an admin key.
     """
     serving = serving_of(request)
-    trail = serving.ledger.find(name, request.scope)
-    if trail is None:
+    record = serving.request_log.find(name, request.scope)
+    if record is None:
         raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")
-    return explanation(trail, serving.client.history, lambda name: serving.ledger.may_name(name, request.scope))
+    return explanation(record, serving.client.history, lambda name: serving.request_log.may_name(name, request.scope))

@@ -7,8 +7,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.serving import serving_of
-from server.version import VERSION
+from quire.server.served_model import serving_of
+from quire.server.version import VERSION
 
 router = APIRouter()
 

@@ -6,13 +6,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.admission import CountedRoute
-from server.answers.head import encode_json
-from server.prompts import renderer_for
-from server.protocol.common import ignored_header
-from server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from server.sampling import check_text, check_token_id
-from server.serving import serving_of
+from quire.server.access.admission import CountedRoute
+from quire.server.generation.answers.head import encode_json
+from quire.server.generation.prompts import renderer_for
+from quire.server.generation.sampling_params import check_text, check_token_id
+from quire.server.protocol.common import ignored_header
+from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.server.served_model import serving_of
 
 router = APIRouter(route_class=CountedRoute)
 

@@ -71,7 +71,7 @@ class Server:
         """Of the engine of the moment; None between two."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         # A dead child that nobody has waited for has no command line any more.
-        engines = [pid for pid in children if b"engine.boot" in _command(pid)]
+        engines = [pid for pid in children if b"quire.engine.main" in _command(pid)]
         return int(engines[0]) if engines else None
 
     def stop(self, number: int = signal.SIGINT) -> int:

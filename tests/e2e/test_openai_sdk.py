@@ -9,8 +9,8 @@ import httpx
 import openai
 import pytest
 
-from engine.config import DEMO_MODEL
-from engine.tokenizer import Tokenizer
+from quire.engine.config import DEMO_MODEL
+from quire.engine.text.tokenizer import Tokenizer
 from tests.e2e.server import Server
 
 MODEL = "quire-demo"

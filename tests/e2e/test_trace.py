@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from server import cli
+from quire.server.cli import main as cli
 from tests.e2e.server import Server
-from tests.server.test_trace import check
+from tests.server.observe.test_engine_trace import check
 
 
 def test_a_recording_of_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.loop import Engine
-from engine.types import Request, SamplingParams, TokenLogprob
+from quire.engine.loop import Engine
+from quire.engine.types import Request, SamplingParams, TokenLogprob
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.blocks import BlockPool, block_hash, root_hash
+from quire.engine.blocks import BlockPool, block_hash, root_hash
 
 
 def test_hashes_chain_and_salts_separate() -> None:

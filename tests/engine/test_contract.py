@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.loop import Engine
-from engine.types import Request, ThinkingBudget
-from kernels.backends import select_backend
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.types import Request, ThinkingBudget
+from quire.kernels.select import select_backend
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 

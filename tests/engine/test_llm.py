@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine.config import DEMO_MODEL
-from engine.errors import ConfigError, EngineError, InvalidRequest
 from quire import LLM, Grammar, SamplingParams, json_grammar
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import ConfigError, EngineError, InvalidRequest
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from typing import cast
 
 import zmq
 
-from engine.loop import Engine, _receive
-from engine.types import EngineStats, EngineView, Request, SamplingParams
-from engine.wire import Look, Submit, ToEngine, encode
+from quire.engine.loop import Engine, _receive
+from quire.engine.messages import SnapshotRequest, Submit, ToEngine, encode
+from quire.engine.types import EngineSnapshot, EngineStats, Request, SamplingParams
 
 
 class Idle:
@@ -25,9 +25,9 @@ class Idle:
         self.left = max(0, self.left - 1)
         return self.left > 0
 
-    def view(self) -> EngineView:
+    def view(self) -> EngineSnapshot:
         self.done.append("view")
-        return EngineView(EngineStats(), [], b"", 0, 0.0)
+        return EngineSnapshot(EngineStats(), [], b"", 0, 0.0)
 
     def add(self, request: Request) -> None:
         self.done.append("add")
@@ -67,7 +67,7 @@ SUBMIT = Submit([Request(id="a", prompt_ids=[1], params=SamplingParams(), seed=0
 
 
 def test_an_engine_that_is_looked_at_goes_on_preparing() -> None:
-    done = receive(4, [(1, Look()), (3, Look()), (100, SUBMIT)])
+    done = receive(4, [(1, SnapshotRequest()), (3, SnapshotRequest()), (100, SUBMIT)])
     assert done == ["prepare", "view", "prepare", "view", "prepare", "prepare", "wait", "add"]
 
 
@@ -76,4 +76,4 @@ def test_a_request_waits_for_no_more_than_is_being_prepared() -> None:
 
 
 def test_with_nothing_to_prepare_it_waits_and_is_looked_at() -> None:
-    assert receive(0, [(100, Look()), (100, SUBMIT)])[-4:] == ["view", "prepare", "wait", "add"]
+    assert receive(0, [(100, SnapshotRequest()), (100, SUBMIT)])[-4:] == ["view", "prepare", "wait", "add"]

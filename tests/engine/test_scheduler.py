@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from engine.scheduler import Scheduler
-from engine.types import Batch, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprob
+from quire.engine.scheduler import Scheduler
+from quire.engine.types import Batch, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprob
 
 BLOCK = 4
 NUM_BLOCKS = 12

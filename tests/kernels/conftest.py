@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels import cpu
-from kernels.cpu import native
+from quire.kernels import cpu
+from quire.kernels.cpu import native
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.attention import AttentionMetadata, Backend, Softmax
+from quire.kernels.backend import AttentionMetadata, Backend, Softmax
 
 
 @dataclass(frozen=True)

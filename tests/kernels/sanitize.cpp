@@ -119,15 +119,15 @@ void multiply() {
   expect_finite(out, rows * outs, "linear");
   if constexpr (sizeof(T) == 2) {
     const auto* bits = reinterpret_cast<const uint16_t*>(packed.get());
-    if (const long size = squeezed_size(bits, in, outs, threads)) {
-      std::unique_ptr<void, void (*)(void*)> squeezed(std::aligned_alloc(64, (size + 63) / 64 * 64), std::free);
-      squeeze(bits, static_cast<uint8_t*>(squeezed.get()), in, outs, threads);
-      linear.weight = squeezed.get();
-      linear.squeezed = 1;
+    if (const long size = compressed_size(bits, in, outs, threads)) {
+      std::unique_ptr<void, void (*)(void*)> compressed(std::aligned_alloc(64, (size + 63) / 64 * 64), std::free);
+      compress(bits, static_cast<uint8_t*>(compressed.get()), in, outs, threads);
+      linear.weight = compressed.get();
+      linear.compressed = 1;
       auto again = numbers<T>(rows * outs, true);
       Kernels<T>::linear(&linear, x.get(), again.get(), rows, threads, nullptr);
       if (std::memcmp(out.get(), again.get(), rows * outs * sizeof(T))) {
-        std::puts("a squeezed linear differs");
+        std::puts("a compressed linear differs");
         std::exit(1);
       }
     }

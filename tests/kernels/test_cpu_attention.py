@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
-from kernels.attention import Softmax
+from quire.kernels import cpu, reference
+from quire.kernels.backend import Softmax
 from tests.kernels.ragged import Part, attend, error, page, random_part
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kernels import cpu
-from kernels.cpu import native
+from quire.kernels import cpu
+from quire.kernels.cpu import native
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
@@ -139,7 +139,7 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
 
 WITHOUT_THREADS = """
 import os, resource, torch
-from kernels import cpu
+from quire.kernels import cpu
 torch.set_num_threads(1)
 x = torch.randn(300, 704)
 wanted = cpu.silu_mul(x)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu
+from quire.kernels import cpu
 from tests.kernels.ragged import attend, random_part
 
 DTYPES = [torch.float32, torch.bfloat16]

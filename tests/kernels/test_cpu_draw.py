@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import cpu, reference
+from quire.kernels import cpu, reference
 
 ROW = st.tuples(
     st.sampled_from([0.1, 0.7, 1.0, 2.0]),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
-from kernels.attention import AttentionMetadata, Rope, Softmax
+from quire.kernels import cpu, reference
+from quire.kernels.backend import AttentionMetadata, Rope, Softmax
 from tests.kernels.ragged import attend, error, page, random_part
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}

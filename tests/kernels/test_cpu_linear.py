@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import cpu, reference
-from kernels.cpu.linear import PackedLinear
+from quire.kernels import cpu, reference
+from quire.kernels.cpu.linear import PackedLinear
 from tests.kernels.ragged import error
 
 SHAPES = [(2, 1), (30, 17), (64, 64), (256, 130), (704, 256), (1536, 65)]
@@ -107,15 +107,15 @@ def test_squeezed_weights_give_the_same_bits(
     isa: str, kind: str, wide: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = _outliers(kind, generator), torch.randn(200, generator=generator).bfloat16()
-    squeezed = cpu.pack_linear(weight, bias, wide=wide)
-    assert isinstance(squeezed, PackedLinear)
-    assert bool(squeezed.native.squeezed) == (isa == "avx512_bf16" and kind not in ("tiny and huge", "any bits"))
-    monkeypatch.setattr(cpu._native(), "squeezed_size", lambda *_: 0)
+    compressed = cpu.pack_linear(weight, bias, wide=wide)
+    assert isinstance(compressed, PackedLinear)
+    assert bool(compressed.native.compressed) == (isa == "avx512_bf16" and kind not in ("tiny and huge", "any bits"))
+    monkeypatch.setattr(cpu._native(), "compressed_size", lambda *_: 0)
     plain = cpu.pack_linear(weight, bias, wide=wide)
     for rows in (1, 5, 6, 7, 12, 13, 33, 200):
         x = torch.randn((rows, 96), generator=generator).bfloat16()
         bits = torch.int32 if wide else torch.int16
-        assert torch.equal(squeezed(x).view(bits), plain(x).view(bits)), rows
+        assert torch.equal(compressed(x).view(bits), plain(x).view(bits)), rows
 
 
 def test_a_few_odd_exponents_are_kept_whole(isa: str, generator: torch.Generator) -> None:
@@ -124,7 +124,7 @@ def test_a_few_odd_exponents_are_kept_whole(isa: str, generator: torch.Generator
     weight[129, 639] = 2.0**100
     linear = cpu.pack_linear(weight, None)
     assert isinstance(linear, PackedLinear)
-    assert bool(linear.native.squeezed) == (isa == "avx512_bf16")
+    assert bool(linear.native.compressed) == (isa == "avx512_bf16")
     assert error(linear(torch.eye(640).bfloat16()), weight.double().T) == 0.0
 
 

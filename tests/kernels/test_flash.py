@@ -8,9 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels import flash, reference, torch_varlen
-from kernels.attention import AttentionMetadata, Rope, Softmax
-from kernels.backends import select_backend
+from quire.kernels import reference
+from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.gpu import flash, torch_varlen
+from quire.kernels.select import select_backend
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.ragged import Part, error, page, random_part
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import reference
+from quire.kernels import reference
 from tests.kernels.ragged import Part, attend, error, random_part
 
 MIX = [(1, 1), (5, 5), (130, 1), (129, 129), (300, 20)]

@@ -4,12 +4,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
-from tests.server.house import House, open_house
 
 
 @pytest.fixture
-async def house() -> AsyncIterator[House]:
+async def api() -> AsyncIterator[Api]:
     """A server on an engine that answers with hash-derived bytes, letters for the most part."""
-    async with open_house(FakeEngine(hashed(b"abcdefghijklmnop .\xc3\xa9"))) as opened:
+    async with open_api(FakeEngine(hashed(b"abcdefghijklmnop .\xc3\xa9"))) as opened:
         yield opened

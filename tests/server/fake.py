@@ -9,15 +9,15 @@ from itertools import count
 
 import msgspec
 
-from engine.client import EngineClient
-from engine.types import (
+from quire.engine.client.client import EngineClient
+from quire.engine.types import (
     EngineInfo,
+    EngineSnapshot,
     EngineStats,
-    EngineView,
     FinishReason,
     Request,
     RequestOutput,
-    SequenceView,
+    SequenceSnapshot,
     TokenLogprob,
 )
 
@@ -110,13 +110,15 @@ class FakeEngine(EngineClient):
         self.aborted.append(request_id)
         self.running.pop(request_id, None)
 
-    def _send_look(self) -> None:
+    def _send_snapshot_request(self) -> None:
         self.looks += 1
         if not self.silent:
-            self._saw(EngineView(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0))
+            self._on_snapshot(
+                EngineSnapshot(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0)
+            )
 
-    def _seen(self, request: Request) -> SequenceView:
-        return SequenceView(
+    def _seen(self, request: Request) -> SequenceSnapshot:
+        return SequenceSnapshot(
             id=request.id,
             phase="decode",
             prompt_tokens=len(request.prompt_ids),

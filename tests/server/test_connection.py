@@ -15,12 +15,12 @@ import httpx
 import pytest
 import trustme
 
-from engine.errors import ConfigError
-from server.commands.hosting import HttpServer, tls_context
-from server.config import ServerConfig
-from server.connection import MAX_HEAD_BYTES
+from quire.engine.errors import ConfigError
+from quire.server.cli.hosting import HttpServer, tls_context
+from quire.server.config import ServerConfig
+from quire.server.connection import MAX_HEAD_BYTES
+from tests.server.api import make_app
 from tests.server.fake import FakeEngine, hashed
-from tests.server.house import make_app
 
 LETTERS = hashed(b"abcdefgh")
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

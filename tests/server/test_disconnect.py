@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from openai import AsyncOpenAI
 
+from tests.server.api import NAME, make_app
 from tests.server.fake import FakeEngine, hashed
-from tests.server.house import NAME, make_app
 
 
 @asynccontextmanager

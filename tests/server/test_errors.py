@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from engine.errors import Overloaded
+from quire.engine.errors import Overloaded
+from tests.server.api import NAME, Api, open_api, parse_events
 from tests.server.fake import FakeEngine, hashed
-from tests.server.house import NAME, House, open_house, parse_events
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "x"}]
@@ -133,63 +133,63 @@ BAD_INPUTS = [
 
 @pytest.mark.parametrize(("call", "param", "message"), BAD_INPUTS, ids=lambda value: str(value)[:60])
 async def test_bad_input_is_a_400_naming_the_parameter(
-    house: House, call: tuple[str, dict[str, Any]], param: str, message: str
+    api: Api, call: tuple[str, dict[str, Any]], param: str, message: str
 ) -> None:
     path, body = call
     content = json.dumps(body)
-    response = await house.http.post(path, content=content, headers={"content-type": "application/json"})
+    response = await api.http.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"], error["code"]) == (INVALID, param, None)
     assert re.search(message, error["message"]), error["message"]
-    assert not house.engine.seen
+    assert not api.engine.seen
 
 
-async def test_too_long_a_prompt_names_both_numbers(house: House) -> None:
+async def test_too_long_a_prompt_names_both_numbers(api: Api) -> None:
     for path, body, count in (
         (COMPLETIONS, {"prompt": "x" * 512}, 512),
         (CHAT, {"messages": USER * 60}, 551),
         (CHAT, {"messages": USER * 513}, 513),
     ):
-        error = (await house.post(path, body, 400))["error"]
+        error = (await api.post(path, body, 400))["error"]
         assert error["code"] == "context_length_exceeded"
         assert "512" in error["message"]
         assert str(count) in error["message"]
-    await house.post(COMPLETIONS, {"prompt": "x" * 511})
-    await house.post(COMPLETIONS, {"prompt": "x" * 9_000}, 400)
+    await api.post(COMPLETIONS, {"prompt": "x" * 511})
+    await api.post(COMPLETIONS, {"prompt": "x" * 9_000}, 400)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 async def test_a_strict_server_refuses_fields_without_effect(path: str) -> None:
     known = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}, "/detokenize": {"tokens": [1]}}
     body = known.get(path, {"prompt": "x"})
-    async with open_house(FakeEngine(hashed(b"ab")), strict=True) as house:
-        await house.post(path, body)
-        error = (await house.post(path, {**body, "teperature": 0.5}, 400))["error"]
+    async with open_api(FakeEngine(hashed(b"ab")), strict=True) as api:
+        await api.post(path, body)
+        error = (await api.post(path, {**body, "teperature": 0.5}, 400))["error"]
         assert (error["type"], error["param"]) == (INVALID, "teperature")
-        await house.post(path, {**body, "teperature": None})
+        await api.post(path, {**body, "teperature": None})
         if path in (COMPLETIONS, CHAT):
             options = {"stream": True, "stream_options": {"x": 1}}
-            error = (await house.post(path, {**body, **options}, 400))["error"]
+            error = (await api.post(path, {**body, **options}, 400))["error"]
             assert error["param"] == "stream_options.x"
-    async with open_house(FakeEngine(hashed(b"ab"))) as house:
-        response = await house.http.post(path, json={**body, "teperature": 0.5})
+    async with open_api(FakeEngine(hashed(b"ab"))) as api:
+        response = await api.http.post(path, json={**body, "teperature": 0.5})
         assert (response.status_code, response.headers["x-ignored-params"]) == (200, "teperature")
 
 
-async def test_an_unknown_model_is_a_404(house: House) -> None:
+async def test_an_unknown_model_is_a_404(api: Api) -> None:
     for path, body in (completion(model="gpt"), chat(model="gpt"), ("/tokenize", {"model": "gpt", "prompt": "x"})):
-        error = (await house.post(path, body, 404))["error"]
+        error = (await api.post(path, body, 404))["error"]
         assert error == {
             "message": "The model `gpt` does not exist; served here: owner/model, second",
             "type": "not_found_error",
             "param": "model",
             "code": "model_not_found",
         }
-    assert (await house.http.post(COMPLETIONS, content=r'{"prompt": "x", "model": "\ud800"}')).status_code == 404
+    assert (await api.http.post(COMPLETIONS, content=r'{"prompt": "x", "model": "\ud800"}')).status_code == 404
     with pytest.raises(openai.NotFoundError):
-        await house.openai.completions.create(model="gpt", prompt="x")
+        await api.openai.completions.create(model="gpt", prompt="x")
 
 
 @pytest.mark.parametrize(
@@ -203,35 +203,35 @@ async def test_an_unknown_model_is_a_404(house: House) -> None:
         (b'{"prompt": ' + b"[" * 100_000, "JSON|body"),
     ],
 )
-async def test_a_body_that_is_no_json_object(house: House, content: bytes, message: str) -> None:
-    response = await house.http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
+async def test_a_body_that_is_no_json_object(api: Api, content: bytes, message: str) -> None:
+    response = await api.http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["type"] == INVALID
     assert re.search(message, error["message"]), error["message"]
 
 
-async def test_a_form_is_told_to_be_json(house: House) -> None:
-    response = await house.http.post(COMPLETIONS, data={"prompt": "x"})
+async def test_a_form_is_told_to_be_json(api: Api) -> None:
+    response = await api.http.post(COMPLETIONS, data={"prompt": "x"})
     assert response.status_code == 400
     assert "Content-Type: application/json" in response.json()["error"]["message"]
 
 
-async def test_a_body_that_is_no_text_is_told_so(house: House) -> None:
-    response = await house.http.post(COMPLETIONS, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+async def test_a_body_that_is_no_text_is_told_so(api: Api) -> None:
+    response = await api.http.post(COMPLETIONS, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
     assert response.status_code == 400
     assert response.json()["error"]["message"] == "The body must be JSON in UTF-8, not compressed"
 
 
-async def test_unknown_routes_and_methods(house: House) -> None:
-    response = await house.http.get("/v1/nothing")
+async def test_unknown_routes_and_methods(api: Api) -> None:
+    response = await api.http.get("/v1/nothing")
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "unknown_url"
     for path, meant in (("/chat/completions", CHAT), ("/v1/v1/completions", COMPLETIONS), (f"{CHAT}/", CHAT)):
-        message = (await house.post(path, {}, 404))["error"]["message"]
+        message = (await api.post(path, {}, 404))["error"]["message"]
         assert message == f"Unknown request URL: POST {path}; did you mean {meant}?"
-    assert "/openapi.json lists" in (await house.post("/v1/embeddings", {}, 404))["error"]["message"]
-    response = await house.http.get(COMPLETIONS)
+    assert "/openapi.json lists" in (await api.post("/v1/embeddings", {}, 404))["error"]["message"]
+    response = await api.http.get(COMPLETIONS)
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
     assert response.json()["error"] == {
@@ -242,61 +242,61 @@ async def test_unknown_routes_and_methods(house: House) -> None:
     }
 
 
-async def test_a_bad_query_names_its_parameter(house: House) -> None:
-    response = await house.http.get("/v1/engine/trace?seconds=0")
+async def test_a_bad_query_names_its_parameter(api: Api) -> None:
+    response = await api.http.get("/v1/engine/trace?seconds=0")
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["param"], error["message"]) == ("seconds", "seconds: Input should be greater than 0")
 
 
-async def test_at_most_ten_details(house: House) -> None:
-    error = (await house.post(CHAT, {"messages": [{}] * 50}, 400))["error"]
+async def test_at_most_ten_details(api: Api) -> None:
+    error = (await api.post(CHAT, {"messages": [{}] * 50}, 400))["error"]
     assert error["message"].count("Field required") == 10
 
 
 async def test_an_engine_that_fails_a_request() -> None:
-    async with open_house(FakeEngine(hashed(b"abc"), fail_at=3)) as house:
-        error = (await house.post(*completion(), 500))["error"]
+    async with open_api(FakeEngine(hashed(b"abc"), fail_at=3)) as api:
+        error = (await api.post(*completion(), 500))["error"]
         assert error == {
             "message": "the engine tripped",
             "type": "server_error",
             "param": None,
             "code": "engine_error",
         }
-        response = await house.http.post(CHAT, json={"messages": USER, "stream": True})
+        response = await api.http.post(CHAT, json={"messages": USER, "stream": True})
         assert response.status_code == 200
         assert parse_events(response.text)[-1] == {"error": error}
         with pytest.raises(openai.APIError, match="tripped"):
-            async for _ in await house.openai.completions.create(model=NAME, prompt="x", stream=True):
+            async for _ in await api.openai.completions.create(model=NAME, prompt="x", stream=True):
                 pass
 
 
 async def test_what_fails_before_the_first_token_of_a_stream_has_a_status_of_its_own() -> None:
-    async with open_house(FakeEngine(hashed(b"abc"), fail_at=0)) as house:
-        await house.post(COMPLETIONS, {"prompt": "x", "stream": True}, 500)
+    async with open_api(FakeEngine(hashed(b"abc"), fail_at=0)) as api:
+        await api.post(COMPLETIONS, {"prompt": "x", "stream": True}, 500)
 
 
-async def test_an_overloaded_server_says_when_to_come_back(house: House) -> None:
+async def test_an_overloaded_server_says_when_to_come_back(api: Api) -> None:
     def refuse(requests: object) -> None:
         raise Overloaded("too many requests are waiting")
 
-    house.engine._send = refuse
+    api.engine._send = refuse
     for stream in (False, True):
-        response = await house.http.post(CHAT, json={"messages": USER, "stream": stream})
+        response = await api.http.post(CHAT, json={"messages": USER, "stream": stream})
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         assert response.json()["error"]["code"] == "overloaded"
 
 
 async def test_an_engine_that_dies() -> None:
     engine = FakeEngine(hashed(b"abc"), step_seconds=0.01)
-    async with open_house(engine) as house:
-        call = asyncio.create_task(house.http.post(CHAT, json={"messages": USER, "stream": True}))
+    async with open_api(engine) as api:
+        call = asyncio.create_task(api.http.post(CHAT, json={"messages": USER, "stream": True}))
         await engine.sent.wait()
         await asyncio.sleep(0.05)
         engine.die()
         assert parse_events((await call).text)[-1]["error"]["code"] == "engine_error"
-        await house.post(*completion(), 500)
-        assert (await house.http.get("/health")).status_code == 503
+        await api.post(*completion(), 500)
+        assert (await api.http.get("/health")).status_code == 503
 
 
 async def test_the_unexpected_shows_nothing_of_its_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -304,10 +304,10 @@ async def test_the_unexpected_shows_nothing_of_its_cause(caplog: pytest.LogCaptu
         raise RuntimeError("secret path /etc")
 
     page = "https://a.example"
-    async with open_house(FakeEngine(hashed(b"abc")), allowed_origins=[page]) as house:
-        house.engine._send = trip
+    async with open_api(FakeEngine(hashed(b"abc")), allowed_origins=[page]) as api:
+        api.engine._send = trip
         headers = {"X-Request-Id": "mine", "Origin": page}
-        response = await house.http.post(COMPLETIONS, json={"prompt": "x"}, headers=headers)
+        response = await api.http.post(COMPLETIONS, json={"prompt": "x"}, headers=headers)
     assert (response.status_code, response.headers.get_list("x-request-id")) == (500, ["mine"])
     assert response.headers["access-control-allow-origin"] == page, "or a browser would tell of a network error"
     error = response.json()["error"]

@@ -9,10 +9,10 @@ import pytest
 import uvicorn
 from selenium.webdriver.common.keys import Keys
 
-from engine.types import Request
+from quire.engine.types import Request
 from tests.e2e.server import free_port
+from tests.server.api import make_app
 from tests.server.fake import FakeEngine
-from tests.server.house import make_app
 from tests.texts import CHATML
 from tests.web.browser import Browser
 

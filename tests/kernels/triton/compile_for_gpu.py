@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from kernels import triton_fused, triton_linear, triton_logits, triton_paged, triton_sampling
-from kernels.attention import AttentionMetadata, Rope, Softmax
+from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.gpu import triton_fused, triton_linear, triton_logits, triton_paged, triton_sampling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

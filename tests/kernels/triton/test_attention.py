@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import reference, triton_paged
-from kernels.attention import AttentionMetadata, Softmax
+from quire.kernels import reference
+from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.gpu import triton_paged
 from tests.kernels.ragged import Part, attend, error, page, random_part
 from tests.kernels.triton.conftest import INTERPRETED
 

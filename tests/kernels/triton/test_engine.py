@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import EngineConfig
-from engine.loop import Engine
-from engine.worker import runner
-from engine.worker.device_sampler import sample_on_device
-from kernels import triton_paged
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.worker import runner
+from quire.engine.worker.device_sampler import sample_on_device
+from quire.kernels.gpu import triton_paged
 from tests.engine.harness import request, run
 from tests.kernels.triton.conftest import INTERPRETED
 from tests.tiny_models import VOCAB, save_tiny_model

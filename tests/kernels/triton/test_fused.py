@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference, triton_fused
-from kernels.attention import Rope
+from quire.kernels import reference
+from quire.kernels.backend import Rope
+from quire.kernels.gpu import triton_fused
 from tests.kernels.ragged import error, page, random_part
 from tests.kernels.triton.test_attention import Paged, to_device
 

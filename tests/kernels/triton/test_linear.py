@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.triton_linear import pack_linear
+from quire.kernels.gpu.triton_linear import pack_linear
 from tests.kernels.ragged import error
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}

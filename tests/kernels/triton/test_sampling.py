@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.types import SamplingParams, ThinkingBudget
-from engine.worker.device_sampler import sample_on_device
-from engine.worker.grammar import GrammarMask
-from engine.worker.sampler import SamplingRow, sample, uniforms
-from kernels.triton_sampling import _uniform
+from quire.engine.types import SamplingParams, ThinkingBudget
+from quire.engine.worker.device_sampler import sample_on_device
+from quire.engine.worker.grammar import GrammarMask
+from quire.engine.worker.sampler import SamplingRow, sample, uniforms
+from quire.kernels.gpu.triton_sampling import _uniform
 from tests.kernels.triton.conftest import INTERPRETED
 
 EOS = (2,)

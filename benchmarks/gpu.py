@@ -1,0 +1,325 @@
+"""`make bench-gpu`: how near to the card's limits the engine runs, on random weights of known shapes, in one table.
+
+The card's limits are measured first, by a copy and a matrix product on random data. Decode is then held to the memory
+limit (each weight and each cached key and value is read once a step), prefill to the arithmetic limit. Beside them:
+transformers' own continuous batching, the gaps between kernels, and the time from start to first token.
+`--device cpu --models tiny` runs all of it small, to try the script out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.types import Request, SamplingParams
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": LLAMA3_ROPE,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-4b": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": True,
+    },
+}
+SHAPES["qwen3-0.6b"] = SHAPES["qwen3-4b"] | {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+DECODE_PROMPT, DECODE_STEPS, WARM_STEPS = 512, 128, 16
+PREFILLS = (2048, 8192)
+BATCHES = (1, 32, 256)
+BYTES = 2
+"""Of a bfloat16."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument(
+        "--models", nargs="+", choices=sorted(SHAPES), default=["qwen3-0.6b", "qwen3-4b", "llama-3.1-8b"]
+    )
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    copy, matmul = limits(device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(
+        f"{name}, torch {torch.__version__}: copies {copy / 1e12:.2f} TB/s, multiplies {matmul / 1e12:.0f} TFLOP/s bf16"
+    )
+    found: dict[str, Any] = {"device": name, "torch": torch.__version__, "copy": copy, "matmul": matmul, "models": {}}
+    for model in args.models:
+        with model_directory(model) as path:
+            found["models"][model] = bench(model, path, args, copy, matmul)
+        if args.json:  # after each model, so that an interrupted run leaves what it has
+            args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def bench(model: str, path: Path, args: argparse.Namespace, copy: float, matmul: float) -> dict[str, Any]:
+    print(f"\n{model}")
+    small = args.device == "cpu"
+    rows, tokens = (4, 4) if small else (32, 128)
+    results = measure(path, args, copy, matmul, rows, tokens)
+    gc.collect()
+    if not small:
+        torch.cuda.empty_cache()
+    if not args.no_transformers:
+        other = transformers_seconds(path, rows, tokens, args.device)
+        results["transformers_s"] = other
+        show("transformers", f"{rows} x {tokens}", other, rows * tokens, f"{other / results['quire_s']:.1f} x as long")
+    return results
+
+
+def show(what: str, size: str, seconds: float, tokens: int, share: str = "") -> None:
+    print(f"  {what:<13}{size:>11} {seconds * 1e3:11.3f} ms {tokens / seconds:11.0f} tokens/s  {share}")
+
+
+def measure(path: Path, args: argparse.Namespace, copy: float, matmul: float, rows: int, tokens: int) -> dict[str, Any]:
+    """Everything of one engine, which is gone afterwards."""
+    small = args.device == "cpu"
+    sizes = read_sizes(json.loads((path / "config.json").read_text()))
+    began = time.perf_counter()
+    engine = start(path, args)
+    load = time.perf_counter() - began
+    finish(engine, [request("first", 5, 1)])
+    first_token = time.perf_counter() - began
+    print(f"  {engine.info.backend}\n  {engine.info.arithmetic}")
+    print(f"  engine up after {load:.1f} s, first token after {first_token:.1f} s")
+    began = time.perf_counter()
+    while engine.prepare():
+        pass
+    print(f"  graphs captured in {time.perf_counter() - began:.1f} s")
+    results: dict[str, Any] = {"backend": engine.info.backend, "load_s": load, "first_token_s": first_token}
+    for batch in BATCHES[:2] if small else BATCHES:
+        seconds, context = decode(engine, batch, 4 if small else DECODE_STEPS)
+        moved = (sizes.active_parameters + batch * context * sizes.kv_numbers) * BYTES
+        results[f"decode_{batch}"] = {"ms": seconds * 1e3, "share": moved / seconds / copy}
+        show("decode", f"{batch} rows", seconds, batch, f"{moved / seconds / copy:.1%} of the copy's bytes")
+    for length in PREFILLS[:1] if small else PREFILLS:
+        seconds = prefill(engine, length)
+        # Every token meets every parameter but the head's, which only the last one does; half of the keys are seen.
+        work = 2 * (sizes.active_parameters - sizes.head_parameters) * length
+        work += 2 * sizes.attention_width * length * length
+        results[f"prefill_{length}"] = {"ms": seconds * 1e3, "share": work / seconds / matmul}
+        show("prefill", f"{length}", seconds, length, f"{work / seconds / matmul:.1%} of the product's operations")
+    if not small:
+        results["gap"] = gap(engine)
+        print(f"  no kernel runs in {results['gap']:.1%} of a decode step of 32 rows")
+    prompts = [request(f"run{index}", DECODE_PROMPT // 4, tokens) for index in range(rows)]
+    began = time.perf_counter()
+    finish(engine, prompts)
+    results["quire_s"] = time.perf_counter() - began
+    show("quire", f"{rows} x {tokens}", results["quire_s"], rows * tokens, f"prompts of {DECODE_PROMPT // 4}")
+    return results
+
+
+def limits(device: torch.device) -> tuple[float, float]:
+    """Bytes per second that a copy reads and writes, and bfloat16 operations per second of a matrix product."""
+    big, side = (2**32, 8192) if device.type == "cuda" else (2**26, 512)
+    source = torch.randint(0, 255, (big,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
+    copying = statistics.median(times(lambda: target.copy_(source), device))
+    multiplying = statistics.median(times(lambda: a @ b, device))
+    return 2 * big / copying, 2 * side**3 / multiplying
+
+
+def times(function: Any, device: torch.device, repeats: int = 20) -> list[float]:
+    found = []
+    for _ in range(repeats + 3):
+        synchronize(device)
+        found.append(timed(lambda: (function(), synchronize(device))))
+    return found[3:]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(function: Any) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+@contextmanager
+def model_directory(model: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        config = SHAPES[model] | {"torch_dtype": "bfloat16", "hidden_act": "silu", "eos_token_id": 2, "bos_token_id": 1}
+        Path(folder, "config.json").write_text(json.dumps(config))
+        yield Path(folder)
+
+
+def start(path: Path, args: argparse.Namespace) -> Engine:
+    room: dict[str, Any] = {"num_kv_blocks": 4096} if args.device == "cpu" else {}
+    return Engine(
+        EngineConfig(
+            model=str(path),
+            load_format="dummy",
+            dtype="bfloat16",
+            device=args.device,
+            max_model_len=16384,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            attention_backend=args.attention_backend,
+            deterministic=args.deterministic,
+            enforce_eager=args.enforce_eager,
+            enable_prefix_caching=False,
+            **room,
+        )
+    )
+
+
+def request(name: str, prompt: int, tokens: int) -> Request:
+    """Of random tokens, others each time; greedy, to the full length."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {prompt} {tokens}".encode()))
+    ids = torch.randint(3, 1000, (prompt,), generator=generator).tolist()
+    return Request(
+        id=name, prompt_ids=ids, seed=0, params=SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    )
+
+
+def finish(engine: Engine, requests: list[Request]) -> None:
+    for each in requests:
+        engine.add(each)
+    while engine.busy:
+        engine.step()
+
+
+def decode(engine: Engine, batch: int, steps: int) -> tuple[float, int]:
+    """Seconds of a decode step of `batch` rows, and the mean context in tokens."""
+    for index in range(batch):
+        engine.add(request(f"decode{index}", DECODE_PROMPT, steps + 4 * WARM_STEPS))
+    waiting = {f"decode{index}" for index in range(batch)}
+    while waiting:
+        waiting -= {output.id for output in engine.step()}
+    for _ in range(WARM_STEPS):
+        engine.step()
+    made = 0
+    began = time.perf_counter()
+    for _ in range(steps):
+        made += sum(len(output.new_ids) for output in engine.step())
+    seconds = time.perf_counter() - began
+    context = DECODE_PROMPT + WARM_STEPS + steps // 2
+    while engine.busy:
+        engine.step()
+    assert made == batch * steps, f"{made} tokens in {steps} steps of {batch} rows"
+    return seconds / steps, context
+
+
+def prefill(engine: Engine, tokens: int) -> float:
+    """Median seconds from a prompt of so many tokens, alone, to its first token."""
+    finish(engine, [request("warm", tokens, 1)])
+    return statistics.median(timed(lambda i=i: finish(engine, [request(f"prompt{i}", tokens, 1)])) for i in range(5))
+
+
+def gap(engine: Engine) -> float:
+    """Share of decode steps of 32 rows in which no kernel runs."""
+    for index in range(32):
+        engine.add(request(f"gap{index}", DECODE_PROMPT, 100))
+    for _ in range(WARM_STEPS + 32):
+        engine.step()
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(16):
+            engine.step()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    )
+    busy, until = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(end - max(begin, until), 0)
+        until = max(until, end)
+    while engine.busy:
+        engine.step()
+    return 1 - busy / (until - spans[0][0])
+
+
+def transformers_seconds(path: Path, batch: int, tokens: int, device: str) -> float:
+    """The same requests by transformers' continuous batching, after a warm-up."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(path)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    options = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    prompts = [request(f"run{i}", DECODE_PROMPT // 4, tokens).prompt_ids for i in range(batch)]
+    # The manager, with its cache and its graphs, is kept from the warm-up: that is not timed.
+    model.generate_batch(inputs=prompts, generation_config=options, persistent_manager=True)
+    began = time.perf_counter()
+    model.generate_batch(inputs=prompts, generation_config=options, persistent_manager=True)
+    seconds = time.perf_counter() - began
+    model.destroy_cached_continuous_batching_manager()
+    return seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

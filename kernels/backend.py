@@ -1,0 +1,168 @@
+"""What every attention backend agrees on: a ragged batch's metadata, and the functions.
+
+A backend is a module with the functions of `Backend` below; kernels/select.py chooses one. `kernels/reference.py` is
+the plain-PyTorch twin of them all and the judge in tests; a faster module takes over what it can and re-exports the
+reference for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, device, dtype
+
+Linear = Callable[[Tensor], Tensor]
+"""[tokens, in_features] to [tokens, out_features]."""
+Pages = tuple[Tensor, Tensor]
+"""A layer's key cache and its value cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """Where the tokens of one step lie: T tokens, ragged over S sequences. All tensors are on the model's device.
+
+    Sequence s owns tokens query_start[s] to query_start[s + 1] of the step; they are the last ones of its
+    context_lens[s] tokens, and the KV of all of these is in the pages that block_table[s] names, in order.
+    """
+
+    query_start: Tensor  # [S + 1] int32, cumulative token counts
+    context_lens: Tensor  # [S] int32, keys per sequence, this step's tokens included
+    key_start: Tensor  # [S + 1] int32, cumulative context_lens
+    block_table: Tensor  # [S, most pages of a row] int32, padded with any valid page id
+    positions: Tensor  # [T] int64, absolute position of each token
+    slots: Tensor  # [T] int64, page id * block size + offset: where each token's KV is stored
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """How a query weighs the keys of its sequence."""
+
+    scale: float
+    """Of scores."""
+    window: int | None = None
+    """Keys that a query sees, itself included; None: all."""
+    softcap: float | None = None
+    """c replaces a score s by c * tanh(s / c)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """What becomes of query and key heads before attention: RMSNorm where there are weights, [D] float32, then the
+    rotation."""
+
+    head_dim: int
+    cos_sin: Tensor | None
+    """[most positions, D]: cosines in the first half of a row, sines in the second, float32; pairs are (i, i + D/2) as
+    in the Llama checkpoints. None leaves positions out (NoPE layers)."""
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """A layer of attention and a gated MLP, ready to compute: what engine/models/decoder.py runs in steps."""
+
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+    input_norm: Tensor
+    output_norm: Tensor
+    attention_norm: Tensor | None
+    """Of what attention gives, before it joins the stream; so with the MLP."""
+    mlp_norm: Tensor | None
+    rope: Rope
+    softmax: Softmax
+    gelu: bool
+
+
+FusedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, Sequence[Pages], range], tuple[Tensor, Tensor]]
+"""(x, residual, metadata, pages of all layers, layers) runs these of the layers: x [T, hidden] is the output of the MLP
+before, residual the stream it is to join (None: x is embeddings); returned are the same after the last. Overwrites
+both."""
+
+
+class Backend(Protocol):
+    """The functions of a backend module. Shapes: T tokens, H query heads, K key-value heads, D head_dim."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    @property
+    def BLOCK_SIZE(self) -> int:
+        """Tokens in a page."""
+
+    def description(self) -> str:
+        """What computes, for the log: the library and its version, the instruction set."""
+
+    def cannot_serve(self, device: device, dtype: dtype, head_dim: int, softcap: bool = False) -> str | None:
+        """Why it cannot serve such a model there, in one line that says what would help; None where it can.
+        softcap: the model caps its attention scores."""
+
+    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: dtype) -> tuple[int, ...]:
+        """Shape of one layer's key cache and of its value cache; the first axis is the page.
+
+        The layout inside a page is the backend's own, but its element count is always BLOCK_SIZE * K * D, and pages of
+        more than 16 tokens are [tokens, ...], so that a page's beginning can be copied.
+        """
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        """Write k, v [T, K, D] to the pages at slots [T]."""
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
+
+        The query at position p sees keys max(0, p - window + 1) to p.
+        H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
+        A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
+        change a bit of it (except on CUDA without --deterministic).
+        """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). The weight is float32, and
+        the arithmetic, rounded to the dtype of x at the end."""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up [T, 2 * F], gate in the first half: [T, F]."""
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
+
+    def rope_store(
+        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
+
+        K is told by the caches' element count. May overwrite qkv.
+        """
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards.
+
+        wide: the result is float32, of the same sums, whatever the dtype of x.
+        """
+
+    def fuse_layers(self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
+        """Consecutive layers as one call, with the bits of the functions above; None: call those."""
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """The first of the largest values of each row, [R, vocab] to [R] int64."""
+
+    def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
+        """A token for each row of logits [R, vocab] float32: [R] int64.
+
+        filters [R, 4] float64: temperature (above 0), top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what
+        it left (Holtzman et al., 2020), and min-p keep what is at or above a threshold value, so equal logits are
+        treated alike. Of these it is the first token whose cumulative probability, in the vocabulary's order, exceeds
+        u [R] float64 times the whole; u is from 0 to below 1.
+        """

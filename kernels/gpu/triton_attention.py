@@ -1,0 +1,276 @@
+"""Triton kernels of paged attention; kernels/gpu/triton_paged.py launches them.
+
+FlashAttention's tiling (Dao, 2023) over a paged KV cache, with the query heads of one key-value head packed into a
+tile's rows: row r is token r // GROUP, head r % GROUP. The online softmax runs in base 2.
+
+What bits depend on is written out: every multiply-add that a compiler might fuse in one kernel and not in another is a
+tl.fma, a tile that needs no mask computes what it would compute with one, and keys that a row does not see leave its
+sums as they were, to the bit. With splits of a fixed length a row so gives the same bits from a decode step (splits
+stored, then reduced) as from a prefill (splits merged in registers).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _locate(query_start, num_seqs, tile, BLOCK_Q: tl.constexpr):
+    """The sequence whose tile this is, and which of its tiles.
+
+    Sequence s begins at tile query_start[s] // BLOCK_Q + s: room enough for its tokens, known without the host.
+    """
+    low, high = num_seqs * 0, num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // BLOCK_Q + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low, tile - (tl.load(query_start + low) // BLOCK_Q + low)
+
+
+@triton.jit
+def _merge(peak, total, acc, peak2, total2, acc2):
+    """Two parts of a softmax as one; for every row a peak in base 2, the sum of weights, and the weighted values."""
+    top = tl.maximum(peak, peak2)
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    keep, add = tl.exp2(peak - anchor), tl.exp2(peak2 - anchor)
+    total = tl.fma(total, keep, total2 * add)
+    if len(acc.shape) == 2:
+        acc = tl.fma(acc, keep[:, None], acc2 * add[:, None])
+    else:
+        acc = tl.fma(acc, keep, acc2 * add)
+    return top, total, acc
+
+
+@triton.jit
+def _rows_of_pages(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
+    """[BLOCK_N, D_PAD] keys or values. What is outside is 0: where nobody wrote, a page may hold anything."""
+    at = cache + row[:, None] + d[None, :]
+    if MASKED and D != D_PAD:
+        return tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
+    elif MASKED:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    elif D != D_PAD:
+        return tl.load(at, mask=d[None, :] < D, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _tile(
+    peak, total, acc, q, position, begin, end, cache, rules,
+    KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end` where MASKED."""
+    k_cache, v_cache, table, k_stride, v_stride = cache
+    scale, softcap, window = rules
+    d = tl.arange(0, D_PAD)
+    key = begin + tl.arange(0, BLOCK_N)
+    inside = key < end
+    if PAGE % BLOCK_N == 0:
+        page = tl.load(table + begin // PAGE).to(tl.int64)
+    elif MASKED:
+        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + key // PAGE).to(tl.int64)
+    within = (key % PAGE) * KV_WIDTH
+    k = _rows_of_pages(k_cache, page * k_stride + within, inside, d, D, D_PAD, MASKED)
+    v = _rows_of_pages(v_cache, page * v_stride + within, inside, d, D, D_PAD, MASKED)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    to_base2 = scale * _LOG2E
+    if SOFTCAP:
+        tanh = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * to_base2 / softcap)) + 1.0)
+        scores, to_base2 = softcap * tanh, 1.0 * _LOG2E
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if WINDOWED:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    top = tl.maximum(peak, tl.max(scores, 1) * to_base2)
+    anchor = tl.where(top == float("-inf"), 0.0, top)
+    keep = tl.exp2(peak - anchor)
+    weights = tl.exp2(tl.fma(scores, to_base2, -anchor[:, None]))
+    total = tl.fma(total, keep, tl.sum(weights, 1))
+    acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return top, total, acc
+
+
+@triton.jit
+def _span(
+    q, position, begin, full, end, cache, rules,
+    KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Attention over keys begin, a multiple of BLOCK_N, to end; without a window, all rows see those before `full`."""
+    peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], D_PAD], tl.float32)
+    masked = begin
+    if not WINDOWED:
+        masked = tl.maximum(begin, tl.minimum(full, end) // BLOCK_N * BLOCK_N)
+        for at in range(begin, masked, BLOCK_N):
+            peak, total, acc = _tile(
+                peak, total, acc, q, position, at, end, cache, rules,
+                KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, MASKED=False,
+            )  # fmt: skip
+    for at in range(masked, end, BLOCK_N):
+        peak, total, acc = _tile(
+            peak, total, acc, q, position, at, end, cache, rules,
+            KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, MASKED=True,
+        )  # fmt: skip
+    return peak, total, acc
+
+
+@triton.jit
+def _query_tile(
+    q, query_start, context_lens, num_seqs, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """This program's queries [BLOCK_M, D_PAD], where each comes from, and the keys it needs: begin, full, end.
+
+    row: index of each packed row in [T * HEADS]; filled [BLOCK_M, D_PAD]: what of the tile is real.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most keys: they start first
+    seq = tile
+    if ONE_TOKEN:
+        tile = 0
+    else:
+        seq, tile = _locate(query_start, num_seqs, tile, BLOCK_Q)
+    start = tl.load(query_start + seq)
+    queries = tl.load(query_start + seq + 1) - start
+    before = tl.load(context_lens + seq) - queries
+    packed, d = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
+    token = tile * BLOCK_Q + packed // GROUP
+    row = (start + token) * HEADS + tl.program_id(1) * GROUP + packed % GROUP
+    filled = ((packed < BLOCK_Q * GROUP) & (token < queries))[:, None] & (d[None, :] < D)
+    queries_here = tl.minimum(queries - tile * BLOCK_Q, BLOCK_Q)
+    queried = tl.load(q + row.to(tl.int64)[:, None] * D + d[None, :], mask=filled, other=0.0)
+    full = before + tile * BLOCK_Q + 1
+    end = tl.where(queries_here > 0, full - 1 + queries_here, 0)
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(full - window, 0) // BLOCK_N * BLOCK_N
+    return seq, queried, before + token, row, filled, begin, full, end
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "window"],
+    do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
+)
+def attend(
+    out, q, k_cache, v_cache, query_start, context_lens, block_table,
+    table_stride, k_stride, v_stride, num_seqs, scale, softcap, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out [T, HEADS, D]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0: it has one part."""
+    seq, queried, position, row, filled, begin, full, end = _query_tile(
+        q, query_start, context_lens, num_seqs, window,
+        HEADS, HEADS // KV_HEADS, D, D_PAD, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED,
+    )  # fmt: skip
+    head = tl.program_id(1) * D
+    table = block_table + seq.to(tl.int64) * table_stride
+    cache = (k_cache + head, v_cache + head, table, k_stride, v_stride)
+    rules = (scale, softcap, window)
+    if SPLIT == 0:
+        _, total, acc = _span(
+            queried, position, begin, full, end, cache, rules, KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP
+        )
+    else:
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, D_PAD], tl.float32)
+        for origin in range(begin // SPLIT * SPLIT, end, SPLIT):
+            peak2, total2, acc2 = _span(
+                queried, position, tl.maximum(begin, origin), full, tl.minimum(end, origin + SPLIT), cache, rules,
+                KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP,
+            )  # fmt: skip
+            peak, total, acc = _merge(peak, total, acc, peak2, total2, acc2)
+    at = out + row.to(tl.int64)[:, None] * D + tl.arange(0, D_PAD)[None, :]
+    tl.store(at, tl.div_rn(acc, total[:, None]).to(out.dtype.element_ty), mask=filled)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "num_seqs", "splits", "window"],
+    do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
+)
+def attend_splits(
+    weighted, peaks, totals, q, k_cache, v_cache, query_start, context_lens, block_table,
+    table_stride, k_stride, v_stride, num_seqs, splits, scale, softcap, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Parts of the softmax, for reduce_even or reduce_fixed: peaks, totals [T * HEADS, splits], weighted [.., D].
+
+    Grid: tiles, KV_HEADS, programs that share a tile's splits. SPLIT: keys in a split, counted from position 0;
+    0: the tile's keys are split evenly, one split per program. An even split may be empty: its peak is -inf.
+    """
+    seq, queried, position, row, filled, begin, full, end = _query_tile(
+        q, query_start, context_lens, num_seqs, window,
+        HEADS, HEADS // KV_HEADS, D, D_PAD, BLOCK_M, BLOCK_N, ONE_TOKEN, WINDOWED,
+    )  # fmt: skip
+    head, d = tl.program_id(1) * D, tl.arange(0, D_PAD)
+    table = block_table + seq.to(tl.int64) * table_stride
+    cache = (k_cache + head, v_cache + head, table, k_stride, v_stride)
+    if SPLIT:
+        origin, length, first, count = 0, SPLIT, begin // SPLIT, tl.cdiv(end, SPLIT)
+    else:
+        origin, first, count = begin, 0, splits
+        length = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
+    for split in range(first + tl.program_id(2), count, tl.num_programs(2)):
+        low = origin + split * length
+        peak, total, acc = _span(
+            queried, position, tl.maximum(begin, low), full, tl.minimum(end, low + length), cache,
+            (scale, softcap, window), KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP,
+        )  # fmt: skip
+        at = row.to(tl.int64) * splits + split
+        real = tl.max(filled.to(tl.int32), 1) > 0
+        tl.store(peaks + at, peak, mask=real)
+        tl.store(totals + at, total, mask=real)
+        tl.store(weighted + at[:, None] * D + d[None, :], acc, mask=filled)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def reduce_even(
+    out, weighted, peaks, totals, splits, D: tl.constexpr, D_PAD: tl.constexpr, MOST_SPLITS: tl.constexpr
+):  # fmt: skip
+    """out [T * HEADS, D] from its parts, all at once. Grid: T * HEADS."""
+    row = tl.program_id(0).to(tl.int64)
+    split, d = tl.arange(0, MOST_SPLITS), tl.arange(0, D_PAD)
+    inside = split < splits
+    peak = tl.load(peaks + row * splits + split, mask=inside, other=float("-inf"))
+    total = tl.load(totals + row * splits + split, mask=inside, other=0.0)
+    at = weighted + (row * splits + split)[:, None] * D + d[None, :]
+    acc = tl.load(at, mask=inside[:, None] & (d[None, :] < D), other=0.0)
+    weight = tl.exp2(peak - tl.max(peak, 0))
+    result = tl.sum(acc * weight[:, None], 0) / tl.sum(total * weight, 0)
+    tl.store(out + row * D + d, result.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit(do_not_specialize=["splits", "window"], do_not_specialize_on_alignment=["positions"])
+def reduce_fixed(
+    out, weighted, peaks, totals, positions, splits, window,
+    HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """out [T * HEADS, D] from its parts in the order of their keys, as `attend` merges them. Grid: T * HEADS."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, D_PAD)
+    position = tl.load(positions + row // HEADS).to(tl.int32)
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(position - window + 1, 0) // SPLIT
+    peak, total, acc = float("-inf"), 0.0, tl.zeros([D_PAD], tl.float32)
+    for split in range(first, position // SPLIT + 1):
+        at = row * splits + split
+        part = tl.load(weighted + at * D + d, mask=d < D, other=0.0)
+        peak, total, acc = _merge(peak, total, acc, tl.load(peaks + at), tl.load(totals + at), part)
+    tl.store(out + row * D + d, tl.div_rn(acc, total).to(out.dtype.element_ty), mask=d < D)

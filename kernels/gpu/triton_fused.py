@@ -1,0 +1,182 @@
+"""What stands between the matrix products and attention, each one Triton kernel; twins in kernels/reference.py.
+
+Caches are [pages, page size, K, D] with pages of any size. Arithmetic is float32, as are the weights of norms, rounded
+once, at the end. Rows share nothing, so no bit depends on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Rope
+from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+
+_GATE_BLOCK = 1024
+_ROPE_HEADS = 8
+
+
+@triton.jit
+def _norm_kernel(out, x, residual, weight, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+    """One row of x [rows, SIZE]; ADD: of x + residual, which replaces residual. Grid: rows."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, BLOCK)
+    inside = tl.arange(0, BLOCK) < SIZE
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if ADD:
+        beside = tl.load(residual + at, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + beside.to(tl.float32)).to(value.dtype)
+        tl.store(residual + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
+    wide *= tl.load(weight + tl.arange(0, BLOCK), mask=inside, other=0.0)
+    tl.store(out + at, wide.to(value.dtype), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    size = x.shape[-1]
+    block, warps = _row(size)
+    if x.numel():
+        _norm_kernel[x.numel() // size,](out, x, x, weight, eps, size, block, False, num_warps=warps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """In place: returns x and residual themselves where they are contiguous."""
+    x, residual = x.contiguous(), residual.contiguous()
+    size = x.shape[-1]
+    block, warps = _row(size)
+    if x.numel():
+        _norm_kernel[x.numel() // size,](x, x, residual, weight, eps, size, block, True, num_warps=warps)
+    return x, residual
+
+
+def _row(size: int) -> tuple[int, int]:
+    """A block that holds a row, and the warps for it: 16 bytes of bfloat16 a thread and load, up to four loads."""
+    block = power_of_2(size)
+    return block, min(16, max(1, block // 512))
+
+
+@triton.jit
+def _gate_kernel(out, gate_up, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """out [rows, size] of gate_up [rows, 2 * size]. Grid: rows, blocks of a row."""
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    gate = tl.load(gate_up + row * 2 * size + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + i, mask=inside, other=0.0)
+    slope = gate
+    if GELU:
+        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi): sigmoid(2u) is tanh(u)
+    value = gate / (1.0 + tl.exp(-slope)) * up.to(tl.float32)
+    tl.store(out + row * size + i, value.to(up.dtype), mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    return _gate(gate_up, gelu=False)
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    return _gate(gate_up, gelu=True)
+
+
+def _gate(gate_up: Tensor, *, gelu: bool) -> Tensor:
+    gate_up = gate_up.contiguous()
+    *rows, width = gate_up.shape
+    out = gate_up.new_empty((*rows, width // 2))
+    if out.numel():
+        grid = (gate_up.numel() // width, cdiv(width // 2, _GATE_BLOCK))
+        _gate_kernel[grid](out, gate_up, width // 2, gelu, _GATE_BLOCK, num_warps=4)
+    return out
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _store_kernel(
+    k, v, k_cache, v_cache, slots, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    """Keys and values [T, WIDTH] to their slots. Grid: T."""
+    token, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    slot = tl.load(slots + token)
+    within = slot % PAGE * WIDTH + i
+    inside = i < WIDTH
+    tl.store(k_cache + slot // PAGE * k_stride + within, tl.load(k + token * WIDTH + i, mask=inside), mask=inside)
+    tl.store(v_cache + slot // PAGE * v_stride + within, tl.load(v + token * WIDTH + i, mask=inside), mask=inside)
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    k, v = k.contiguous(), v.contiguous()
+    width = k.shape[1] * k.shape[2]
+    block, warps = _row(width)
+    if len(slots):
+        _store_kernel[len(slots),](
+            k, v, k_cache, v_cache, slots, k_cache.stride(0), v_cache.stride(0), width, block, k_cache.shape[1],
+            num_warps=warps,
+        )  # fmt: skip
+
+
+@triton.jit
+def _normed(half, inverse, weight, inside, chosen):
+    """Half of every head, float32 [heads, half], normed where `chosen`."""
+    return tl.where(chosen, half * inverse * tl.load(weight, mask=inside, other=0.0), half)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def _rope_kernel(
+    q, qkv, cos_sin, q_norm, k_norm, k_cache, v_cache, positions, slots, k_stride, v_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token of qkv [T, HEADS + 2 * KV_HEADS, D]. Grid: T, blocks of heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    i = tl.arange(0, HALF_PAD)[None, :]
+    HALF: tl.constexpr = D // 2
+    is_q, is_k = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_v = head >= HEADS + KV_HEADS
+    inside = (i < HALF) & (head < HEADS + 2 * KV_HEADS)
+    at = qkv + token * ((HEADS + 2 * KV_HEADS) * D) + head * D + i
+    first_raw, second_raw = tl.load(at, mask=inside, other=0.0), tl.load(at + HALF, mask=inside, other=0.0)
+    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if Q_NORM or K_NORM:
+        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        if Q_NORM:
+            first = _normed(first, inverse, q_norm + i, i < HALF, is_q)
+            second = _normed(second, inverse, q_norm + HALF + i, i < HALF, is_q)
+        if K_NORM:
+            first = _normed(first, inverse, k_norm + i, i < HALF, is_k)
+            second = _normed(second, inverse, k_norm + HALF + i, i < HALF, is_k)
+    if ROTATE:
+        angle = cos_sin + tl.load(positions + token) * D + i
+        cos, sin = tl.load(angle, mask=i < HALF, other=0.0), tl.load(angle + HALF, mask=i < HALF, other=0.0)
+        first, second = first * cos - second * sin, second * cos + first * sin
+    first, second = first.to(first_raw.dtype), second.to(first_raw.dtype)
+    to_q = q + token * (HEADS * D) + head * D + i
+    tl.store(to_q, first, mask=inside & is_q)
+    tl.store(to_q + HALF, second, mask=inside & is_q)
+    slot = tl.load(slots + token)
+    row = slot % PAGE * (KV_HEADS * D) + i
+    to_k = k_cache + slot // PAGE * k_stride + row + (head - HEADS) * D
+    tl.store(to_k, first, mask=inside & is_k)
+    tl.store(to_k + HALF, second, mask=inside & is_k)
+    to_v = v_cache + slot // PAGE * v_stride + row + (head - HEADS - KV_HEADS) * D
+    tl.store(to_v, first_raw, mask=inside & is_v)
+    tl.store(to_v + HALF, second_raw, mask=inside & is_v)
+
+
+def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    qkv = qkv.contiguous()
+    page, kv_heads = k_cache.shape[1:3]
+    dim, cos_sin, q_norm, k_norm = rope.head_dim, rope.cos_sin, rope.q_norm, rope.k_norm
+    tokens, total = len(qkv), qkv.shape[1] // dim
+    heads = total - 2 * kv_heads
+    q = qkv.new_empty((tokens, heads, dim))
+    half = power_of_2(dim // 2)
+    if tokens:
+        _rope_kernel[tokens, cdiv(total, _ROPE_HEADS)](
+            q, qkv, *(qkv if each is None else each for each in (cos_sin, q_norm, k_norm)), k_cache, v_cache,
+            metadata.positions, metadata.slots, k_cache.stride(0), v_cache.stride(0), rope.eps, heads, kv_heads, dim,
+            half, page, _ROPE_HEADS, q_norm is not None, k_norm is not None, cos_sin is not None, num_warps=2,
+        )  # fmt: skip
+    return q

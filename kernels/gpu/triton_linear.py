@@ -1,0 +1,86 @@
+"""What --deterministic computes with on a GPU: matrix products and attention whose sums do not depend on the batch.
+
+A library picks its tiles, and whether to split the inner dimension, by the number of rows; so the same row gets other
+bits in another batch (He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here one tiling per
+weight serves every number of rows, and nothing is split: an output is one sum, over the inner dimension in order.
+The price is speed: for many rows these tiles are smaller than the best, for one row a product without splits fills
+fewer of the GPU's processors.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.backend import Backend, Linear
+from quire.kernels.gpu.triton_sizes import cdiv
+
+_ROWS = 64
+_INNER = 64
+_WIDE_OUTS = 8192
+"""From so many outputs on, tiles are twice as wide: there are enough of them."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x, weight, bias, out, rows, outs, inner,
+    BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """out [rows, outs] = x [rows, inner] @ weight [outs, inner].T + bias; a program computes one tile of out. Tiles of
+    the same weights are neighbours in the grid, so that they find these in the cache."""
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    m = (tl.program_id(0) % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    m_inside, n_inside = m < rows, n < outs
+    m_wide, n_wide = m.to(tl.int64), n.to(tl.int64)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for begin in range(0, inner, BLOCK_K):
+        k_inside = begin + k < inner
+        left = tl.load(
+            x + m_wide[:, None] * inner + begin + k[None, :], mask=m_inside[:, None] & k_inside[None, :], other=0.0
+        )
+        right = tl.load(
+            weight + n_wide[None, :] * inner + begin + k[:, None], mask=n_inside[None, :] & k_inside[:, None], other=0.0
+        )
+        total = tl.dot(left, right, total, input_precision="ieee")
+    if BIASED:
+        total += tl.load(bias + n, mask=n_inside, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + m_wide[:, None] * outs + n_wide[None, :],
+        total.to(out.dtype.element_ty),
+        mask=m_inside[:, None] & n_inside[None, :],
+    )
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+    """As in kernels/backend.py; a row has the same bits in every batch."""
+    weight = weight.contiguous()
+    outs, inner = weight.shape
+    block_n = 128 if outs >= _WIDE_OUTS else 64
+
+    def linear(x: Tensor) -> Tensor:
+        x = x.contiguous()
+        rows = x.shape[0]
+        out = x.new_empty((rows, outs), dtype=torch.float32 if wide else x.dtype)
+        if rows:
+            grid = (cdiv(rows, _ROWS) * cdiv(outs, block_n),)
+            _linear_kernel[grid](
+                x, weight, weight if bias is None else bias, out, rows, outs, inner, bias is not None,
+                _ROWS, block_n, _INNER, num_warps=4, num_stages=3,
+            )  # fmt: skip
+        return out
+
+    return linear
+
+
+def batch_invariant(backend: Backend) -> Backend:
+    """The backend with these products and its attention in a fixed order; what else it has never mixes rows."""
+    attention = getattr(backend, "deterministic_attention", backend.paged_attention)
+    own = {"pack_linear": pack_linear, "paged_attention": attention}
+    return cast(Backend, SimpleNamespace(**(vars(backend) | own)))

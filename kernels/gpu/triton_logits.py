@@ -1,0 +1,114 @@
+"""Changing logits in place on the device, before a pick: Triton kernels that wait for nothing.
+
+engine/worker/sampler.py's `adjust` is the twin and the judge. `tokens` [slots, most tokens] int32 are the token ids of
+every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so far.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.gpu.triton_sizes import cdiv
+
+_BLOCK = tl.constexpr(1024)
+_PROMPT = tl.constexpr(1 << 30)
+"""Set in the count of a token that the prompt has; below it, how often the output has it."""
+
+
+@triton.jit(do_not_specialize=["stride"])
+def count_tokens(counts, tokens, slots, positions, num_prompts, stride, vocab):
+    """counts [R, vocab] int32, zeros before. Grid: rows, blocks of the longest row's tokens."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = i < tl.load(positions + row)
+    prompt = i < tl.load(num_prompts + row)
+    token = tl.load(tokens + tl.load(slots + row) * stride + i, mask=inside, other=0)
+    at = counts + row * vocab + token
+    tl.atomic_or(at, tl.full([_BLOCK], _PROMPT, tl.int32), mask=inside & prompt, sem="relaxed")
+    tl.atomic_add(at, tl.full([_BLOCK], 1, tl.int32), mask=inside & (i >= tl.load(num_prompts + row)), sem="relaxed")
+
+
+@triton.jit
+def apply_penalties(logits, counts, rows, repetitions, presences, frequencies, vocab):
+    """On rows [P] of logits, counts [P, vocab]. Grid: P, blocks of the vocabulary."""
+    index = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = token < vocab
+    count = tl.load(counts + index * vocab + token, mask=inside, other=0)
+    at = logits + tl.load(rows + index) * vocab + token
+    value = tl.load(at, mask=inside & (count > 0), other=0.0)
+    repetition = tl.load(repetitions + index)
+    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+    often = count & (_PROMPT - 1)
+    off = tl.load(presences + index) + tl.load(frequencies + index) * often.to(tl.float32)
+    tl.store(at, tl.where(often > 0, value - off, value), mask=inside & (count > 0))
+
+
+@triton.jit(do_not_specialize=["number"])
+def add_at(logits, rows, tokens, values, number, vocab):
+    """logits[rows[i], tokens[i]] += values[i], for tokens of the vocabulary; every place once. Grid: blocks of i."""
+    i = tl.program_id(0) * _BLOCK + tl.arange(0, _BLOCK)
+    token = tl.load(tokens + i, mask=i < number, other=-1)
+    inside = (token >= 0) & (token < vocab)
+    at = logits + tl.load(rows + i, mask=inside, other=0) * vocab + token
+    value = tl.load(at, mask=inside, other=0.0) + tl.load(values + i, mask=inside, other=0.0)
+    tl.store(at, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["stride"])
+def ban_words(logits, tokens, rows, slots, positions, words, ends, stride, vocab):
+    """-inf to the last token of each word whose other tokens a row ends with. Grid: words.
+
+    rows, slots, positions [words]; words: all of their tokens, ends [words + 1] where each begins and ends.
+    """
+    index = tl.program_id(0)
+    begin, last = tl.load(ends + index), tl.load(ends + index + 1) - 1
+    tail = tokens + tl.load(slots + index) * stride + tl.load(positions + index) - (last - begin)
+    matches = 1
+    for i in range(last - begin):
+        matches &= (tl.load(tail + i) == tl.load(words + begin + i)).to(tl.int32)
+    if (matches != 0) & (tl.load(words + last) < vocab):
+        tl.store(logits + tl.load(rows + index) * vocab + tl.load(words + last), float("-inf"))
+
+
+def penalize(
+    logits: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    slot: Tensor,
+    position: Tensor,
+    num_prompt: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    *,
+    longest: int,
+) -> None:
+    """Repetition, presence and frequency penalties on the rows [P] of logits; `longest` is the largest position.
+
+    Positions and numbers are int64, penalties float32.
+    """
+    vocab, number = logits.shape[1], len(rows)
+    counts = torch.zeros((number, vocab), dtype=torch.int32, device=logits.device)
+    grid = (number, cdiv(longest, _BLOCK.value))
+    count_tokens[grid](counts, tokens, slot, position, num_prompt, tokens.stride(0), vocab, num_warps=4)
+    grid = (number, cdiv(vocab, _BLOCK.value))
+    apply_penalties[grid](logits, counts, rows, repetition, presence, frequency, vocab, num_warps=4)
+
+
+def add(logits: Tensor, rows: Tensor, tokens: Tensor, values: Tensor) -> None:
+    """logits[rows, tokens] += values, float32; every place at most once."""
+    grid = (cdiv(len(rows), _BLOCK.value),)
+    add_at[grid](logits, rows, tokens, values, len(rows), logits.shape[1], num_warps=4)
+
+
+def ban(
+    logits: Tensor, tokens: Tensor, rows: Tensor, slot: Tensor, position: Tensor, words: Tensor, ends: Tensor
+) -> None:
+    """Forbid the last token of every word that a row has begun: word w is words[ends[w] : ends[w + 1]], in rows[w]."""
+    ban_words[len(rows),](
+        logits, tokens, rows, slot, position, words, ends, tokens.stride(0), logits.shape[1], num_warps=1
+    )

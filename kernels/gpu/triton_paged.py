@@ -1,0 +1,152 @@
+"""The Triton backend: paged attention for pages of any size on any GPU that Triton compiles for.
+
+No call waits for the device, and every grid follows from shapes and from the metadata's two maxima, so that a decode
+step replayed from a CUDA graph stays right while its contexts grow. Tile sizes come from a table, not from autotuning:
+the first call of a kind compiles it (seconds, then kept on disk by Triton), no later one does.
+Kernels: kernels/gpu/triton_attention.py, kernels/gpu/triton_fused.py.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
+from quire.kernels.gpu.triton_fused import add_rms_norm, gelu_mul, rms_norm, rope_store, silu_mul, store_kv
+from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+from quire.kernels.reference import argmax, draw, fuse_layers, pack_linear
+
+__all__ = ["BLOCK_SIZE", "NAME", "add_rms_norm", "argmax", "cannot_serve", "description", "deterministic_attention"]
+__all__ += ["draw", "fuse_layers", "gelu_mul", "kv_cache_shape", "pack_linear", "paged_attention", "rms_norm"]
+__all__ += ["rope_store", "silu_mul", "store_kv"]
+
+NAME = "triton"
+BLOCK_SIZE = 16
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FIXED_SPLIT = 512
+"""Keys in a split where results must not depend on the batch."""
+_LEAST_EVEN_SPLIT, _MOST_EVEN_SPLIT = 256, 8192
+_MOST_SPLITS = 32
+_MOST_PARTS = 2**26
+"""Numbers, 4 bytes each, that may be stored to be reduced."""
+
+
+class Tiles(NamedTuple):
+    """Rows (query tokens times heads of a group) and keys of a tile, and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def description() -> str:
+    return f"Triton {triton.__version__}"
+
+
+def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
+    if device.type != "cuda":
+        return f"runs on a GPU, not on {device.type}"
+    if dtype not in _DTYPES:
+        return f"takes float32, bfloat16 and float16, not {dtype}"
+    return None if head_dim <= 256 else f"takes a head_dim up to 256, not {head_dim}"
+
+
+def kv_cache_shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """[pages, tokens of a page, kv_heads, head_dim]: the layout of flash-attn, whose pages are larger."""
+    return (num_blocks, BLOCK_SIZE, kv_heads, head_dim)
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, fixed: bool = False
+) -> Tensor:
+    """As in kernels/backend.py; pages [P, page size, K, D] of any power-of-two size.
+
+    fixed: sums are split where absolute positions say, and all tiles are of one size, so that a row's bits do
+    not depend on the batch. Otherwise they are split to fill the GPU, which depends on how many rows there are.
+    """
+    q, window = q.contiguous(), softmax.window
+    out = torch.empty_like(q)
+    tokens, heads, dim = q.shape
+    page, kv_heads = k_cache.shape[1:3]
+    seqs, group, padded = len(metadata.context_lens), heads // kv_heads, max(16, power_of_2(dim))
+    tiles = choose_tiles(group, metadata.max_query_len, padded, q.dtype, fixed=fixed)
+    one_token = metadata.max_query_len == 1
+    count = seqs if one_token else tokens // (tiles.block_m // group) + seqs
+    split = FIXED_SPLIT if fixed else 0
+    longest = metadata.max_context_len
+    seen = longest if window is None else min(longest, window + tiles.block_n)
+    if split:
+        splits = cdiv(longest, split)
+        programs = min(splits, wanted_programs(count * kv_heads, q.device.index))
+    else:
+        splits = programs = even_splits(wanted_programs(count * kv_heads, q.device.index), seen, one_token)
+    if tokens * heads * splits * dim > _MOST_PARTS:
+        programs = 1
+    inputs = (q, k_cache, v_cache, metadata.query_start, metadata.context_lens, metadata.block_table)
+    strides = (metadata.block_table.stride(0), k_cache.stride(0), v_cache.stride(0), seqs)
+    rules = (softmax.scale, softmax.softcap or 0.0, window or 0)
+    shapes = (heads, kv_heads, dim, padded, page, tiles.block_m, tiles.block_n, one_token)
+    kinds = (window is not None, softmax.softcap is not None, split)
+    compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    if programs == 1:
+        attend[count, kv_heads](out, *inputs, *strides, *rules, *shapes, *kinds, **compiled)
+        return out
+    weighted = torch.empty((tokens * heads, splits, dim), dtype=torch.float32, device=q.device)
+    peaks, totals = torch.empty((2, tokens * heads, splits), dtype=torch.float32, device=q.device)
+    parts = (weighted, peaks, totals)
+    attend_splits[count, kv_heads, programs](*parts, *inputs, *strides, splits, *rules, *shapes, *kinds, **compiled)
+    if fixed:
+        kept = (heads, dim, padded, window is not None, split)
+        reduce_fixed[tokens * heads,](out, *parts, metadata.positions, splits, window or 0, *kept, num_warps=1)
+    else:
+        reduce_even[tokens * heads,](out, *parts, splits, dim, padded, _MOST_SPLITS, num_warps=4)
+    return out
+
+
+deterministic_attention = partial(paged_attention, fixed=True)
+"""What --deterministic uses."""
+
+
+def choose_tiles(group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool) -> Tiles:
+    """Small tiles for decode steps, whose time is reading keys; large ones for prompts, whose time is arithmetic.
+
+    fixed: one size for all. Chosen from ptxas's reports for sm_90, by what spills no register; all fit in the 99 KB of
+    shared memory of a consumer GPU. A table lookup before a load takes a pipeline stage of its own, hence five.
+    """
+    rows, wide = power_of_2(group * max_query_len), padded_dim > 128
+    if dtype == torch.float32:  # in full precision, so without tensor cores
+        tiles = Tiles(16, 16, 4, 2) if wide else Tiles(16, 32, 4, 3)
+    elif fixed:
+        tiles = Tiles(64, 32, 8, 3) if wide else Tiles(64, 32, 4, 4)
+    elif rows <= 16:
+        tiles = Tiles(16, 32, 4, 5) if wide else Tiles(16, 64, 4, 5)
+    elif wide:
+        tiles = Tiles(64, 32, 8, 3)
+    else:
+        tiles = Tiles(64, 64, 4, 3) if rows <= 64 else Tiles(128, 64, 8, 3)
+    return tiles._replace(block_m=max(tiles.block_m, power_of_2(group)))
+
+
+def wanted_programs(without: int, device: int | None) -> int:
+    """Into how many a tile is cut so that two programs a multiprocessor run, where there are `without` tiles."""
+    return max(1, 2 * _processors(device) // without)
+
+
+def even_splits(wanted: int, seen: int, one_token: bool) -> int:
+    """Splits of a tile that sees up to `seen` keys: not too short ones; in a decode step, where one long context would
+    keep all others waiting, not too long ones either."""
+    if one_token:
+        wanted = max(wanted, cdiv(seen, _MOST_EVEN_SPLIT))
+    return min(wanted, cdiv(seen, _LEAST_EVEN_SPLIT), _MOST_SPLITS)
+
+
+@cache
+def _processors(device: int | None) -> int:
+    """Multiprocessors of a GPU; some, under the interpreter."""
+    return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count

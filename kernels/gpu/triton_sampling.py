@@ -1,0 +1,307 @@
+"""Picking tokens on the device: Triton kernels that wait for nothing and sort nothing. engine/worker/sampler.py is the
+twin and the judge: the same token for the same logits, parameters, seed and position.
+
+A token's weight is e^(its scaled logit less the largest), in fixed point: sums of these are exact whatever their order,
+so that neither chunks nor batches can move a pick. A filter is a least weight, held as the bits of its float32 (which
+order as it does) and found by bisection: the largest at which what is kept still suffices. It is looked for among the
+candidates that a histogram by powers of two leaves, or, in a flat distribution, in all of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+
+_CHUNK = tl.constexpr(4096)
+_LEVELS = tl.constexpr(16)
+"""Level 0 is the largest weight, 1; level j is [2^-j, 2^(1 - j)); the last holds all of the rest."""
+_CANDIDATES = tl.constexpr(4096)
+_ONE = tl.constexpr(float(2**44))
+"""1 in fixed point: MOST_TOKENS of it still fit an int64."""
+MOST_TOKENS = 2**19 - 1
+"""The largest vocabulary that `pick` takes."""
+
+
+@triton.jit
+def _weight(logits, at, inside, temperature, peak):
+    """Weights relative to the row's largest logit, `peak`: as float32 bits and in fixed point."""
+    scaled = tl.div_rn(tl.load(logits + at, mask=inside, other=float("-inf")), temperature)
+    top = tl.div_rn(peak, temperature)
+    weight = tl.where(scaled == float("-inf"), 0.0, tl.exp(scaled - top))
+    return weight.to(tl.int32, bitcast=True), (weight * _ONE).to(tl.int64)
+
+
+@triton.jit
+def _row_peak(peaks, row, chunks, CHUNKS: tl.constexpr):
+    i = tl.arange(0, CHUNKS)
+    return tl.max(tl.load(peaks + row * chunks + i, mask=i < chunks, other=float("-inf")), 0)
+
+
+@triton.jit
+def find_peaks(peaks, places, logits, vocab, chunks):
+    """Each chunk's largest logit and the first token that has it: [rows, chunks]. Grid: rows, chunks."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = chunk * _CHUNK + tl.arange(0, _CHUNK)
+    value = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf"))
+    peak = tl.max(value, 0)
+    tl.store(peaks + row * chunks + chunk, peak)
+    tl.store(places + row * chunks + chunk, tl.min(tl.where(value == peak, token, vocab - 1), 0))
+
+
+@triton.jit
+def weigh_chunks(
+    counts, masses, kept, logits, peaks, temperatures, min_ps, vocab, chunks,
+    CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
+):  # fmt: skip
+    """kept [rows, chunks]: the weight of each chunk that min-p leaves. FILTERED: counts and masses [rows, chunks,
+    levels] of tokens and weight, before min-p. Grid: rows, chunks."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperatures + row)
+    if temperature > 0:
+        token = chunk * _CHUNK + tl.arange(0, _CHUNK)
+        inside = token < vocab
+        peak = _row_peak(peaks, row, chunks, CHUNKS)
+        bits, mass = _weight(logits, row * vocab + token, inside, temperature, peak)
+        least = tl.load(min_ps + row).to(tl.int32, bitcast=True)
+        tl.store(kept + row * chunks + chunk, tl.sum(tl.where(bits >= least, mass, 0), 0))
+        if FILTERED:
+            level = tl.minimum(127 - (bits >> 23), _LEVELS - 1)
+            at = (row * chunks + chunk) * _LEVELS
+            for each in tl.static_range(_LEVELS):
+                here = inside & (level == each)
+                tl.store(counts + at + each, tl.sum(here.to(tl.int32), 0))
+                tl.store(masses + at + each, tl.sum(tl.where(here, mass, 0), 0))
+
+
+@triton.jit
+def _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS: tl.constexpr):
+    """The level that the filters cut, the tokens [CHUNKS] of each chunk down to it, and the weight of all levels."""
+    chunk, level = tl.arange(0, CHUNKS)[:, None], tl.arange(0, _LEVELS)
+    at = (row * chunks + chunk) * _LEVELS + level[None, :]
+    count = tl.load(counts + at, mask=chunk < chunks, other=0)
+    mass = tl.sum(tl.load(masses + at, mask=chunk < chunks, other=0), 0)
+    whole = tl.sum(mass, 0)
+    enough = tl.cumsum(mass, 0).to(tl.float64) >= top_p * whole.to(tl.float64)
+    if top_k < vocab:
+        enough = tl.cumsum(tl.sum(count, 0), 0) >= top_k
+    last = tl.min(tl.where(enough, level, _LEVELS - 1), 0)
+    return last, tl.sum(tl.where(level[None, :] <= last, count, 0), 1), whole
+
+
+@triton.jit
+def gather_candidates(
+    bits_found, tokens_found, counts, masses, logits, peaks, temperatures, top_ks, top_ps, vocab, chunks,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The weights' bits and the tokens [rows, _CANDIDATES] that may be kept, in the vocabulary's order, where they are
+    that few. Grid: rows, chunks."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    if (temperature > 0) & ((top_k < vocab) | (top_p < 1)):
+        last, found, _whole = _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
+        i = tl.arange(0, CHUNKS)
+        before = tl.sum(tl.where(i < chunk, found, 0), 0)
+        if (tl.sum(found, 0) <= _CANDIDATES) & (tl.sum(tl.where(i == chunk, found, 0), 0) > 0):
+            token = chunk * _CHUNK + tl.arange(0, _CHUNK)
+            inside = token < vocab
+            peak = _row_peak(peaks, row, chunks, CHUNKS)
+            bits, _mass = _weight(logits, row * vocab + token, inside, temperature, peak)
+            here = inside & (tl.minimum(127 - (bits >> 23), _LEVELS - 1) <= last)
+            at = row * _CANDIDATES + before + tl.cumsum(here.to(tl.int32), 0) - 1
+            tl.store(bits_found + at, bits, mask=here)
+            tl.store(tokens_found + at, token, mask=here)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """SplitMix64 of (seed, position) as sampler.uniforms has it, float64 in [0, 1)."""
+    z = _mix(seed.to(tl.uint64, bitcast=True)) + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    return (_mix(z) >> 11).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _mix(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _first_above(mass, target):
+    """(Index of the first of mass [N] up to which the sum exceeds target, the sum before it)."""
+    sums = tl.cumsum(mass, 0)
+    index = tl.min(tl.where(sums > target, tl.arange(0, mass.shape[0]), mass.shape[0] - 1), 0)
+    return index, tl.sum(tl.where(tl.arange(0, mass.shape[0]) < index, mass, 0), 0)
+
+
+@triton.jit
+def _target(mass, u):
+    """u of an integer mass, less than all of it."""
+    return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
+
+
+@triton.jit
+def _sums(least, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS: tl.constexpr, ALL: tl.constexpr):
+    """Number and weight of the tokens whose bits are at least `least`: of the candidates, or ALL of the vocabulary."""
+    if ALL:
+        count, total = least * 0, (least * 0).to(tl.int64)
+        peak = _row_peak(peaks, row, chunks, CHUNKS)
+        for chunk in range(chunks):
+            token = chunk * _CHUNK + tl.arange(0, _CHUNK)
+            weight, fixed = _weight(logits, row * vocab + token, token < vocab, temperature, peak)
+            enough = (weight >= least) & (token < vocab)
+            count += tl.sum(enough.to(tl.int32), 0)
+            total += tl.sum(tl.where(enough, fixed, 0), 0)
+        return count, total
+    else:
+        return tl.sum((bits >= least).to(tl.int32), 0), tl.sum(tl.where(bits >= least, mass, 0), 0)
+
+
+@triton.jit
+def _threshold(
+    bits, mass, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks,
+    CHUNKS: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """Bits of the least weight that top-k, then top-p of what top-k left, keep; `whole` is all weight."""
+    least = top_k * 0
+    if top_k < vocab:
+        for i in range(30):
+            trial = least | (1 << (29 - i))
+            count, _mass = _sums(trial, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL)
+            least = tl.where(count >= top_k, trial, least)
+        count, above = _sums(least + 1, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL)
+        whole = above + (top_k - count) * (least.to(tl.float32, bitcast=True) * _ONE).to(tl.int64)
+    if top_p < 1:
+        target = top_p * whole.to(tl.float64)
+        least = top_k * 0
+        for i in range(30):
+            trial = least | (1 << (29 - i))
+            _count, total = _sums(trial, bits, mass, row, logits, peaks, temperature, vocab, chunks, CHUNKS, ALL)
+            least = tl.where(total.to(tl.float64) >= target, trial, least)
+    return least
+
+
+@triton.jit
+def _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k, top_p, vocab):
+    """The pick among the row's `found` candidates; one of them, whatever the filters and `least` leave."""
+    i = tl.arange(0, _CANDIDATES)
+    at = row * _CANDIDATES + i
+    bits = tl.load(bits_found + at, mask=i < found, other=0)
+    mass = tl.where(i < found, (bits.to(tl.float32, bitcast=True) * _ONE).to(tl.int64), 0)
+    filtered = _threshold(bits, mass, whole, top_k, top_p, row, bits, bits, u, vocab, 0, 1, False)
+    mass = tl.where(bits >= tl.maximum(filtered, least), mass, 0)
+    index, _before = _first_above(mass, _target(tl.sum(mass, 0), u))
+    return tl.load(tokens_found + row * _CANDIDATES + tl.minimum(index, found - 1))
+
+
+@triton.jit
+def _pick_in_chunk(logits, peak, temperature, row, chunk, left, least, vocab):
+    """The token of a chunk at which its weight, of tokens whose bits are `least` or more, first exceeds `left`."""
+    token = chunk * _CHUNK + tl.arange(0, _CHUNK)
+    bits, mass = _weight(logits, row * vocab + token, token < vocab, temperature, peak)
+    index, _before = _first_above(tl.where(bits >= least, mass, 0), left)
+    return tl.minimum(chunk * _CHUNK + index, vocab - 1)
+
+
+@triton.jit
+def _pick_of_all(logits, peaks, temperature, row, least, u, vocab, chunks, CHUNKS: tl.constexpr):
+    """The pick among all tokens whose bits are `least` or more, chunk by chunk."""
+    _count, whole = _sums(least, least, least, row, logits, peaks, temperature, vocab, chunks, CHUNKS, True)
+    target = _target(whole, u)
+    peak = _row_peak(peaks, row, chunks, CHUNKS)
+    chosen, before, total = least * 0, whole * 0, whole * 0
+    for chunk in range(chunks):
+        token = chunk * _CHUNK + tl.arange(0, _CHUNK)
+        bits, mass = _weight(logits, row * vocab + token, token < vocab, temperature, peak)
+        after = total + tl.sum(tl.where(bits >= least, mass, 0), 0)
+        here = (total <= target) & (target < after)
+        chosen, before = tl.where(here, chunk, chosen), tl.where(here, total, before)
+        total = after
+    return _pick_in_chunk(logits, peak, temperature, row, chosen, target - before, least, vocab)
+
+
+@triton.jit
+def pick_tokens(
+    picks, logits, peaks, places, kept, counts, masses, bits_found, tokens_found,
+    temperatures, top_ks, top_ps, min_ps, seeds, positions, vocab, chunks,
+    CHUNKS: tl.constexpr, FILTERED: tl.constexpr,
+):  # fmt: skip
+    """picks [rows] int64. Grid: rows."""
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
+    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
+    peak = _row_peak(peaks, row, chunks, CHUNKS)
+    chunk_peaks = tl.load(peaks + row * chunks + i, mask=i < chunks, other=float("-inf"))
+    place = tl.load(places + row * chunks + i, mask=i < chunks, other=vocab - 1)
+    token = tl.min(tl.where(chunk_peaks == peak, place, vocab - 1), 0)
+    if (temperature > 0) & (peak > float("-inf")):
+        least = tl.load(min_ps + row).to(tl.int32, bitcast=True)
+        u = _uniform(tl.load(seeds + row), tl.load(positions + row))
+        if FILTERED and ((top_k < vocab) | (top_p < 1)):
+            _last, down, whole = _last_level(counts, masses, row, chunks, top_k, top_p, vocab, CHUNKS)
+            found = tl.sum(down, 0)
+            if found <= _CANDIDATES:
+                token = _pick_candidate(bits_found, tokens_found, found, whole, least, u, row, top_k, top_p, vocab)
+            else:
+                cut = _threshold(
+                    least, least, whole, top_k, top_p, row, logits, peaks, temperature, vocab, chunks, CHUNKS, True
+                )
+                least = tl.maximum(least, cut)
+                token = _pick_of_all(logits, peaks, temperature, row, least, u, vocab, chunks, CHUNKS)
+        else:
+            mass = tl.load(kept + row * chunks + i, mask=i < chunks, other=0)
+            target = _target(tl.sum(mass, 0), u)
+            chunk, before = _first_above(mass, target)
+            token = _pick_in_chunk(logits, peak, temperature, row, chunk, target - before, least, vocab)
+    tl.store(picks + row, token.to(tl.int64))
+
+
+def pick(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    *,
+    drawn: bool,
+    filtered: bool,
+) -> Tensor:
+    """Token ids [R] int64 for logits [R, vocab] float32, the rest [R]: temperature float32, 0 for the first of the
+    largest; top_k int32, vocab for all; top_p float64; min_p float32; seed and position int64. Keeps the logits.
+
+    drawn: some temperature is above 0; filtered: and there some top_k below vocab or top_p below 1.
+    """
+    logits = logits.contiguous()
+    rows, vocab = logits.shape
+    chunks = cdiv(vocab, _CHUNK.value)
+    assert vocab <= MOST_TOKENS
+    padded = power_of_2(chunks)
+
+    def new(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    picks, places = new(rows, dtype=torch.int64), new(rows, chunks, dtype=torch.int32)
+    peaks, kept = new(rows, chunks, dtype=torch.float32), new(rows, chunks, dtype=torch.int64)
+    levels = (rows, chunks, _LEVELS.value) if filtered else (0,)
+    counts, masses = new(*levels, dtype=torch.int32), new(*levels, dtype=torch.int64)
+    found = (rows, _CANDIDATES.value) if filtered else (0,)
+    bits, tokens = new(*found, dtype=torch.int32), new(*found, dtype=torch.int32)
+    size = (vocab, chunks)
+    find_peaks[rows, chunks](peaks, places, logits, *size, num_warps=4)
+    if drawn:
+        weigh_chunks[rows, chunks](
+            counts, masses, kept, logits, peaks, temperature, min_p, *size, padded, filtered, num_warps=8
+        )
+    if filtered:
+        gather_candidates[rows, chunks](
+            bits, tokens, counts, masses, logits, peaks, temperature, top_k, top_p, *size, padded, num_warps=8
+        )
+    shared = (logits, peaks, places, kept, counts, masses, bits, tokens)
+    asked = (temperature, top_k, top_p, min_p, seed, position)
+    pick_tokens[rows,](picks, *shared, *asked, *size, padded, filtered, num_warps=8)
+    return picks

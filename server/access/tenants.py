@@ -1,0 +1,144 @@
+"""Who may use the server: API keys from flags and from a TOML file (see the README), and what each is allowed."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from quire.engine.errors import ConfigError, InvalidRequest
+from quire.server.access.rate_limits import RateLimits
+from quire.server.config import ServerConfig
+
+HASHED = "sha256:"
+
+
+class KeyEntry(BaseModel):
+    """One table of the key file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    key: str
+    """The key itself, or HASHED and its digest."""
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    priority: int | None = Field(default=0, ge=-(2**31), lt=2**31)
+    admin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """The owner of a key, or everybody where no key is asked for."""
+
+    name: str
+    digest: bytes
+    """SHA-256 of the key; the key itself is not kept."""
+    limits: RateLimits
+    weight: float = 1.0
+    priority: int | None = None
+    """The most urgent one its requests may have; None: any."""
+    admin: bool = False
+
+    def salt(self, cache_salt: str) -> str:
+        """The prefix cache's: requests of different keys share no prefixes, so none can time another's prompts."""
+        return f"{self.digest.hex()}/{cache_salt}" if self.digest else cache_salt
+
+    def check_priority(self, priority: int) -> None:
+        """Raises InvalidRequest."""
+        if self.priority is not None and priority < self.priority:
+            raise InvalidRequest(f"priority must be at least {self.priority} with this API key", param="priority")
+
+
+class Tenants:
+    """All who may come in. Raises ConfigError for keys that cannot be used."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        known: dict[bytes, Tenant] = {}
+        names: set[str] = set()
+        for name, entry, source in self._entries():
+            tenant = self._tenant(name, entry, source)
+            if tenant.digest in known:
+                raise ConfigError(f"{source}: {name} has the same key as {known[tenant.digest].name}")
+            if name in names:
+                raise ConfigError(f"{source}: {name} is a name that a key given by flag has")
+            known[tenant.digest] = tenant
+            names.add(name)
+        self._all = list(known.values())
+        if len(self._all) == 1:  # whoever has the only key runs the server
+            self._all = [replace(self._all[0], admin=True)]
+        self.closed = bool(self._all)
+        """Whether a key is needed."""
+        limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
+        self.anybody = Tenant("", b"", limits, admin=not self.closed)
+        """Whoever shows no key: all callers of an open server, of a closed one those of its open routes."""
+
+    def find(self, key: str) -> Tenant | None:
+        """Whose key that is, of a header's bytes as Latin-1. All are compared, so that the time taken tells nothing."""
+        shown = _digest(key)
+        found = [tenant for tenant in self._all if hmac.compare_digest(shown, tenant.digest)]
+        return found[0] if found else None
+
+    def _entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
+        config = self._config
+        for number, key in enumerate(config.admin_api_key, 1):
+            yield f"admin-{number}", KeyEntry(key=key, priority=None, admin=True), "admin_api_key"
+        for number, key in enumerate((key for key in config.api_key if key not in config.admin_api_key), 1):
+            yield f"key-{number}", KeyEntry(key=key), "api_key"
+        if config.api_key_file is not None:
+            for name, entry in _read(config.api_key_file).items():
+                yield name, entry, "api_key_file"
+
+    def _tenant(self, name: str, entry: KeyEntry, source: str) -> Tenant:
+        config = self._config
+        limits = RateLimits(
+            entry.requests_per_minute or config.requests_per_minute, entry.tokens_per_minute or config.tokens_per_minute
+        )
+        if not entry.key.strip():
+            raise ConfigError(f"{source}: {name} has an empty key")
+        if entry.key.startswith(HASHED):
+            try:
+                digest = bytes.fromhex(entry.key.removeprefix(HASHED))
+            except ValueError:
+                digest = b""
+            if len(digest) != hashlib.sha256().digest_size:
+                raise ConfigError(f"{source}: {name} must have 64 hexadecimal digits behind {HASHED}")
+        elif entry.key != entry.key.strip() or not (entry.key.isascii() and entry.key.isprintable()):
+            raise ConfigError(
+                f"{source}: {name} has a key that clients cannot send: take letters, digits and signs of ASCII, "
+                "no white space at either end"
+            )
+        else:
+            digest = _digest(entry.key)
+        return Tenant(name, digest, limits, entry.weight, entry.priority, entry.admin)
+
+
+def _read(path: Path) -> dict[str, KeyEntry]:
+    """Raises ConfigError, which never shows a key."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"api_key_file: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"api_key_file: {path} is not TOML: {error}") from None
+    entries = {}
+    for name, table in tables.items():
+        try:
+            entries[name] = KeyEntry.model_validate(table)
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = ".".join(str(part) for part in (name, *first["loc"]))
+            raise ConfigError(f"api_key_file: {field}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+    if not entries:
+        raise ConfigError(f"api_key_file: {path} has no keys")
+    return entries
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("latin-1")).digest()

@@ -1,0 +1,26 @@
+"""`quire bench`: measure a server over HTTP, the engine in process, or the time from command to first token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+PARTS = {
+    "serve": "a running server, any that speaks the OpenAI API: throughput and latencies under load",
+    "offline": "an engine in this process: tokens per second",
+    "start": "a server's start: seconds from the command to the first streamed token",
+}
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    """The exit status; 1 when a request failed."""
+    if argv and argv[0] in PARTS:
+        part = import_module(f"quire.server.cli.bench.{argv[0]}")
+        status: int = part.main(argv[1:])
+        return status
+    listing = "\n".join(f"  {name:<7}  {text}" for name, text in PARTS.items())
+    usage = f"usage: quire bench {{{','.join(PARTS)}}} [flags]\n\n{__doc__}\n\n{listing}"
+    asked = bool(argv) and argv[0] in ("-h", "--help")
+    print(usage, file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2

@@ -1,0 +1,166 @@
+"""Streams of server-sent events over HTTP/1.1, for a client that shares its processor with the server it measures.
+
+A general client pays for every chunk in awaits and copies. Here a chunk is read where it arrives, in the transport's
+callback, and the request's task wakes once, at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from quire.engine.errors import ConfigError
+
+TIMEOUT_SECONDS = 1800.0
+ERROR_CHARACTERS = 200
+
+
+class StreamError(Exception):
+    """A request that got no whole stream; `status` is None where no HTTP answer came."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class StreamClient:
+    """Posts to one server. `keep_alive`: connections are used again, as long as the server lets them."""
+
+    def __init__(self, base: str, api_key: str | None = None, *, keep_alive: bool = True) -> None:
+        """`base` may end in /v1 or not. Raises ConfigError for what is no http or https URL."""
+        parts = urlsplit(base)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"not a server's URL: {base!r}; it looks like http://127.0.0.1:8000")
+        self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
+        self._secure = parts.scheme == "https"
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\n"
+        if api_key:
+            self._headers += f"Authorization: Bearer {api_key}\r\n"
+        if not keep_alive:
+            self._headers += "Connection: close\r\n"
+        self._keep_alive = keep_alive
+        self._idle: list[_Connection] = []
+
+    async def post(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
+        """Post JSON to /v1/`path`; give each event's data to `on_event`, up to [DONE], which must come.
+
+        `on_event` runs in a callback; a ValueError it raises ends the stream. Raises StreamError.
+        """
+        head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
+        while True:
+            kept = self._take()
+            connection = kept or await self._connect()
+            try:
+                async with asyncio.timeout(TIMEOUT_SECONDS):
+                    await connection.exchange(head.encode() + body, on_event)
+            except TimeoutError:
+                raise StreamError(f"no end of the answer after {TIMEOUT_SECONDS:g} s") from None
+            except StreamError:
+                if kept is None or kept.heard:
+                    raise
+                continue  # the server closed an idle connection just then: not this request's fault
+            finally:
+                if self._keep_alive and connection.reusable:
+                    self._idle.append(connection)
+                else:
+                    connection.close()
+            return
+
+    def close(self) -> None:
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _take(self) -> _Connection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.reusable:
+                return connection
+        return None
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_connection(_Connection, *self._address, ssl=self._secure or None)
+        except OSError as error:
+            raise StreamError(f"cannot connect: {error.strerror or error}") from None
+        return connection
+
+
+class _Connection(asyncio.Protocol):
+    """One connection, one request at a time."""
+
+    def __init__(self) -> None:
+        self.heard = False
+        """Bytes of the current answer have come."""
+        self.reusable = False
+        self._end: asyncio.Future[None] | None = None
+
+    async def exchange(self, request: bytes, on_event: Callable[[bytes], None]) -> None:
+        self.heard = self.reusable = self._done = self._complete = False
+        self._on_event = on_event
+        self._buffer = b""
+        self._parser = httptools.HttpResponseParser(self)
+        self._end = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        await self._end
+
+    def close(self) -> None:
+        self.reusable = False
+        self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not derived from it
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """An answer with neither length nor chunks ends with its connection."""
+        self.reusable = False
+        self._finish("the connection was closed before the end of the answer")
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        try:
+            self._parser.feed_data(data)
+            if self._parser.get_status_code() == 200:
+                self._read_events()
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
+            self._finish(str(error) or "not HTTP", failed=True)
+            self.close()
+        if self._complete:
+            self._finish("the stream ended without [DONE]")
+
+    def on_body(self, data: bytes) -> None:
+        self._buffer += data
+
+    def on_message_complete(self) -> None:
+        self._complete = True
+        self.reusable = self._parser.should_keep_alive()  # the parser forgets it after this
+
+    def _read_events(self) -> None:
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                self._done = True
+            else:
+                self._on_event(data)
+
+    def _finish(self, missing: str, *, failed: bool = False) -> None:
+        """End the exchange; `missing` is what is wrong if it is not whole."""
+        if self._end is None or self._end.done():
+            return
+        status = (self._parser.get_status_code() or None) if self.heard else None
+        if status not in (None, 200):
+            text = self._buffer.decode(errors="replace").strip()[:ERROR_CHARACTERS]
+            self._end.set_exception(StreamError(f"HTTP {status} {text}".rstrip(), status))
+        elif failed or not self._done:
+            self._end.set_exception(StreamError(missing[:ERROR_CHARACTERS], status))
+        else:
+            self._end.set_result(None)

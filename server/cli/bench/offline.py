@@ -1,0 +1,67 @@
+"""`quire bench offline`: the LLM class in this process, all requests at once."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+
+from quire.engine.config import EngineConfig
+from quire.engine.llm import LLM
+from quire.engine.types import SamplingParams
+from quire.server.cli.bench.report import add_report_flags, check_report, write_json
+from quire.server.cli.bench.workload import add_workload_flags, check_workload, random_prompts
+from quire.server.cli.settings import add_flags, parse
+
+WARMUP_TOKENS = 4
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="quire bench offline",
+        usage="quire bench offline [MODEL] [flags]",
+        description=__doc__,
+        allow_abbrev=False,
+        conflict_handler="resolve",  # --seed is of prompts and of the engine's dummy weights
+    )
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="model to load")
+    add_flags(parser, EngineConfig, {EngineConfig: "engine"})
+    add_workload_flags(parser)
+    add_report_flags(parser, png=False)
+    args, config = parse(parser, argv, EngineConfig, "name")
+    check_workload(parser, args)
+    check_report(args.json)
+    llm = LLM(**config.model_dump())
+    try:
+        figures = measure(llm, args)
+    finally:
+        llm.close()
+    print(f"{args.label or llm.info.model}, {args.num_requests} requests, {args.input_len}/{args.output_len}")
+    for name, value in figures.items():
+        print(f"{name.replace('_per_second', '/s').replace('_', ' '):<17}{value:>12.2f}")
+    if args.json:
+        write_json(args.json, args, {"model": llm.info.model, **figures})
+    return 0
+
+
+def measure(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
+    """Generate once, after a warm-up."""
+    prompts, warming = random_prompts(args, min(args.vocab, llm.tokenizer.vocab_size))
+    if warming:
+        llm.generate(warming, _exactly(WARMUP_TOKENS, args.temperature), use_tqdm=False)
+    started = time.perf_counter()
+    generations = llm.generate(prompts, _exactly(args.output_len, args.temperature), use_tqdm=False)
+    seconds = time.perf_counter() - started
+    inputs = sum(len(generation.prompt_token_ids) for generation in generations)
+    outputs = sum(len(generation.outputs[0].token_ids) for generation in generations)
+    return {
+        "seconds": seconds,
+        "output_tokens": outputs,
+        "output_tokens_per_second": outputs / seconds,
+        "total_tokens_per_second": (inputs + outputs) / seconds,
+        "requests_per_second": len(generations) / seconds,
+    }
+
+
+def _exactly(tokens: int, temperature: float) -> SamplingParams:
+    return SamplingParams(max_tokens=tokens, min_tokens=tokens, ignore_eos=True, temperature=temperature, seed=0)

@@ -1,0 +1,229 @@
+"""`quire bench serve`: put a load on a server that speaks the OpenAI API, Quire or another."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import uvloop
+
+from quire.engine.errors import EngineError
+from quire.server.cli.bench.client import StreamClient, StreamError
+from quire.server.cli.bench.report import add_report_flags, check_report, draw, print_table, write_json
+from quire.server.cli.bench.stats import Answer, Failure, Summary, arrivals, latencies, summarize
+from quire.server.cli.bench.workload import add_workload_flags, check_workload, random_prompts, read_prompts
+from quire.server.cli.chat import served_model
+from quire.server.cli.settings import number
+
+WARMUP_TOKENS = 4
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+
+
+class Choice(msgspec.Struct):
+    delta: Delta | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        """A chunk of /completions stands for tokens even where its text is empty; one that only opens a chat not."""
+        delta = self.delta
+        return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Chunk(msgspec.Struct):
+    """What is read of a chunk; the rest is skipped without being built."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(Chunk).decode
+Job = tuple[str, bytes]
+"""Where to post, and what."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """One answer while it comes."""
+
+    sent: float = field(default_factory=time.perf_counter)
+    times: list[float] = field(default_factory=list)
+    usage: Usage | None = None
+
+    def add(self, data: bytes) -> None:
+        """Raises ValueError for an error inside the stream, and for what is no chunk."""
+        chunk = _decode(data)
+        if chunk.error:
+            raise ValueError(str(chunk.error))
+        if chunk.usage is not None:
+            self.usage = chunk.usage
+        if any(choice.has_tokens for choice in chunk.choices):
+            self.times.append(time.perf_counter() - self.sent)
+
+
+async def ask(client: StreamClient, job: Job) -> Answer | Failure:
+    stream = Stream()
+    try:
+        await client.post(*job, stream.add)
+    except StreamError as error:
+        return Failure(str(error))
+    if not stream.times:
+        return Failure("an answer without a token")
+    usage = stream.usage or Usage(0, len(stream.times))
+    return Answer(stream.times, usage.prompt_tokens, usage.completion_tokens)
+
+
+async def closed_loop(client: StreamClient, jobs: Sequence[Job], concurrency: int) -> list[Answer | Failure]:
+    """Always `concurrency` requests open, until the last ones."""
+    results: list[Answer | Failure] = []
+    queue: Iterator[Job] = iter(jobs)
+
+    async def work() -> None:
+        for job in queue:
+            results.append(await ask(client, job))
+
+    await asyncio.gather(*(work() for _ in range(concurrency)))
+    return results
+
+
+async def open_loop(client: StreamClient, jobs: Sequence[Job], times: Iterable[float]) -> list[Answer | Failure]:
+    """Each request sent at its time, however many are still open."""
+    started = time.perf_counter()
+    tasks = []
+    for job, at in zip(jobs, times, strict=True):
+        await asyncio.sleep(started + at - time.perf_counter())
+        tasks.append(asyncio.create_task(ask(client, job)))
+    return await asyncio.gather(*tasks)
+
+
+def make_jobs(args: argparse.Namespace, model: str) -> tuple[list[Job], list[Job]]:
+    """The requests to measure, and those to warm up with."""
+    if args.prompts is None:
+        measured, warming = ([{"prompt": ids} for ids in prompts] for prompts in random_prompts(args, args.vocab))
+    else:
+        given = read_prompts(args.prompts)
+        measured = list(islice(cycle(given), args.num_requests))
+        warming = list(islice(cycle(given), args.warmup))
+    exact = args.prompts is None if args.ignore_eos is None else args.ignore_eos
+
+    def job(entry: dict[str, Any], length: int) -> Job:
+        body = {"model": model, "max_tokens": length, "temperature": args.temperature, **entry}
+        if exact:
+            body |= {"min_tokens": body["max_tokens"], "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return "chat/completions" if "messages" in body else "completions", json.dumps(body).encode()
+
+    short = min(WARMUP_TOKENS, args.output_len)
+    return [job(entry, args.output_len) for entry in measured], [job(entry, short) for entry in warming]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    results: list[Answer | Failure]
+    seconds: float
+    client_seconds: float
+    """Processor time of this process: what the measuring took away from a server on the same cores."""
+
+
+async def measure(args: argparse.Namespace, client: StreamClient, model: str) -> Measured:
+    """Raises EngineError when a request to warm up fails."""
+    jobs, warming = make_jobs(args, model)
+    try:
+        for job in warming:
+            result = await ask(client, job)
+            if isinstance(result, Failure):
+                raise EngineError(f"a request to warm up failed: {result.message}")
+        started, client_started = time.perf_counter(), time.process_time()
+        if args.request_rate is None:
+            results = await closed_loop(client, jobs, args.concurrency)
+        else:
+            results = await open_loop(client, jobs, arrivals(len(jobs), args.request_rate, args.seed))
+        return Measured(results, time.perf_counter() - started, time.process_time() - client_started)
+    finally:
+        client.close()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="quire bench serve", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="the model to ask for; default: the first that it lists")
+    parser.add_argument("--api-key", metavar="KEY", help="default: the variable OPENAI_API_KEY")
+    parser.add_argument("--no-keepalive", action="store_true", help="a new connection for every request")
+    pace = parser.add_mutually_exclusive_group()
+    pace.add_argument(
+        "--concurrency", type=number(int, 1), default=8, metavar="N", help="requests open at any time (%(default)s)"
+    )
+    pace.add_argument(
+        "--request-rate",
+        type=number(float, 1e-6),
+        metavar="NUMBER",
+        help="instead: requests a second, arriving at random (Poisson)",
+    )
+    add_workload_flags(parser)
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE.jsonl",
+        help='real prompts, {"prompt": ...} or {"messages": ...} a line, begun again when they run out',
+    )
+    parser.add_argument(
+        "--ignore-eos",
+        action=argparse.BooleanOptionalAction,
+        help="ask for answers of exactly --output-len (default: not for --prompts; some servers know no such fields)",
+    )
+    add_report_flags(parser, png=True)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    check_workload(parser, args)
+    check_report(args.json, args.png)
+    api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    client = StreamClient(args.url, api_key, keep_alive=not args.no_keepalive)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=args.url.rstrip("/").removesuffix("/v1") + "/v1", headers=headers) as http:
+        model = args.model or served_model(http)
+    measured = uvloop.run(measure(args, client, model))
+    summary = summarize(measured.results, measured.seconds)
+    report(args, model, measured, summary)
+    return 1 if summary.failed else 0
+
+
+def report(args: argparse.Namespace, model: str, measured: Measured, summary: Summary) -> None:
+    pace = f"concurrency {args.concurrency}" if args.request_rate is None else f"{args.request_rate:g} requests/s"
+    prompts = args.prompts.name if args.prompts else f"{args.input_len}/{args.output_len}"
+    shared = f", {args.shared_prefix} shared" if args.shared_prefix else ""
+    title = f"{args.label or args.url}: {model}, {pace}, {prompts}{shared}"
+    print_table(title, summary)
+    cost = 1e6 * measured.client_seconds / max(1, summary.output_tokens)
+    print(f"this client took {cost:.0f} us a token of processor")
+    if args.json:
+        figures = {"model": model, **asdict(summary), "client_cpu_seconds": measured.client_seconds}
+        write_json(args.json, args, figures)
+    if args.png:
+        rate = f"{summary.output_tokens_per_second:.0f} output tokens/s"
+        answers = [result for result in measured.results if isinstance(result, Answer)]
+        draw(args.png, f"{title}: {rate}", latencies(answers))

@@ -1,0 +1,130 @@
+"""`quire bench start`: seconds from a server's command to its first streamed token."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import IO
+
+import uvloop
+
+from quire.engine.errors import ConfigError, EngineError
+from quire.server.cli.bench.client import StreamClient, StreamError
+from quire.server.cli.bench.report import add_report_flags, check_report, write_json
+from quire.server.cli.bench.serve import Stream
+from quire.server.cli.settings import number
+
+QUIRE = [sys.executable, "-m", "quire", "serve", "--port", "{port}"]
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 20.0
+TOKENS = 8
+NOT_YET = (None, 404, 429, 502, 503, 504)
+"""What servers answer while they load; None is no answer."""
+
+
+def main(argv: Sequence[str]) -> int:
+    split = argv.index("--") if "--" in argv else len(argv)
+    command = list(argv[split + 1 :]) or QUIRE
+    parser = argparse.ArgumentParser(
+        prog="quire bench start",
+        usage="quire bench start [flags] [-- COMMAND ... {port} ...]",
+        description=__doc__,
+        epilog="COMMAND must serve on the port put for {port}; default: quire serve with the embedded model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--runs", type=number(int, 1), default=3, metavar="N", help="starts to measure (%(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="model to ask for, where the server insists on one")
+    parser.add_argument(
+        "--timeout", type=number(float, 0), default=600.0, metavar="SECONDS", help="longest wait for a start (600)"
+    )
+    add_report_flags(parser, png=False)
+    args = parser.parse_args(argv[:split])
+    check_report(args.json)
+    if not any("{port}" in word for word in command):
+        raise ConfigError("the command must say {port} where its port goes")
+    print(f"{args.label or shlex.join(command)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends too
+    seconds = []
+    for run in range(args.runs):
+        seconds.append(first_token(command, args.model, args.timeout))
+        print(f"run {run + 1}: {seconds[-1]:.2f} s", flush=True)
+    low, high, median = min(seconds), max(seconds), statistics.median(seconds)
+    print(f"command to first token: median {median:.2f} s, min {low:.2f} s, max {high:.2f} s")
+    if args.json:
+        figures = {"command": command, "seconds": seconds, "median": median, "min": low, "max": high}
+        write_json(args.json, args, figures)
+    return 0
+
+
+def first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
+    """Start a server, ask it until it answers, end it; seconds to the first token. Raises EngineError."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        started = time.perf_counter()
+        with running([word.replace("{port}", str(port)) for word in command], log) as process:
+            try:
+                arrived = uvloop.run(_poll(f"http://127.0.0.1:{port}", model, process, started + timeout))
+            except EngineError as error:
+                raise EngineError(f"{error}\n{_tail(log)}") from None
+    return arrived - started
+
+
+@contextmanager
+def running(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, which ends with the block, children and all."""
+    try:
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        raise ConfigError(f"cannot start {command[0]}: {error.strerror}") from None
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait(GRACE_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+async def _poll(url: str, model: str | None, process: subprocess.Popen[bytes], deadline: float) -> float:
+    """Ask until a token comes; when it came, by perf_counter."""
+    named = {"model": model} if model else {}
+    body = {**named, "prompt": "Once upon a time", "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    client = StreamClient(url, keep_alive=False)
+    while True:
+        stream = Stream()
+        try:
+            await client.post("completions", json.dumps(body).encode(), stream.add)
+            if stream.times:
+                return stream.sent + stream.times[0]
+            reason = "an answer without a token"
+        except StreamError as error:
+            reason = str(error)
+            if error.status not in NOT_YET:
+                raise EngineError(f"the server refuses: {reason}") from None
+        if process.poll() is not None:
+            raise EngineError(f"the command ended with status {process.returncode} before it served")
+        if time.perf_counter() > deadline:
+            raise EngineError(f"no token in time; last: {reason}")
+        await asyncio.sleep(POLL_SECONDS)
+
+
+def _tail(log: IO[bytes]) -> str:
+    """The last lines of what the command printed."""
+    log.seek(0)
+    return "\n".join(log.read().decode(errors="replace").splitlines()[-20:])

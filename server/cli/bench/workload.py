@@ -1,0 +1,67 @@
+"""The requests of a benchmark: flags that describe them, made-up prompts, prompts from a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from quire.engine.errors import ConfigError
+from quire.server.cli.settings import number
+
+FIRST_ID = 10
+"""Smaller ids are often special tokens."""
+
+
+def add_workload_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("load")
+    for flag, default, low, text in (
+        ("--num-requests", 32, 1, "requests to measure"),
+        ("--input-len", 128, 1, "tokens of a made-up prompt, random ids"),
+        ("--output-len", 64, 1, "tokens of an answer"),
+        ("--shared-prefix", 0, 0, "tokens that all made-up prompts have in common"),
+        ("--vocab", 4000, FIRST_ID + 1, "made-up prompts have token ids below this"),
+        ("--warmup", 2, 0, "short requests sent first, not measured"),
+        ("--seed", 0, 0, "of prompts and arrivals"),
+    ):
+        group.add_argument(flag, type=number(int, low), default=default, metavar="N", help=f"{text} ({default})")
+    group.add_argument("--temperature", type=number(float, 0), default=0.0, metavar="NUMBER", help="0 is greedy (0)")
+
+
+def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.shared_prefix > args.input_len:
+        parser.error(f"argument --shared-prefix: longer than --input-len, {args.shared_prefix} > {args.input_len}")
+
+
+def random_prompts(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of the prompts to measure and of those to warm up with, distinct but for the shared prefix."""
+    rng = random.Random(args.seed)
+
+    def draw(count: int) -> list[int]:
+        return [rng.randrange(FIRST_ID, vocab) for _ in range(count)]
+
+    shared = draw(args.shared_prefix)
+    measured = [shared + draw(args.input_len - args.shared_prefix) for _ in range(args.num_requests)]
+    return measured, [shared + draw(args.input_len - args.shared_prefix) for _ in range(args.warmup)]
+
+
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """Lines of {"prompt": ...} or {"messages": ...}; more fields go into the request. Raises ConfigError."""
+    found = []
+    try:
+        for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            entry = json.loads(line)
+            if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+                raise ConfigError(f"{path}, line {place}: must be an object with either prompt or messages")
+            found.append(entry)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {place}: not JSON: {error}") from None
+    if not found:
+        raise ConfigError(f"{path} holds no prompts")
+    return found

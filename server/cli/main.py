@@ -1,0 +1,61 @@
+"""The `quire` command. Only the chosen subcommand's module is imported, so that each starts as fast as it can."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+
+from quire.engine.errors import QuireError
+from quire.server.version import VERSION
+
+COMMANDS = {
+    "serve": "serve a model behind the OpenAI API",
+    "chat": "chat in the terminal, with a running server or an engine of its own",
+    "run": "answer a file of OpenAI batch requests offline",
+    "plan": "what fits on a GPU or this machine, and how fast it can be at most, from config.json alone",
+    "verify": "check that tokens do not depend on what else is running, here and with this model",
+    "trace": "record some seconds of a running server's engine, for ui.perfetto.dev",
+    "bench": "measure a server, Quire or another: throughput, latencies, time to start",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `quire argv`; the exit status is 0 for success, 1 for a failure and 2 for a mistake in the command."""
+    started = time.perf_counter()
+    args = _parser().parse_args(argv)
+    if args.command is None:
+        _parser().print_help()
+        return 0
+    command = import_module(f"quire.server.cli.{args.command}")
+    try:
+        status: int = command.main(args.rest, started)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except QuireError as error:
+        print(f"quire {args.command}: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="quire",
+        usage="quire [-h] [--version] COMMAND ...",
+        description=f"Quire serves large language models behind the OpenAI API.\n\ncommands:\n{listing}",
+        epilog="`quire COMMAND --help` lists a command's flags.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"quire {VERSION}")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser

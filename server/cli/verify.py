@@ -1,0 +1,193 @@
+"""`quire verify`: the same tokens, whatever else is running; checked on this machine, with this model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.client.client import EngineClient
+from quire.engine.client.supervisor import ProcessClient
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, EngineError
+from quire.engine.types import EngineInfo, Request, SamplingParams
+from quire.server.cli.settings import add_flags, parse
+
+Tokens = dict[str, list[int]]
+Make = Callable[[EngineConfig], EngineClient]
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 20, "min_p": 0.02},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7},
+)
+MOST_PROMPT, MOST_OUTPUT = 120, 32
+CHUNK = 7
+KILL_AFTER = 8
+"""Outputs that are waited for before the engine is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One way of running the same requests, beside each of them alone."""
+
+    name: str
+    what: str
+    requests: int
+    tokens: int
+    differing: int
+    """Requests whose tokens are not those they had alone."""
+    exercised: bool
+    """Whether what was to be checked happened at all."""
+
+    @property
+    def passed(self) -> bool:
+        return self.exercised and self.differing == 0
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    """The exit status: 0 when everything was the same, 1 when not."""
+    parser = argparse.ArgumentParser(
+        prog="quire verify", usage="quire verify [MODEL] [flags]", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="local directory or hub id; default: the embedded one")
+    parser.add_argument("--requests", type=int, default=24, metavar="N", help="requests to compare (default: 24)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser, EngineConfig, {EngineConfig: "engine"})
+    args, config = parse(parser, argv, EngineConfig, "name")
+    if args.requests < 2:
+        raise ConfigError("--requests must be at least 2: one alone shares no batch")
+    info, checks = uvloop.run(Verification(config, args.requests, ProcessClient).run())
+    passed = all(check.passed for check in checks)
+    if args.json:
+        told = {"mode": mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
+        print(json.dumps(told, indent=2))
+    else:
+        show(info, checks)
+    return 0 if passed else 1
+
+
+def mode(info: EngineInfo) -> str:
+    """What the engine promises; part of every answer's system_fingerprint."""
+    return "deterministic" if info.deterministic else "batch-dependent"
+
+
+def show(info: EngineInfo, checks: Sequence[Check]) -> None:
+    print(f"{info.model}: {info.dtype} on {info.device}, {info.backend}; promises to be {mode(info)}")
+    table = Table(box=None, pad_edge=False)
+    for name in ("compared with alone", "what happened"):
+        table.add_column(name)
+    for name in ("requests", "tokens", "differing", ""):
+        table.add_column(name, justify="right")
+    for check in checks:
+        verdict = "same" if check.passed else "DIFFERENT" if check.differing else "not exercised"
+        counts = (check.requests, check.tokens, check.differing)
+        table.add_row(check.name, check.what, *map(str, counts), verdict)
+    Console().print(table)
+
+
+class Verification:
+    """Runs the same requests on engines that are set up to differ in all that must not matter."""
+
+    def __init__(self, config: EngineConfig, count: int, make: Make) -> None:
+        self._config = config
+        self._count = count
+        self._make = make
+        self._requests: list[Request] = []
+        self._alone: Tokens = {}
+
+    async def run(self) -> tuple[EngineInfo, list[Check]]:
+        """Raises ConfigError or EngineError when an engine cannot start or fails a request."""
+        model = read_model_config(resolve_model(self._config.model, self._config.revision))
+        longest = min(MOST_PROMPT + MOST_OUTPUT + 1024, model.max_position)
+        async with self._engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
+            self._requests = mixed_requests(self._count, model.vocab_size, info.block_size, longest)
+            for request in self._requests:
+                self._alone |= await generate(client, [request])
+            checks = [self._check("batched", "all at once", True, await generate(client, self._requests))]
+        checks += await self._cached_and_respawned(longest)
+        checks.append(await self._chunked(longest))
+        checks.append(await self._preempted(info.block_size, longest))
+        return info, checks
+
+    @asynccontextmanager
+    async def _engine(self, **options: Any) -> AsyncIterator[tuple[EngineClient, EngineInfo]]:
+        settings = {"num_kv_blocks": None, "kv_cache_memory": self._config.kv_cache_memory} | options
+        client = self._make(self._config.model_copy(update=settings))
+        try:
+            yield client, await client.start()
+        finally:
+            await client.stop()
+
+    async def _cached_and_respawned(self, longest: int) -> list[Check]:
+        async with self._engine(enable_prefix_caching=True, max_model_len=longest) as (client, _):
+            await generate(client, self._requests)
+            before = client.stats.prefix_hits
+            tokens = await generate(client, self._requests)
+            hits = client.stats.prefix_hits - before
+            checks = [self._check("prefix-hit", f"{hits:,} prompt tokens cached", hits > 0, tokens)]
+            tokens = await generate(client, self._requests, kill=isinstance(client, ProcessClient))
+            what = f"engine killed {client.deaths} times, {client.replays} requests replayed"
+            return [*checks, self._check("respawned", what, client.replays > 0, tokens)]
+
+    async def _chunked(self, longest: int) -> Check:
+        sizes = {"max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
+        async with self._engine(enable_prefix_caching=False, max_model_len=longest, **sizes) as (client, _):
+            tokens = await generate(client, self._requests)
+            return self._check("chunked", f"at most {CHUNK} tokens a step, {client.stats.steps:,} steps", True, tokens)
+
+    async def _preempted(self, block_size: int, longest: int) -> Check:
+        needed = max(len(each.prompt_ids) + MOST_OUTPUT for each in self._requests)
+        blocks = max(-(-needed // block_size) + 1, 3)
+        async with self._engine(num_kv_blocks=blocks, max_model_len=min(longest, blocks * block_size)) as (client, _):
+            tokens = await generate(client, self._requests)
+            count = client.stats.preemptions
+            return self._check("preempted", f"{blocks} pages in all, {count} preemptions", count > 0, tokens)
+
+    def _check(self, name: str, what: str, exercised: bool, tokens: Tokens) -> Check:
+        differing = sum(tokens[request.id] != self._alone[request.id] for request in self._requests)
+        total = sum(map(len, tokens.values()))
+        return Check(name, what, len(tokens), total, differing, exercised)
+
+
+def mixed_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[Request]:
+    """Greedy and sampled, short and long, some that begin alike, some that end near the end of a page."""
+    draw = random.Random(5)
+    common = [draw.randrange(vocab_size) for _ in range(max(MOST_PROMPT, 2 * block_size))]
+    made = []
+    for index in range(count):
+        own = [draw.randrange(vocab_size) for _ in range(1 + 7 * index % 60)]
+        shared = common[: (0, 37, block_size - 8, block_size + 5)[index % 4]]
+        prompt = (shared + own)[: longest - MOST_OUTPUT]
+        params = SamplingParams(max_tokens=MOST_OUTPUT - index % 13, ignore_eos=True, **SAMPLING[index % len(SAMPLING)])
+        made.append(Request(id=str(index), prompt_ids=prompt, params=params, seed=1000 + index))
+    return made
+
+
+async def generate(client: EngineClient, requests: Sequence[Request], *, kill: bool = False) -> Tokens:
+    """Submit all at once; their tokens. Raises EngineError when one fails. kill: end the engine's process under way."""
+    found: Tokens = {request.id: [] for request in requests}
+    outputs = 0
+    async for step in client.submit(requests):
+        for output in step:
+            if output.error is not None:
+                raise EngineError(output.error)
+            found[output.id] += output.new_ids
+            outputs += 1
+        if kill and outputs >= KILL_AFTER and isinstance(client, ProcessClient) and client.pid is not None:
+            os.kill(client.pid, signal.SIGKILL)
+            kill = False
+    return found

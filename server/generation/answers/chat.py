@@ -1,0 +1,82 @@
+"""Answers of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quire.server.generation.answers.head import encode_json
+from quire.server.generation.answers.logprobs import chat_logprobs
+from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.choice import ChoiceDelta, TokenText
+from quire.server.generation.generate import Answer, Usage
+from quire.server.generation.tools.sink import CallDelta
+
+
+class ChatWriter(AnswerWriter):
+    CHUNK = "chat.completion.chunk"
+    AFTER_TEXT = b"}"
+    UNFINISHED = b',"logprobs":null,"finish_reason":null'
+
+    def first(self, num_choices: int) -> bytes:
+        """The role of each choice, before the first step."""
+        delta = b'[{"index":%d,"delta":{"role":"assistant","content":""'
+        return b"".join([self._opening + delta % index + self._running for index in range(num_choices)])
+
+    def _events(self, delta: ChoiceDelta) -> bytes:
+        """Reasoning, content and each call have events of their own: some clients read only one kind of an event."""
+        if delta.reasoning or delta.calls:
+            rest = msgspec.structs.replace(delta, text="") if delta.calls else delta
+            more = rest.text or rest.tokens or rest.finish_reason or rest.token_ids or rest.prompt_ids
+            return self._extra_events(delta) + (self._content_event(rest) if more else b"")
+        return self._content_event(delta)
+
+    def _extra_events(self, delta: ChoiceDelta) -> bytes:
+        parts = []
+        if delta.reasoning:
+            parts.append(b'"reasoning":%b,"reasoning_content":%b' % ((encode_json(delta.reasoning),) * 2))
+        if delta.calls and delta.text:
+            parts.append(b'"content":' + encode_json(delta.text))
+        parts += [b'"tool_calls":' + encode_json([_call_delta(call)]) for call in delta.calls]
+        opening = b'%b[{"index":%d,"delta":{' % (self._opening, delta.index)
+        return b"".join([opening + part + self._running for part in parts])
+
+    def _content_event(self, delta: ChoiceDelta) -> bytes:
+        content = b'"content":' + encode_json(delta.text) if delta.text else b""
+        token_ids = b'"token_ids":%b,' % encode_json(delta.token_ids) if delta.token_ids else b""
+        opening = self._opening
+        if delta.prompt_ids is not None:
+            opening = self._head.opening(self.CHUNK, {"prompt_token_ids": delta.prompt_ids})
+        return self._closed(b'%b[{"index":%d,%b"delta":{%b' % (opening, delta.index, token_ids, content), delta)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        choices = [self._choice(answer, {"message": _message(answer)}) for answer in answers]
+        fields = self._head.fields("chat.completion")
+        return encode_json({**fields, "choices": choices, "usage": usage.as_dict(), **self._prompt(answers[0])})
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
+        return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._tokens_as_token_ids)
+
+
+def _message(answer: Answer) -> dict[str, object]:
+    calls: list[dict[str, Any]] = []
+    for delta in answer.calls:
+        if delta.name is not None:
+            calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}
+    if calls:
+        message |= {"content": answer.text or None, "tool_calls": calls}
+    return message
+
+
+def _call_delta(call: CallDelta) -> dict[str, object]:
+    """The first one of a call has its id and name."""
+    if call.name is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

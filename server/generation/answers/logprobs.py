@@ -1,0 +1,76 @@
+"""Log probabilities in the two shapes of the OpenAI API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import TokenLogprob
+from quire.server.generation.choice import TokenText
+
+LOWEST = -9999.0
+"""JSON has no -inf; this is what vLLM writes for it."""
+
+
+Namer = Callable[[int], str]
+"""What a token is called: its text, or `token_id:123`."""
+
+
+def completion_logprobs(
+    tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token_ids: bool = False
+) -> dict[str, Any]:
+    """Four lists, one entry per token. The top ones hold the picked token too, likely or not."""
+    name = token_id_name if as_token_ids else tokenizer.token_text
+    return {
+        "tokens": [name(token.token_id) for token in tokens],
+        "token_logprobs": [None if token.logprob is None else _finite(token.logprob.logprob) for token in tokens],
+        "top_logprobs": [None if token.logprob is None else _by_name(token.logprob, name) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def chat_logprobs(tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token_ids: bool = False) -> dict[str, Any]:
+    name = token_id_name if as_token_ids else tokenizer.token_text
+    content = []
+    for token in tokens:
+        assert token.logprob is not None, "only echoed prompts have tokens without one"
+        top = [_entry(token_id, logprob, tokenizer, name) for token_id, logprob in token.logprob.top]
+        content.append({**_entry(token.token_id, token.logprob.logprob, tokenizer, name), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(
+    logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's shape: for each prompt token but the first its own and the most likely ones, by token id."""
+    return [None if each is None else _by_token_id(each, tokenizer) for each in logprobs]
+
+
+def token_id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _by_token_id(logprob: TokenLogprob, tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    ranked = {logprob.token_id: (logprob.logprob, logprob.rank)}
+    for rank, (token_id, value) in enumerate(logprob.top, 1):
+        ranked.setdefault(token_id, (value, rank))
+    return {
+        str(token_id): {"logprob": _finite(value), "rank": rank, "decoded_token": tokenizer.token_text(token_id)}
+        for token_id, (value, rank) in ranked.items()
+    }
+
+
+def _by_name(logprob: TokenLogprob, name: Namer) -> dict[str, float]:
+    entries: dict[str, float] = {}
+    for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
+        entries.setdefault(name(token_id), _finite(value))
+    return entries
+
+
+def _entry(token_id: int, logprob: float, tokenizer: Tokenizer, name: Namer) -> dict[str, Any]:
+    return {"token": name(token_id), "logprob": _finite(logprob), "bytes": list(tokenizer.token_bytes(token_id))}
+
+
+def _finite(value: float) -> float:
+    return max(value, LOWEST)

@@ -1,0 +1,108 @@
+"""Where a request's time went, and what else the engine did meanwhile: the history of its sequences as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Any
+
+from quire.engine.client.history import History, Step, Timeline
+from quire.server.observe.request_log import RequestRecord
+
+
+def explanation(record: RequestRecord, history: History, is_mine: Callable[[str], bool]) -> dict[str, Any]:
+    """`is_mine` tells whose ids may be named among batch mates; others are counted."""
+    now = time.monotonic() if record.ended is None else record.ended
+    timelines = sorted(history.of(record.job or ""), key=lambda each: each.submitted)
+    return {
+        "object": "request.explanation",
+        "id": record.job,
+        "request_id": record.request_id,
+        "path": record.path,
+        "model": record.model,
+        "created": int(record.created),
+        "status": record.status,
+        "state": "open" if record.ended is None else "ended",
+        "wall_ms": _ms(now - record.arrived),
+        "phases_ms": {name: _ms(seconds) for name, seconds in phases(record, timelines, now).items()},
+        "sequences": [_sequence(each, record, now, is_mine) for each in timelines],
+    }
+
+
+def phases(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
+    """Seconds from the request's arrival to its end, or to now, along the sequence that ended last.
+
+    prepare: until it was submitted to the engine; answer: from the engine's end of it to the response's.
+    """
+    if not timelines:
+        return {"prepare": now - record.arrived}
+    last = max(timelines, key=lambda each: now if each.ended is None else each.ended)
+    ended = now if last.ended is None else last.ended
+    found = {"prepare": last.submitted - record.arrived}
+    found.update(last.phases(ended))
+    found["answer"] = max(now - ended, 0.0)
+    return found
+
+
+def _sequence(timeline: Timeline, record: RequestRecord, now: float, is_mine: Callable[[str], bool]) -> dict[str, Any]:
+    def since(at: float) -> float:
+        return _ms(at - record.arrived)
+
+    first = timeline.first_token
+    return {
+        "id": timeline.id,
+        "finish_reason": timeline.finish_reason,
+        "prompt_tokens": timeline.prompt_tokens,
+        "cached_tokens": timeline.cached_tokens,
+        "output_tokens": timeline.output_tokens,
+        "first_token_ms": None if first is None else since(first),
+        "phases_ms": {name: _ms(seconds) for name, seconds in timeline.phases(now).items()},
+        "events": [{"at_ms": since(at), "phase": phase} for at, phase in timeline.marks],
+        "preemptions": timeline.count("preempted"),
+        "replays": timeline.count("recovering"),
+        "chunks": [
+            {
+                "at_ms": since(step.record.began),
+                "ms": _ms(step.record.ended - step.record.began),
+                "engine": step.engine,
+                "step": step.record.number,
+                "first_token": start,
+                "tokens": count,
+                "batch_tokens": step.record.tokens,
+                "batch_requests": step.record.rows,
+            }
+            for step, start, count in timeline.chunks
+        ],
+        "batches": _batches(timeline, since, is_mine),
+        "steps_not_listed": timeline.more_steps,
+    }
+
+
+def _batches(
+    timeline: Timeline, since: Callable[[float], float], is_mine: Callable[[str], bool]
+) -> list[dict[str, Any]]:
+    """Its steps, those in a row with the same batch mates together."""
+    found = []
+    for (engine, ids), steps in groupby(timeline.steps, key=lambda step: (step.engine, step.ids)):
+        run: list[Step] = list(steps)
+        mates = [each for each in ids if each != timeline.id]
+        known = [each for each in mates if is_mine(each)]
+        found.append(
+            {
+                "at_ms": since(run[0].record.began),
+                "ms": _ms(run[-1].record.ended - run[0].record.began),
+                "engine": engine,
+                "first_step": run[0].record.number,
+                "steps": len(run),
+                "tokens": sum(step.record.tokens for step in run),
+                "slowest_step_ms": _ms(max(step.record.ended - step.record.began for step in run)),
+                "mates": known,
+                "other_mates": len(mates) - len(known),
+            }
+        )
+    return found
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

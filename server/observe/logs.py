@@ -1,0 +1,58 @@
+"""Quire's log: lines for people, or one JSON object a line for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+from quire.server.access.authentication import OPEN_PATHS
+from quire.server.config import ServerConfig
+from quire.server.observe.request_log import RequestRecord
+
+access = logging.getLogger("quire.access")
+QUIET = OPEN_PATHS | {"/metrics"}
+"""Asked for all the time by machines; not logged."""
+FIELDS = ("request_id", "answer_id", "tenant", "method", "path", "status", "milliseconds")
+"""What records may carry beside their message, by logging's `extra`."""
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update({name: getattr(record, name) for name in FIELDS if getattr(record, name, None) is not None})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def set_up(config: ServerConfig) -> None:
+    """Of this process. What the engine's process writes itself, when it fails, stays as it is."""
+    handler = logging.StreamHandler(sys.stderr)
+    if config.log_format == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+
+
+def log_request(record: RequestRecord) -> None:
+    """One line when its response is complete; never its prompt or answer."""
+    if record.path in QUIET or record.ended is None:
+        return
+    extra = {
+        "request_id": record.request_id,
+        "answer_id": record.job,
+        "tenant": record.owner or None,
+        "method": record.method,
+        "path": record.path,
+        "status": record.status,
+        "milliseconds": round((record.ended - record.arrived) * 1000, 3),
+    }
+    access.info("%s %s %s", record.method, record.path, record.status, extra=extra)

@@ -1,0 +1,114 @@
+"""OpenTelemetry spans of requests and their phases, sent by OTLP over HTTP; needs the extra otel."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from quire.engine.client.history import History, Timeline
+from quire.engine.errors import ConfigError
+from quire.server.observe.request_log import RequestRecord
+from quire.server.version import VERSION
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+NAME = "llm_request"
+"""As vLLM's."""
+
+
+class OpenTelemetrySpans:
+    """A span for each answer, below the caller's by its traceparent, and one below it for each phase of each sequence.
+
+    Attributes are named as in OpenTelemetry's conventions for generative AI, and vLLM's where these have none.
+    """
+
+    def __init__(self, exporter: SpanExporter, history: History) -> None:
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        # What is given here wins over the environment, which should win.
+        named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        facts = {"service.version": VERSION} | ({} if named else {"service.name": "quire"})
+        self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("quire", VERSION)
+        self._history = history
+
+    def ended(self, record: RequestRecord) -> None:
+        """Write the spans of a request that is over; of none that made no answer."""
+        if record.job is None or record.ended is None:
+            return
+        from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+
+        span = self._tracer.start_span(
+            NAME, self._parent(record), kind=SpanKind.SERVER, start_time=_nanoseconds(record, record.arrived)
+        )
+        timelines = self._history.of(record.job)
+        span.set_attributes(_attributes(record, timelines))
+        if record.status is None or record.status >= 500:
+            span.set_status(Status(StatusCode.ERROR))
+        inside = set_span_in_context(span)
+        for timeline in timelines:
+            for phase, begin, end in timeline.spans(record.ended):
+                part = self._tracer.start_span(phase, inside, start_time=_nanoseconds(record, begin))
+                part.set_attribute("quire.sequence", timeline.id)
+                part.end(_nanoseconds(record, end))
+        span.end(_nanoseconds(record, record.ended))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    def _parent(self, record: RequestRecord) -> Context | None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        if record.traceparent is None:
+            return None
+        return TraceContextTextMapPropagator().extract({"traceparent": record.traceparent})
+
+
+def otlp_exporter(endpoint: str) -> SpanExporter:
+    """Raises ConfigError for an address that is none, and where the packages are missing."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigError(
+            f"otlp_traces_endpoint: {endpoint!r} is no HTTP address such as http://127.0.0.1:4318/v1/traces",
+            param="otlp_traces_endpoint",
+        )
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as error:
+        raise ConfigError(
+            "otlp_traces_endpoint: needs OpenTelemetry: pip install 'quire[otel]'", param="otlp_traces_endpoint"
+        ) from error
+    return OTLPSpanExporter(endpoint if parts.path.strip("/") else endpoint.rstrip("/") + "/v1/traces")
+
+
+def _nanoseconds(record: RequestRecord, at: float) -> int:
+    """Of the Unix clock."""
+    return int((record.created + at - record.arrived) * 1e9)
+
+
+def _attributes(record: RequestRecord, timelines: list[Timeline]) -> dict[str, str | int | float]:
+    found: dict[str, str | int | float] = {
+        "gen_ai.request.id": record.job or "",
+        "gen_ai.response.id": record.job or "",
+        "gen_ai.response.model": record.model or "",
+        "gen_ai.usage.input_tokens": timelines[0].prompt_tokens if timelines else 0,
+        "gen_ai.usage.output_tokens": sum(each.output_tokens for each in timelines),
+        "quire.request_id": record.request_id,
+        "http.request.method": record.method,
+        "url.path": record.path,
+    }
+    if record.status is not None:
+        found["http.response.status_code"] = record.status
+    firsts = [each.first_token for each in timelines if each.first_token is not None]
+    if firsts:
+        found["gen_ai.latency.time_to_first_token"] = min(firsts) - record.arrived
+    if record.ended is not None:
+        found["gen_ai.latency.e2e"] = record.ended - record.arrived
+    return found

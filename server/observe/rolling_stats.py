@@ -1,0 +1,88 @@
+"""The last minutes of a server in bins of one second: for charts that begin before somebody looks.
+
+Percentiles come from logarithmic buckets 10 % wide (as HdrHistogram and DDSketch do), so a bin costs the same however
+many tokens fall into it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from quire.engine.client.client import EngineClient
+
+KEPT_SECONDS = 300
+_WIDTH = math.log(1.1)
+_LEAST = 1e-6
+PERCENTILES = (0.5, 0.95)
+
+
+class LatencyHistogram:
+    """A distribution of durations, to about 5 %."""
+
+    def __init__(self) -> None:
+        self._buckets: Counter[int] = Counter()
+
+    def add(self, seconds: float) -> None:
+        self._buckets[round(math.log(max(seconds, _LEAST)) / _WIDTH)] += 1
+
+    def percentiles(self) -> list[float] | None:
+        """In seconds, as PERCENTILES says; None when nothing was added."""
+        total = self._buckets.total()
+        return [self._quantile(share * total) for share in PERCENTILES] if total else None
+
+    def _quantile(self, rank: float) -> float:
+        passed = 0
+        for bucket in sorted(self._buckets):
+            passed += self._buckets[bucket]
+            if passed >= rank:
+                break
+        return math.exp(bucket * _WIDTH)
+
+
+@dataclass(slots=True)
+class Bin:
+    second: int
+    generated: int = 0
+    prompt: int = 0
+    first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
+    between_tokens: LatencyHistogram = field(default_factory=LatencyHistogram)
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "second": self.second,
+            "generation_tokens": self.generated,
+            "prompt_tokens": self.prompt,
+            "first_token": self.first_token.percentiles(),
+            "between_tokens": self.between_tokens.percentiles(),
+        }
+
+
+class RollingStats:
+    """Observes what streams get; seconds in which nothing came have no bin."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._bins: deque[Bin] = deque()
+        self._generated = self._prompt = 0
+
+    def since(self, second: int) -> list[Bin]:
+        """Complete bins from that second of the Unix clock on, oldest first."""
+        now = int(time.time())
+        return [each for each in self._bins if second <= each.second < now]
+
+    def now(self) -> Bin:
+        """The bin of this second, with the tokens that came since the last call: ask when some came."""
+        second = int(time.time())
+        if not self._bins or self._bins[-1].second < second:
+            self._bins.append(Bin(second))
+            while self._bins[0].second < second - KEPT_SECONDS:
+                self._bins.popleft()
+        current, stats = self._bins[-1], self._client.stats
+        # The engine's own counters: right however its outputs were merged on their way.
+        current.generated += stats.generation_tokens - self._generated
+        current.prompt += stats.prompt_tokens - self._prompt
+        self._generated, self._prompt = stats.generation_tokens, stats.prompt_tokens
+        return current

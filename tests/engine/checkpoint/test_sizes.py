@@ -1,0 +1,80 @@
+"""Sizes out of config.json, judged by the models that transformers builds of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire.engine.checkpoint.files import read_raw_config, read_stored_weights
+from quire.engine.checkpoint.sizes import SERVED, read_sizes
+from quire.engine.errors import ModelError
+from quire.engine.models import FAMILIES
+from tests import tiny_models
+
+OTHERS = (
+    *("gpt2", "gpt_neox", "opt", "falcon", "bloom", "phi", "phi3", "starcoder2"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4_text", "cohere"),
+)
+
+
+def numbers(model: torch.nn.Module) -> int:
+    """Of a model's parameters, shared ones once."""
+    return sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
+
+
+@pytest.mark.parametrize("kind", [*SERVED, *OTHERS])
+def test_parameters_are_those_of_the_real_model(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = read_sizes(config.to_dict())
+    assert found.parameters == pytest.approx(numbers(model), rel=0 if kind in SERVED else 0.001)
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_the_headers_of_a_checkpoint_tell_its_weights(family: str, tmp_path: Path) -> None:
+    path = tiny_models.save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
+    raw, folder = read_raw_config(str(path))
+    assert folder is not None
+    assert read_stored_weights(folder) == (read_sizes(raw).parameters, 0)
+
+
+def test_experts_are_read_only_when_chosen() -> None:
+    found = read_sizes(AutoConfig.for_model("mixtral").to_dict())
+    assert found.active_parameters == pytest.approx(12.9e9, rel=0.02), "as its authors say"
+    assert found.active_parameters < found.touched(4) < found.touched(64) <= found.parameters
+
+
+def test_latent_attention_caches_the_latent() -> None:
+    found = read_sizes(AutoConfig.for_model("deepseek_v3").to_dict())
+    assert (found.kv_numbers, found.kv_heads) == ((512 + 64) * 61, 1)
+
+
+def test_the_text_part_of_a_model_with_images_is_what_counts() -> None:
+    text = AutoConfig.for_model("qwen3").to_dict()
+    found = read_sizes({"model_type": "some_vl", "text_config": text})
+    assert found.parameters == read_sizes(text).parameters
+    assert any("text part" in note for note in found.notes)
+
+
+def test_quantized_linears_take_their_bits() -> None:
+    llama = AutoConfig.for_model("llama").to_dict()
+    plain = read_sizes(llama)
+    packed = read_sizes(llama | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}})
+    assert packed.parameters == plain.parameters
+    assert 0.25 < packed.weight_ratio < 0.32
+    assert plain.weight_ratio == 1.0
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [({}, "hidden_size"), ({"is_encoder_decoder": True}, "encoder"), ({"hidden_size": 8}, "num_hidden_layers")],
+)
+def test_what_is_no_decoder_is_refused_by_name(raw: dict[str, object], named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        read_sizes(raw)
+
+
+def test_what_is_called_served_is_what_the_engine_has() -> None:
+    assert set(SERVED) == set(FAMILIES), "engine/checkpoint/sizes.py says which families Quire serves: add yours there"

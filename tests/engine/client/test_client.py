@@ -1,0 +1,147 @@
+"""Both bodies of EngineClient: the same answers; the process starts, fails and ends as it should."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from quire.engine.client.client import EngineClient, merge
+from quire.engine.client.in_process import InProcessClient
+from quire.engine.client.supervisor import ProcessClient
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, EngineError
+from quire.engine.types import EngineStats, RequestOutput, SamplingParams, StepRecord
+from tests.engine.harness import request
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+def config(model: Path) -> EngineConfig:
+    return EngineConfig(model=str(model), num_kv_blocks=64, threads=1)
+
+
+async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
+    stream = client.submit([request(name, range(3, 8 + ord(name) % 30), seed=1, temperature=1.0) for name in names])
+    found: dict[str, list[int]] = {name: [] for name in names}
+    async for outputs in stream:
+        for output in outputs:
+            found[output.id] += output.new_ids
+    return found
+
+
+async def test_both_bodies_give_the_same_answers(model: Path) -> None:
+    local, process = InProcessClient(config(model)), ProcessClient(config(model))
+    local_info, process_info = await asyncio.gather(local.start(), process.start())
+    assert local_info.arithmetic == process_info.arithmetic
+    wanted = await answers(local, "abcd")
+    assert all(len(ids) == 32 for ids in wanted.values())
+    assert await answers(process, "abcd") == wanted
+    one_by_one = [await answers(process, name) for name in "abcd"]
+    assert {name: ids for found in one_by_one for name, ids in found.items()} == wanted
+    await local.stop()
+    await process.stop()
+
+
+async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
+    client = ProcessClient(config(model))
+    await client.start()
+    stream = client.submit([request("long", range(3, 100), max_tokens=300), request("other", range(3, 9))])
+    outputs = await anext(stream)
+    assert outputs
+    stream.close()
+    assert client.num_open == 0
+    await answers(client, "z")
+    assert client.stats.used_blocks == 0
+    await client.stop()
+
+
+async def test_a_configuration_that_cannot_start_says_which_key(tmp_path: Path) -> None:
+    client = ProcessClient(EngineConfig(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="config") as error:
+        await client.start()
+    assert error.value.param == "model"
+
+
+class Killing(ProcessClient):
+    """Sends its engine a signal when the first tokens come."""
+
+    number = 0
+
+    def _deliver(self, outputs: Sequence[RequestOutput], stats: EngineStats, step: StepRecord | None = None) -> None:
+        super()._deliver(outputs, stats, step)
+        if self.number and self.pid is not None:
+            os.kill(self.pid, self.number)
+            self.number = 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM])
+async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
+    settings = EngineConfig(model=str(model), num_kv_blocks=128, threads=1, engine_heartbeat_timeout=3)
+    client = Killing(settings)
+    await client.start()
+
+    async def ask(name: str) -> dict[str, list[int]]:
+        kinds = [request(f"{name}-{i}", range(3, 60 + i), max_tokens=400, temperature=i / 2, seed=i) for i in range(3)]
+        found: dict[str, list[int]] = {}
+        async for outputs in client.submit(kinds):
+            for output in outputs:
+                found.setdefault(output.id[-1], []).extend(output.new_ids)
+        return found
+
+    wanted = await ask("undisturbed")
+    generated = client.stats.generation_tokens
+    client.number = number
+    assert await ask("disturbed") == wanted
+    assert (client.deaths, client.replays, client.quarantined) == (1, 3, 0)
+    assert client.stats.generation_tokens >= generated, "counters never go back"
+    assert client.alive
+    await client.stop()
+
+
+async def test_an_engine_that_cannot_come_back_ends_open_streams_and_its_last_words_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    client = ProcessClient(EngineConfig(model=str(path), num_kv_blocks=64, threads=1, max_engine_starts=1))
+    await client.start()
+    stream = client.submit([request("long", range(3, 100), max_tokens=300)])
+    await anext(stream)
+    (path / "config.json").unlink()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"could not be brought back$"):  # callers must not read paths in it
+        async for _ in stream:
+            pass
+    assert "no config.json" in caplog.text
+    assert not client.alive
+    with pytest.raises(EngineError):
+        client.submit([request("late", [3])])
+    await client.stop()
+
+
+def test_merged_outputs_lose_nothing() -> None:
+    first = RequestOutput("a", [1], cached_tokens=16, prompt_logprobs=[None])
+    second = RequestOutput("a", [2, 3], finish_reason="stop", stop_reason=3, cached_tokens=16)
+    both = merge(first, second)
+    assert both == RequestOutput(
+        "a", [1, 2, 3], prompt_logprobs=[None], finish_reason="stop", stop_reason=3, cached_tokens=16
+    )
+
+
+def test_params_reach_the_engine_as_they_were() -> None:
+    from quire.engine.messages import Submit, decode_to_engine, encode
+
+    params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)
+    message = Submit([request("a", [1, 2]), request("b", [3], salt="x")])
+    assert decode_to_engine(encode(message)) == message
+    from quire.engine.types import Request
+
+    alone = Submit([Request(id="c", prompt_ids=[1], params=params, seed=2**63 - 1)])
+    assert decode_to_engine(encode(alone)) == alone

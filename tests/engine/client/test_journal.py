@@ -1,0 +1,187 @@
+"""The client's journal in every state: fake engines die at any moment, and no token is lost, told twice or changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.client.exit_cause import ExitCause
+from quire.engine.client.process import EngineProcess
+from quire.engine.client.supervisor import ProcessClient
+from quire.engine.config import EngineConfig
+from quire.engine.errors import EngineError, RequestQuarantined
+from quire.engine.messages import Abort, FromEngine, Ready, Stepped, Submit, ToEngine
+from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput, SamplingParams
+
+INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
+KILLED, CRASHED = ExitCause("was killed", outside=True), ExitCause("crashed", outside=False)
+LENGTH = 9
+
+
+def token(request_id: str, position: int) -> int:
+    return hash((request_id, position)) % 1000
+
+
+class FakeProcess(EngineProcess):
+    """Computes a token of every request in each step; a request whose name says so ends it at its third token."""
+
+    def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
+        self._tell = on_begun
+        self._sent: asyncio.Queue[FromEngine] = asyncio.Queue()
+        self._death: asyncio.Future[ExitCause] = asyncio.get_running_loop().create_future()
+        self._running: dict[str, Request] = {}
+        self._tokens: dict[str, int] = {}
+
+    @property
+    def pid(self) -> int:
+        return 1
+
+    def connect(self) -> None:
+        self._sent.put_nowait(Ready(INFO))
+
+    def send(self, message: ToEngine) -> None:
+        match message:
+            case Submit(requests):
+                for request in requests:
+                    assert request.id not in self._running, "sent twice"
+                    self._running[request.id] = request
+                    self._tokens[request.id] = len(request.emitted_ids)
+                    assert request.emitted_ids == [token(request.id, i) for i in range(len(request.emitted_ids))]
+            case Abort(ids):
+                for request_id in ids:
+                    self._running.pop(request_id, None)
+
+    def step(self, room: int) -> None:
+        if self._death.done() or not self._running:
+            return
+        ids = list(self._running)[:room]
+        self._tell(ids)
+        if any("killer" in each and self._tokens[each] >= 2 for each in ids):
+            return self.die(CRASHED)
+        outputs = []
+        for each in ids:
+            position = self._tokens[each]
+            self._tokens[each] += 1
+            reason = "length" if self._tokens[each] == LENGTH else None
+            outputs.append(RequestOutput(each, [token(each, position)], finish_reason=reason, cached_tokens=position))
+            if reason:
+                del self._running[each]
+        self._sent.put_nowait(Stepped(outputs, EngineStats()))
+
+    def die(self, death: ExitCause) -> None:
+        if not self._death.done():
+            self._death.set_result(death)
+
+    async def receive(self) -> FromEngine:
+        return await self._sent.get()
+
+    async def ended(self) -> ExitCause:
+        return await asyncio.shield(self._death)
+
+    async def stop(self) -> None:
+        self.die(KILLED)
+
+    def close(self) -> None:
+        assert self._death.done()
+
+
+class Caller:
+    """Reads a group's outputs to their end."""
+
+    def __init__(self, client: ProcessClient, ids: Iterable[str]) -> None:
+        params = SamplingParams(max_tokens=LENGTH)
+        self.found: dict[str, list[int]] = {each: [] for each in ids}
+        self.cached: set[tuple[str, int]] = set()
+        self.left: set[str] = set()
+        self.error: EngineError | None = None
+        self.stream = client.submit([Request(id=each, prompt_ids=[1], params=params, seed=0) for each in self.found])
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        try:
+            async for outputs in self.stream:
+                for output in outputs:
+                    self.found[output.id] += output.new_ids
+                    self.cached.add((output.id, output.cached_tokens))
+        except EngineError as error:
+            self.error = error
+
+    def leave(self, index: int) -> None:
+        if self.task.done():  # has its error or its last token: nothing left to leave
+            return
+        each = sorted(self.found)[index % len(self.found)]
+        self.stream.abort(each)
+        self.left.add(each)
+
+    def check(self) -> None:
+        assert self.task.done()
+        killers = {each for each in self.found if "killer" in each} - self.left
+        assert (self.error is not None) == bool(killers)
+        assert self.error is None or isinstance(self.error, RequestQuarantined)
+        for each, ids in self.found.items():
+            whole = [token(each, i) for i in range(LENGTH)]
+            assert ids == whole[: len(ids)], "lost, repeated or changed"
+            assert len(ids) == LENGTH or each in self.left or killers
+        assert len({each for each, _ in self.cached}) == len(self.cached), "a replay's cached tokens are none of theirs"
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("ask"), st.integers(1, 3)),
+    st.tuples(st.just("ask for death"), st.integers(1, 2)),
+    st.tuples(st.just("leave"), st.integers(0, 99)),
+    st.tuples(st.just("step"), st.integers(1, 9)),
+    st.tuples(st.just("step unheard"), st.integers(1, 9)),
+    st.tuples(st.just("kill"), st.just(0)),
+    st.tuples(st.just("settle"), st.just(0)),
+)
+
+
+async def settle() -> None:
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+async def live(actions: list[tuple[str, int]]) -> None:
+    client = ProcessClient(EngineConfig())
+    await client.start()
+    callers: list[Caller] = []
+    for number, (action, value) in enumerate(actions):
+        process = client._process
+        match action:
+            case "ask" | "ask for death":
+                name = "killer" if action == "ask for death" else "good"
+                callers.append(Caller(client, [f"{name}-{number}-{i}" for i in range(value)]))
+            case "leave" if callers:
+                callers[value % len(callers)].leave(value)
+            case "step" | "step unheard" if isinstance(process, FakeProcess):
+                process.step(value)
+            case "kill" if isinstance(process, FakeProcess):
+                process.die(KILLED)
+        if action not in ("step unheard", "kill"):
+            await settle()
+    for _ in range(2000):
+        if not client.num_open:
+            break
+        if isinstance(client._process, FakeProcess):
+            client._process.step(9)
+        await settle()
+    await settle()
+    for caller in callers:
+        caller.check()
+    assert client.alive
+    assert not client._journal
+    assert client._replay.idle
+    assert client._replay.release() == []
+    await client.stop()
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(ACTIONS, max_size=40))
+def test_whatever_happens_streams_go_on(actions: list[tuple[str, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.engine.client.supervisor.EngineProcess", FakeProcess)
+        asyncio.run(live(actions))

@@ -1,0 +1,38 @@
+"""Layers run in one call give the bits of layers run function by function."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.kernels import cpu
+from tests.engine.harness import request, run
+from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
+
+pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_not())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_layers_give_the_same_bits(
+    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path, family)
+    generator = torch.Generator().manual_seed(3)
+    # Enough sequences for their pages to be fetched while linears multiply.
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40) * 4]
+
+    def answers() -> list[tuple[list[int], list[float]]]:
+        engine = Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend="cpu", num_kv_blocks=96))
+        asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts)]
+        found = run(engine, asked)
+        assert (engine.runner._model._fused is None) == (not fused)
+        return [(found[r.id].ids, [each.logprob for each in found[r.id].logprobs]) for r in asked]
+
+    fused = True
+    together = answers()
+    monkeypatch.setattr(cpu, "fuse_layers", lambda *_, **__: None)
+    fused = False
+    assert answers() == together

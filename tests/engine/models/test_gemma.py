@@ -1,0 +1,78 @@
+"""Gemma's config.json in the forms that are about: as transformers 5 saves it, as it was published, and abridged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.loop import Engine
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import DecoderSpec
+from tests.tiny_models import save_tiny_model
+
+
+def spec_of(path: Path, raw: dict[str, Any]) -> DecoderSpec:
+    (path / "config.json").write_text(json.dumps(raw))
+    return decoder_spec(read_model_config(path))
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "linear", "factor": 8.0}])
+def test_files_of_transformers_4_mean_the_same(scaling: dict[str, Any] | None, tmp_path: Path) -> None:
+    """gemma-3-1b-it's keys: two thetas side by side, a scaling for one of them, no list of layers."""
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 13, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 99, "sliding_window": 20}
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaling, "sliding_window_pattern": 6}
+    saved = AutoConfig.for_model("gemma3_text", **shape, rope_scaling=scaling).to_dict()
+    assert "rope_theta" not in saved
+    assert spec_of(tmp_path, {"model_type": "gemma3_text"} | shape | old) == spec_of(tmp_path, saved)
+    spec = spec_of(tmp_path, saved)
+    assert [window for window in spec.windows if window is None] == [None] * 2
+    assert [rope["rope_theta"] for rope in spec.ropes if rope] == ([1e4] * 5 + [1e6]) * 2 + [1e4]
+    kinds = [rope["rope_type"] for rope in spec.ropes if rope]
+    assert kinds == (["default"] * 5 + ["linear" if scaling else "default"]) * 2 + ["default"]
+
+
+def test_gemma_2_without_a_list_of_layers(tmp_path: Path) -> None:
+    saved = AutoConfig.for_model("gemma2").to_dict()
+    raw = {key: value for key, value in saved.items() if key not in ("layer_types", "tie_word_embeddings")}
+    spec = spec_of(tmp_path, raw)
+    assert spec == spec_of(tmp_path, saved)
+    assert spec.windows == (4096, None) * 13
+    assert read_sizes(raw).sliding == read_sizes(saved).sliding == 13
+    assert (spec.scale, spec.softcap, spec.logit_softcap, spec.tie_embeddings) == (1 / 16, 50.0, 30.0, True)
+
+
+def test_an_abridged_file_of_a_model_with_images(tmp_path: Path) -> None:
+    """gemma-3-4b-it's: what equals transformers' defaults is left out, its decoder is a part of it."""
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}
+    spec = spec_of(
+        tmp_path, {"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106], "torch_dtype": "bfloat16"}
+    )
+    whole = AutoConfig.for_model("gemma3_text", **{key: value for key, value in text.items() if key != "model_type"})
+    assert spec == spec_of(tmp_path, whole.to_dict())
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+
+
+def test_a_gate_that_is_not_known_and_an_encoder_are_refused(tmp_path: Path) -> None:
+    saved = AutoConfig.for_model("gemma3_text").to_dict()
+    with pytest.raises(ModelError, match="hidden_act 'relu'"):
+        spec_of(tmp_path, saved | {"hidden_activation": "relu"})
+    with pytest.raises(ModelError, match="use_bidirectional_attention"):
+        spec_of(tmp_path, saved | {"use_bidirectional_attention": True})
+
+
+def test_the_scale_of_embeddings_is_rounded_as_in_transformers(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "gemma3", dtype=torch.bfloat16, hidden_size=96)
+    embedding = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).model.embed_tokens
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=8))
+    assert engine.runner._model._embedding_scale == embedding.embed_scale.to(torch.bfloat16).item() == 9.8125

@@ -1,0 +1,82 @@
+"""Numbers against transformers, for every family: greedy tokens of a ragged batch, and log probabilities."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from tests.engine.harness import request, run
+from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
+
+BACKENDS = ("cpu", "reference")
+LENGTHS = (1, 2, 7, 16, 33, 50, 64, 90)
+NEW_TOKENS = 64
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def expected(path: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
+    """transformers' greedy tokens, and the log probabilities [tokens, vocab] of every position of prompt + answer."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        ids = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    return ids[0, len(prompt) :].tolist(), logprobs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_logprobs_equal_transformers(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    wanted = [expected(path, prompt) for prompt in prompts()]
+    for backend in BACKENDS:
+        engine = Engine(EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=256))
+        answers = run(
+            engine,
+            [
+                request(str(i), prompt, max_tokens=NEW_TOKENS, logprobs=3, prompt_logprobs=2)
+                for i, prompt in enumerate(prompts())
+            ],
+        )
+        for i, (prompt, (tokens, logprobs)) in enumerate(zip(prompts(), wanted, strict=True)):
+            answer = answers[str(i)]
+            assert answer.ids == tokens, f"{backend}, prompt of {len(prompt)}"
+            assert answer.prompt_logprobs is not None
+            assert answer.prompt_logprobs[0] is None
+            found = answer.prompt_logprobs[1:] + answer.logprobs
+            for position, logprob in enumerate(found):
+                assert logprob is not None
+                row = logprobs[position]
+                assert logprob.logprob == pytest.approx(row[logprob.token_id].item(), abs=1e-4)
+                ahead = row - row[logprob.token_id]
+                assert (ahead > 1e-4).sum() <= logprob.rank - 1 <= (ahead > -1e-4).sum() - 1
+                best = row.topk(len(logprob.top)).values
+                assert [value for _, value in logprob.top] == pytest.approx(best.tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    ("checkpoint", "asked", "served"),
+    [(torch.bfloat16, "auto", "bfloat16"), (torch.float16, "auto", "bfloat16"), (torch.float16, "float16", "float16")],
+)
+def test_half_precision_is_close(family: str, checkpoint: torch.dtype, asked: str, served: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family, dtype=checkpoint)
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, dtype=asked))
+    assert engine.info.dtype == served
+    prompt = prompts()[-1]
+    answer = run(engine, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"]
+    assert answer.prompt_logprobs is not None
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        row = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    errors = [
+        abs(logprob.logprob - row[i, logprob.token_id].item())
+        for i, logprob in enumerate(answer.prompt_logprobs[1:])
+        if logprob is not None
+    ]
+    assert sum(errors) / len(errors) < 0.05

@@ -1,0 +1,131 @@
+"""Chat templates render as transformers renders them, and what they refuse is the caller's mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.text.chat_template import ChatRenderer, Message
+from tests.texts import CHATML, SHARED, shared
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+TEMPLATES = sorted((SHARED / "templates").glob("*.jinja"))
+DIALOGUES: list[list[Message]] = [
+    [{"role": "user", "content": "Hello <b>there</b> 'you' & 日本語"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2\n"},
+        {"role": "user", "content": "  and 2+2? "},
+    ],
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather <somewhere>",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+
+
+def renderer(template: str) -> ChatRenderer:
+    return ChatRenderer({"default": template}, SPECIAL)
+
+
+def by_transformers(template: str, messages: list[Message], tools: Any, add_generation_prompt: bool) -> str | None:
+    """None when the template refuses the messages."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        rendered, _ = render_jinja_template(
+            [messages], tools, chat_template=template, add_generation_prompt=add_generation_prompt, **SPECIAL
+        )
+    except Exception:
+        return None
+    return str(rendered[0])
+
+
+@pytest.mark.parametrize("path", TEMPLATES or [None], ids=lambda path: path.stem if path else "none")
+def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
+    shared("templates")
+    assert path is not None
+    template = path.read_text(encoding="utf-8")
+    ours = renderer(template)
+    for messages in DIALOGUES:
+        for tools in (None, TOOLS):
+            for add_generation_prompt in (True, False):
+                expected = by_transformers(template, messages, tools, add_generation_prompt)
+                if expected is None:
+                    with pytest.raises(InvalidRequest):
+                        ours.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+                else:
+                    assert ours.render(messages, tools=tools, add_generation_prompt=add_generation_prompt) == expected
+
+
+def test_chatml() -> None:
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert renderer(CHATML).render(DIALOGUES[1]) == expected == by_transformers(CHATML, DIALOGUES[1], None, True)
+
+
+def test_content_parts_are_joined_and_null_is_empty() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "user"}]
+    template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+    assert renderer(template).render(messages) == "[user:one\ntwo][assistant:][user:]"
+
+
+def test_tool_arguments_become_objects_and_reasoning_has_all_its_names() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, "é"]}'}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call], "reasoning": "hm"}]
+    template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}{{ messages[0].reasoning_content }}"
+    assert renderer(template).render(messages) == '{"x": [1, "é"]}hm'
+
+
+def test_variables_of_the_request_reach_the_template_but_not_its_own_parameters() -> None:
+    template = "{{ enable_thinking }} {{ bos_token }} {{ documents }} {{ tools }}"
+    assert renderer(template).render([], variables={"enable_thinking": False, "self": 1}) == "False <s> None None"
+    with pytest.raises(InvalidRequest, match="messages") as caught:
+        renderer(template).render([], variables={"messages": []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_the_generation_block_is_only_its_body() -> None:
+    template = "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% break %}{% endfor %}"
+    assert renderer(template).render([{"role": "user", "content": "x"}]) == "x!"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content.x }}", "no element 7"),
+        ("{{ 1 / 0 }}", "division"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_what_a_template_trips_over_is_the_callers_mistake(template: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        renderer(template).render([{"role": "user", "content": "x"}])
+    assert caught.value.param == "messages"
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        ChatRenderer({}, {}).render([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_is_not_jinja_is_an_error_of_the_model() -> None:
+    with pytest.raises(ModelError, match="default"):
+        renderer("{% if %}")
+
+
+def test_the_tool_template_is_used_with_tools() -> None:
+    both = ChatRenderer({"default": "plain", "tool_use": "tools"}, {})
+    assert (both.render([]), both.render([], tools=TOOLS)) == ("plain", "tools")

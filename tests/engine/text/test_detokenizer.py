@@ -1,0 +1,183 @@
+"""Streamed text equals decoded text; stop strings end it at the same place however it is cut, and never leak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from quire.engine.text.detokenizer import REPLACEMENT, TextStream, WindowDecoder
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import RequestOutput
+from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
+
+TOKENIZERS = [byte_level_tokenizer(), sentence_piece_tokenizer(), *real_tokenizers()]
+NAMES = [tokenizer.name for tokenizer in TOKENIZERS]
+each_tokenizer = pytest.mark.parametrize("tokenizer", [each.tokenizer for each in TOKENIZERS], ids=NAMES)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40) | st.sampled_from(
+    [
+        "",
+        " leading",
+        "two  spaces\n\nand lines\t",
+        "日本語 한국어 émigré",
+        "👩‍👩‍👧‍👦 family 😀",
+        "<s> special </s>",
+        "\ufffd",
+    ]
+)
+SPLITS = st.lists(st.integers(1, 4), max_size=60)
+
+
+def stream(ids: Sequence[int], text: TextStream, sizes: Sequence[int] = ()) -> str:
+    """Push ids in pieces of these sizes, then one by one; the concatenated text."""
+    pieces, at = [], 0
+    for size in [*sizes, *[1] * len(ids)]:
+        delta = text.push(ids[at : at + size])
+        pieces.append(delta.text)
+        at += size
+        if delta.stop_string is not None:
+            return "".join(pieces)
+    return "".join(pieces) + text.push([], final=True).text
+
+
+@each_tokenizer
+@given(text=texts, sizes=SPLITS, skip=st.booleans())
+def test_deltas_add_up_to_the_decoded_text(tokenizer: Tokenizer, text: str, sizes: list[int], skip: bool) -> None:
+    ids = tokenizer.encode(text)
+    expected = tokenizer.decode(ids, skip_special_tokens=skip)
+    assert stream(ids, TextStream(tokenizer, skip_special_tokens=skip), sizes) == expected
+
+
+@each_tokenizer
+@given(text=texts, cut=st.integers(0, 40))
+def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(tokenizer: Tokenizer, text: str, cut: int) -> None:
+    ids = tokenizer.encode(text)
+    prompt, rest = ids[:cut], ids[cut:]
+    before = tokenizer.decode(prompt)
+    if before.endswith(REPLACEMENT):
+        return  # the prompt ends within a character: no text to speak of
+    assert before + stream(rest, TextStream(tokenizer, prompt_ids=prompt)) == tokenizer.decode(ids)
+
+
+@each_tokenizer
+@given(data=st.data())
+def test_any_ids_stream_to_the_same_text_however_they_are_cut(tokenizer: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    whole = TextStream(tokenizer).push(ids, final=True).text
+    assert stream(ids, TextStream(tokenizer), data.draw(SPLITS)) == whole
+
+
+def test_byte_level_text_of_any_ids_equals_the_decoders() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+
+    @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    def check(ids: list[int]) -> None:
+        assert stream(ids, TextStream(tokenizer)) == tokenizer.decode(ids)
+
+    check()
+
+
+@each_tokenizer
+def test_a_character_leaves_with_its_last_token(tokenizer: Tokenizer) -> None:
+    text = TextStream(tokenizer)
+    for token_id in tokenizer.encode("a😀b", add_special_tokens=False):
+        assert REPLACEMENT not in text.push([token_id]).text
+
+
+@each_tokenizer
+def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ab😀", add_special_tokens=False)[:-1]
+    shown = stream(ids, TextStream(tokenizer))
+    assert shown == tokenizer.decode(ids)
+    assert REPLACEMENT in shown
+
+
+@given(text=texts, sizes=SPLITS)
+def test_the_window_decoder_does_for_decoders_it_does_not_know(text: str, sizes: list[int]) -> None:
+    tokenizer = sentence_piece_tokenizer().tokenizer
+    if REPLACEMENT in text:
+        return  # to this decoder it looks like an unfinished character
+    ids = tokenizer.encode(text)
+    window = WindowDecoder(tokenizer, (), tokenizer.special_ids)
+    assert "".join(map(window.feed, ids)) + window.flush() == tokenizer.decode(ids)
+
+
+words = st.text("ab😀c ", min_size=1, max_size=5)
+
+
+@each_tokenizer
+@given(
+    text=st.text("ab😀c ", max_size=30),
+    stop=st.lists(words, min_size=1, max_size=4),
+    sizes=SPLITS,
+    include=st.booleans(),
+)
+@example(text="ab c", stop=["ab c", "b"], sizes=[], include=False)
+@example(text="aab", stop=["ab"], sizes=[], include=True)
+def test_stop_strings_end_the_text_where_the_first_is_completed(
+    tokenizer: Tokenizer, text: str, stop: list[str], sizes: list[int], include: bool
+) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoded = tokenizer.decode(ids)
+    ends = [(decoded.index(one) + len(one), decoded.index(one)) for one in stop if one in decoded]
+    expected = decoded if not ends else decoded[: min(ends)[0 if include else 1]]
+    assert stream(ids, TextStream(tokenizer, stop=stop, include_stop=include), sizes) == expected
+
+
+@given(text=st.text("abc", max_size=30), stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4))
+def test_nothing_that_may_begin_a_stop_string_leaves_and_nothing_else_is_held(text: str, stop: list[str]) -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    shown, so_far = TextStream(tokenizer, stop=stop), ""
+    seen = ""
+    for token_id in tokenizer.encode(text):
+        delta = shown.push([token_id])
+        so_far += delta.text
+        seen += tokenizer.decode([token_id])
+        if delta.stop_string is not None:
+            assert not any(one in so_far for one in stop)
+            return
+        held = seen[len(so_far) :]
+        assert held == "" or any(one.startswith(held) for one in stop)
+
+
+def test_tokens_leave_with_the_text_they_begin() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    ids = tokenizer.encode("xé!stop", add_special_tokens=False)
+    text = TextStream(tokenizer, stop=["stop"])
+    deltas = [text.push([token_id]) for token_id in ids]
+    assert [(delta.text, delta.offsets) for delta in deltas[:4]] == [("x", (0,)), ("", ()), ("é", (1, 1)), ("!", (2,))]
+    assert all(delta.text == "" and delta.offsets == () for delta in deltas[4:])
+    assert deltas[-1].stop_string == "stop"
+
+
+def test_used_counts_the_ids_up_to_the_end_of_the_stop_string() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    delta = TextStream(tokenizer, stop=["bc"]).push(tokenizer.encode("abcdef"))
+    assert (delta.text, delta.used, delta.offsets) == ("a", 3, (0,))
+
+
+def test_the_text_of_the_first_min_tokens_is_not_searched() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    assert stream(tokenizer.encode("abab"), TextStream(tokenizer, stop=["b"], min_tokens=2)) == "aba"
+
+
+def test_the_token_that_ended_an_answer_counts_but_has_no_text() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    ids = tokenizer.encode("abc")
+    output = RequestOutput(id="1", new_ids=ids, finish_reason="stop", stop_reason=ids[-1])
+    delta = TextStream(tokenizer).push_output(output)
+    assert (delta.text, delta.used, delta.offsets) == ("ab", 3, (0, 1))
+    assert TextStream(tokenizer, include_stop=True).push_output(output).text == "abc"
+    stopped = TextStream(tokenizer, stop=["b"]).push_output(output)
+    assert (stopped.text, stopped.used, stopped.stop_string) == ("a", 2, "b")
+
+
+@each_tokenizer
+def test_special_tokens_may_be_shown_one_by_one(tokenizer: Tokenizer) -> None:
+    first, second, *_ = sorted(tokenizer.special_ids)
+    for skip, expected in ((True, [first]), (False, [first, second])):
+        stream = TextStream(tokenizer, skip_special_tokens=skip, shown_ids=frozenset([first]))
+        shown = stream.push([first, second], final=True).text
+        assert shown == tokenizer.decode(expected, skip_special_tokens=False)

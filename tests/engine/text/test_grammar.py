@@ -1,0 +1,347 @@
+"""Answers that must match a grammar: always valid, always ended by the grammar, whatever else is asked or runs."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from msgspec.structs import replace
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.loop import Engine
+from quire.engine.text.grammar import (
+    GrammarCompiler,
+    Vocabulary,
+    choice_grammar,
+    json_grammar,
+    json_rule,
+    vocabulary_of,
+)
+from quire.engine.types import Admission, Grammar, Request, SamplingParams
+from quire.engine.worker.grammar import SlotGrammars, constrain
+from tests.engine.harness import Answer, request, run
+from tests.texts import Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
+from tests.tiny_models import save_tiny_model
+
+EOS = [258, 256]
+"""The tokenizer's `<|im_end|>`, and a second one that generation_config.json alone knows."""
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", None, 3]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+CHECK_FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
+DATE = Grammar("regex", r"[0-9]{4}-[01][0-9]")
+
+
+def save_model(path: Path, named: Named, eos: list[int], **overrides: Any) -> Path:
+    save_tiny_model(path, "qwen3", num_hidden_layers=1, max_position_embeddings=1024, eos_token_id=eos, **overrides)
+    named.tokenizer.backend.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), byte_level_tokenizer(), EOS)
+
+
+def start(model: Path, **options: Any) -> Engine:
+    return Engine(EngineConfig(**{"model": str(model), "num_kv_blocks": 2000, "threads": 1, **options}))
+
+
+def text(answer: Answer, tokenizer: Named | None = None) -> str:
+    return (tokenizer or byte_level_tokenizer()).tokenizer.decode(answer.ids)
+
+
+class Schemas:
+    """Random JSON schemas of a seed, every one of which llguidance supports."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def schema(self) -> dict[str, Any]:
+        defs = {"leaf": self.value(0), "node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/leaf"}}}}
+        return {**self.object(3), "$defs": defs}
+
+    def value(self, depth: int) -> dict[str, Any]:
+        leaves = [self.string, self.number, self.enum, self.format]
+        nodes = [self.object, self.array, self.any_of, self.ref]
+        kind = self.random.randrange(len(leaves) + len(nodes) * (depth > 0))
+        return leaves[kind]() if kind < len(leaves) else nodes[kind - len(leaves)](depth - 1)
+
+    def object(self, depth: int) -> dict[str, Any]:
+        names = self.random.sample(["a", "b c", "größe", 'q"uote', "x_1"], self.random.randint(1, 4))
+        return {
+            "type": "object",
+            "properties": {name: self.value(depth) for name in names},
+            "required": self.random.sample(names, self.random.randint(0, len(names))),
+            "additionalProperties": False,
+        }
+
+    def array(self, depth: int) -> dict[str, Any]:
+        least = self.random.randint(0, 2)
+        return {"type": "array", "items": self.value(depth), "minItems": least, "maxItems": least + 2}
+
+    def any_of(self, depth: int) -> dict[str, Any]:
+        return {"anyOf": [self.value(depth), {"type": "null"}, self.value(0)]}
+
+    def ref(self, depth: int) -> dict[str, Any]:
+        return {"$ref": f"#/$defs/{self.random.choice(['leaf', 'node'])}"}
+
+    def string(self) -> dict[str, Any]:
+        least = self.random.randint(0, 3)
+        patterns = [{"minLength": least, "maxLength": least + 5}, {"pattern": "^[a-c]{2,4}(-[0-9]+)?$", "maxLength": 9}]
+        return {"type": "string", **self.random.choice(patterns)}
+
+    def number(self) -> dict[str, Any]:
+        low = self.random.randint(-50, 50)
+        bounds = {self.random.choice(["minimum", "exclusiveMinimum"]): low, "maximum": low + self.random.randint(2, 99)}
+        return {"type": self.random.choice(["integer", "number"]), **bounds}
+
+    def enum(self) -> dict[str, Any]:
+        return {"enum": self.random.sample(["red", "grün", "", 1, 2.5, True, None, [1], {"k": "v"}], 3)}
+
+    def format(self) -> dict[str, Any]:
+        return {"type": "string", "format": self.random.choice(["date", "time", "date-time", "ipv4", "uuid"])}
+
+
+def test_two_hundred_schemas_are_always_obeyed(model: Path) -> None:
+    schemas = {str(seed): Schemas(seed).schema() for seed in range(200)}
+    settings = ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.5, "frequency_penalty": 1.0})
+    answers = run(
+        start(model),
+        [
+            request(name, [65, 66], seed=i, grammar=json_grammar(schema), max_tokens=400, **settings[i % 3])
+            for i, (name, schema) in enumerate(schemas.items())
+        ],
+    )
+    finished = [name for name, answer in answers.items() if answer.finish_reason == "stop"]
+    assert len(finished) > 150
+    for name in finished:
+        jsonschema.validate(json.loads(text(answers[name])), schemas[name], format_checker=CHECK_FORMATS)
+    assert {answers[name].finish_reason for name in answers.keys() - finished} <= {"length"}
+
+
+@pytest.mark.parametrize("named", [sentence_piece_tokenizer(), *real_tokenizers()], ids=lambda named: named.name)
+def test_every_kind_of_tokenizer(named: Named, tmp_path: Path) -> None:
+    vocab = named.tokenizer.vocab_size + 7  # models pad their vocabulary
+    path = save_model(tmp_path, named, list(named.tokenizer.eos_token_ids), vocab_size=vocab)
+    schema = {"type": "object", "properties": {"ä": {"type": "string", "maxLength": 9}}, "required": ["ä"]}
+    schema["additionalProperties"] = False  # type: ignore[assignment]
+    answers = run(
+        start(path, num_kv_blocks=200),
+        [request(str(i), [5], seed=i, temperature=1.0, max_tokens=90, grammar=json_grammar(schema)) for i in range(4)],
+    )
+    for answer in answers.values():
+        assert answer.finish_reason == "stop"
+        assert answer.ids[-1] in named.tokenizer.eos_token_ids
+        jsonschema.validate(json.loads(text(answer, named)), schema)
+
+
+def test_every_kind_of_grammar(model: Path) -> None:
+    rule = Grammar("lark", f'start: "<tool>" call "</tool>"\ncall: {json_rule(PERSON)}')
+    choices = ["yes", "no", 'a "quoted" one', "né\n"]
+    answers = run(
+        start(model),
+        [
+            request("date", [65], grammar=DATE),
+            *(request(f"c{i}", [65], grammar=choice_grammar(choices), temperature=2.0, seed=i) for i in range(20)),
+            request("tool", [65], grammar=rule, temperature=1.0, max_tokens=300),
+        ],
+    )
+    assert {answer.finish_reason for answer in answers.values()} == {"stop"}
+    assert re.fullmatch(DATE.text, text(answers.pop("date")))
+    tool = text(answers.pop("tool"))
+    jsonschema.validate(json.loads(tool.removeprefix("<tool>").removesuffix("</tool>")), PERSON)
+    chosen = {text(answer) for answer in answers.values()}
+    assert len(chosen) > 1
+    assert chosen <= set(choices)
+
+
+def test_whitespace_cannot_go_on_for_ever(model: Path) -> None:
+    spaces = dict.fromkeys(b" \n\t\r", 100.0)
+    wide = request("a", [65], grammar=json_grammar(PERSON | {"required": []}), logit_bias=spaces, max_tokens=300)
+    answer = run(start(model), [wide])["a"]
+    assert answer.finish_reason == "stop"
+    assert not re.search(r"\s\s", re.sub(r'"[^"]*"', "", text(answer)))
+
+
+def test_the_grammar_ends_the_answer_whatever_else_is_asked(model: Path) -> None:
+    date = {"grammar": DATE, "temperature": 1.0}
+    answers = run(
+        start(model),
+        [
+            request("ignore_eos", [65], ignore_eos=True, **date),
+            request("min_tokens", [65], min_tokens=20, max_tokens=30, **date),
+            request("banned", [65], allowed_token_ids=tuple(b"xyz"), **date),
+            request("biased", [65], logit_bias=dict.fromkeys(EOS, -100.0), **date),
+            request("cut", [65], max_tokens=3, **date),
+            # The text may end after every letter: min_tokens says when, and ignore_eos does not keep it from ending.
+            request("longer", [65], grammar=Grammar("regex", "[a-z]*"), min_tokens=9, logit_bias={EOS[0]: 100.0}),
+        ],
+    )
+    cut = answers.pop("cut")
+    assert (cut.finish_reason, len(cut.ids)) == ("length", 3)
+    longer = answers.pop("longer")
+    assert (longer.finish_reason, len(longer.ids), longer.ids[-1]) == ("stop", 10, EOS[0])
+    for name, answer in answers.items():
+        assert answer.finish_reason == "stop", name
+        assert re.fullmatch(DATE.text, text(answer)), name
+        assert len(answer.ids) == 8
+        assert answer.ids[-1] in EOS
+
+
+def test_log_probabilities_are_the_unmodified_distributions(model: Path) -> None:
+    engine = start(model)
+    free = run(engine, [request("a", [65, 66, 67], logprobs=3, max_tokens=1)])["a"]
+    bound = run(engine, [request("a", [65, 66, 67], logprobs=3, grammar=DATE)])["a"]
+    assert free.ids[0] not in b"0123456789", "or this shows nothing"
+    assert bound.logprobs[0].top == free.logprobs[0].top
+    assert bound.logprobs[0].rank > 1
+    assert len(bound.logprobs) == len(bound.ids)
+
+
+def mixed_requests() -> list[Request]:
+    grammars = [None, json_grammar(PERSON), DATE, json_grammar({"type": "object"}), choice_grammar(["yes", "no"])]
+    settings = [
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 20, "min_p": 0.02, "presence_penalty": 0.5},
+    ]
+    generator = torch.Generator().manual_seed(5)
+    return [
+        request(
+            str(i),
+            torch.randint(32, 127, (3 + 11 * i % 60,), generator=generator).tolist(),
+            seed=i,
+            max_tokens=40 + i,
+            grammar=grammars[i % len(grammars)],
+            **settings[i % len(settings)],
+        )
+        for i in range(20)
+    ]
+
+
+def test_tokens_do_not_depend_on_what_else_runs(model: Path) -> None:
+    def tokens(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
+        return {name: answer.ids for name, answer in run(engine, requests).items()}
+
+    requests = mixed_requests()
+    warm = start(model)
+    alone = {each.id: tokens(warm, [each])[each.id] for each in requests}
+    assert tokens(start(model), requests) == alone, "all in one batch"
+    assert tokens(start(model, max_num_batched_tokens=7, max_num_seqs=3), requests) == alone, "few at a time"
+    small = start(model, num_kv_blocks=14, max_model_len=200)
+    assert tokens(small, requests) == alone, "preempted"
+    assert small.stats.preemptions > 2
+    half = [replace(each, emitted_ids=alone[each.id][: i % 9]) for i, each in enumerate(requests)]
+    half = [each for each in half if len(each.emitted_ids) < len(alone[each.id])]
+    assert len(half) > 12
+    rest = tokens(start(model), half)
+    assert {r.id: r.emitted_ids + rest[r.id] for r in half} == {r.id: alone[r.id] for r in half}, "after a crash"
+
+
+def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(model: Path) -> None:
+    engine = start(model)
+    wrong = request("wrong", [65], grammar=Grammar("regex", "("))
+    nothing = request("nothing", [65], grammar=json_grammar({"$ref": "#"}))
+    elsewhere = replace(request("elsewhere", [65], grammar=DATE), emitted_ids=list(b"20x"))
+    answers = run(engine, [wrong, request("free", [65], max_tokens=5), nothing, elsewhere])
+    assert {name: answer.finish_reason for name, answer in answers.items()} == {
+        "wrong": "error",
+        "nothing": "error",
+        "elsewhere": "error",
+        "free": "length",
+    }
+    assert run(engine, [request("next", [65], grammar=DATE)])["next"].finish_reason == "stop", "slots are clean again"
+
+
+def test_a_start_without_grammars_does_not_pay(model: Path, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3", num_hidden_layers=1)  # has no tokenizer at all
+    engine = start(tmp_path)
+    assert run(engine, [request("a", [65], max_tokens=2)])["a"].finish_reason == "length"
+    assert run(engine, [request("a", [65], grammar=DATE)])["a"].finish_reason == "error"
+
+
+def test_the_compiler_is_loaded_once_and_in_a_thread() -> None:
+    threads: list[int] = []
+
+    def load() -> GrammarCompiler:
+        threads.append(threading.get_ident())
+        return GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 320, EOS))
+
+    slots = SlotGrammars(load)
+    slots.prepare().result()
+    for slot in range(2):
+        slots.admit(Admission(slot, [65], 1, SamplingParams(grammar=DATE), 0))
+    mask = slots.mask([0, 1])
+    assert mask is not None
+    assert mask.rows == [0, 1]
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json", '{"type": "nonsense"}'),
+        Grammar("json", '{"type": "string", "minLength": 3, "maxLength": 2}'),
+        Grammar("json", '{"not": {"type": "string"}}'),
+        Grammar("json", '{"$ref": "#"}'),
+        Grammar("json", "[]"),
+        Grammar("json", "{"),
+        Grammar("json", '{"items":' * 500 + "{}" + "}" * 500),
+        Grammar("json", json.dumps({"enum": ["x" * 300_000]})),
+        Grammar("regex", "("),
+        Grammar("regex", "(?=a)"),
+        Grammar("lark", ""),
+        Grammar("lark", "start: nowhere"),
+        Grammar("lark", "start: start"),
+        Grammar("lark", "start: <|no_such_token|>"),
+    ],
+    ids=lambda grammar: grammar.text[:40],
+)
+def test_wrong_grammars_are_refused(grammar: Grammar) -> None:
+    compiler = GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 320, EOS))
+    with pytest.raises(InvalidRequest) as raised:
+        compiler.check(grammar)
+    assert raised.value.message.strip()
+    compiler.check(DATE)
+
+
+@pytest.mark.parametrize("schema", [3, "x", None, [], False])
+def test_what_is_no_schema_is_refused(schema: object) -> None:
+    with pytest.raises(InvalidRequest):
+        json_grammar(schema)
+
+
+def test_models_that_cannot_end_an_answer_have_no_grammars() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    with pytest.raises(ModelError):
+        GrammarCompiler(vocabulary_of(tokenizer, 320, ()))
+    with pytest.raises(ModelError):
+        GrammarCompiler(Vocabulary("{}", 320, (1,)))
+
+
+def test_a_mask_leaves_nothing_else() -> None:
+    logits = torch.arange(140, dtype=torch.float32).reshape(2, 70)
+    mask = torch.zeros(2, 96, dtype=torch.bool)
+    mask[0, 5] = mask[0, 67] = mask[0, 70] = mask[1, 63] = True  # 70 is outside the vocabulary
+    banned = logits.clone()
+    banned[1, 63] = -torch.inf
+    allowed = constrain(banned, logits, mask)
+    assert allowed.isfinite().nonzero().tolist() == [[0, 5], [0, 67], [1, 63]]
+    assert allowed[1, 63] == logits[1, 63], "where the bans leave nothing the grammar wins"

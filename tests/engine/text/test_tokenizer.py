@@ -1,0 +1,109 @@
+"""Reading tokenizers from model directories, and what single tokens look like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.text.tokenizer import Scheme, Tokenizer
+from tests.texts import byte_level_tokenizer, sentence_piece_tokenizer, shared
+
+SAMPLES = ["Hello world, how are you?", "日本語 😀 émigré\n\tx", "<|im_start|>user\nhi<|im_end|>\n", ""]
+
+
+@pytest.mark.parametrize("name", ["minimind", "phi3", "tinyllama", "qwen2.5"])
+def test_real_tokenizers_encode_and_decode_as_transformers_does(name: str) -> None:
+    path = shared("tokenizers") / name
+    from transformers import AutoTokenizer
+
+    judge = AutoTokenizer.from_pretrained(str(path))
+    tokenizer = Tokenizer.load(path)
+    assert tokenizer.vocab_size == len(judge)
+    assert tokenizer.bos_token_id == judge.bos_token_id
+    assert judge.eos_token_id in tokenizer.eos_token_ids
+    for text in SAMPLES:
+        for special in (True, False):
+            ids = judge.encode(text, add_special_tokens=special)
+            assert tokenizer.encode(text, add_special_tokens=special) == ids
+            assert tokenizer.encode_batch([text, text], add_special_tokens=special) == [ids, ids]
+            assert tokenizer.decode(ids, skip_special_tokens=special) == judge.decode(ids, skip_special_tokens=special)
+
+
+def test_single_tokens_of_a_byte_level_vocabulary() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    assert tokenizer.scheme is Scheme.BYTE_LEVEL
+    space, first, *_ = tokenizer.encode(" é")
+    assert (tokenizer.token(space), tokenizer.token_text(space), tokenizer.token_bytes(space)) == ("Ġ", " ", b" ")
+    assert (tokenizer.token_text(first), tokenizer.token_bytes(first)) == ("\\xc3", b"\xc3")
+    assert tokenizer.token_text(256) == "<|bos|>"
+    assert (tokenizer.token(999), tokenizer.token_text(999), tokenizer.token_bytes(999)) == (None, "", b"")
+
+
+def test_single_tokens_of_a_sentence_piece_vocabulary() -> None:
+    tokenizer = sentence_piece_tokenizer().tokenizer
+    assert tokenizer.scheme is Scheme.SENTENCE_PIECE
+    bos, word, *euro = tokenizer.encode("ab€")
+    assert bos == tokenizer.bos_token_id == 1
+    assert (tokenizer.token_text(word), tokenizer.token_bytes(word)) == (" ab", b" ab")
+    assert [tokenizer.token_bytes(token_id) for token_id in euro] == [b"\xe2", b"\x82", b"\xac"]
+    assert tokenizer.token_text(euro[0]) == "\\xe2"
+
+
+def save(path: Path, **files: object) -> Path:
+    byte_level_tokenizer().tokenizer.backend.save(str(path / "tokenizer.json"))
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+def test_chat_templates_are_found_wherever_a_model_keeps_them(tmp_path: Path) -> None:
+    save(tmp_path, tokenizer_config={"chat_template": "from config"})
+    assert Tokenizer.load(tmp_path).chat_templates == {"default": "from config"}
+    named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
+    save(tmp_path, tokenizer_config={"chat_template": named})
+    assert Tokenizer.load(tmp_path).chat_templates == {"default": "one", "tool_use": "two"}
+    save(tmp_path, chat_template={"chat_template": "from json"})
+    assert Tokenizer.load(tmp_path).chat_templates["default"] == "from json"
+    (tmp_path / "chat_template.jinja").write_text("from file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("three")
+    assert Tokenizer.load(tmp_path).chat_templates == {"default": "from file", "tool_use": "two", "rag": "three"}
+
+
+def test_special_tokens_and_end_ids_come_from_all_files(tmp_path: Path) -> None:
+    save(
+        tmp_path,
+        special_tokens_map={"eos_token": {"content": "<|bos|>"}, "unk_token": "<|bos|>"},
+        tokenizer_config={
+            "eos_token": "<|im_end|>",
+            "added_tokens_decoder": {"259": {"content": "<new>", "special": True, "normalized": False}},
+        },
+        generation_config={"eos_token_id": [7, 258]},
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "unk_token": "<|bos|>"}
+    assert tokenizer.eos_token_ids == (7, 258)
+    assert tokenizer.encode("<new>") == [259]
+    assert 259 in tokenizer.special_ids
+    assert tokenizer.decode([65, 259]) == "A"
+
+
+def test_a_directory_without_a_readable_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match="cannot read the tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_template_of_the_operators_stands_in_for_the_models(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ messages }}", encoding="utf-8")
+    for given in (str(file), "{{ messages }}"):
+        assert Tokenizer.load(DEMO_MODEL, given).chat_templates == {"default": "{{ messages }}"}
+    with pytest.raises(ConfigError, match=r"chat_template: cannot read nowhere\.jinja: .*No such file"):
+        Tokenizer.load(DEMO_MODEL, "nowhere.jinja")

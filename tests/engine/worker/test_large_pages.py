@@ -1,0 +1,68 @@
+"""Prefixes that share the beginning of a large page: found by pieces of 16 tokens, and copied, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.types import Request
+from quire.engine.worker import startup
+from quire.kernels import reference
+from tests.engine.harness import Answer, request, run
+from tests.tiny_models import VOCAB, save_tiny_model
+
+PAGE = 64
+
+
+@pytest.fixture
+def large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference backend with pages of 64 tokens."""
+
+    def shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        return (num_blocks, PAGE, kv_heads, head_dim)
+
+    backend = SimpleNamespace(**(vars(reference) | {"BLOCK_SIZE": PAGE, "kv_cache_shape": shape}))
+    monkeypatch.setattr(startup, "select_backend", lambda *arguments: (backend, "large pages"))
+
+
+def prompts() -> list[list[int]]:
+    """Families of prompts, equal up to some token."""
+    generator = torch.Generator().manual_seed(11)
+    stem = torch.randint(3, VOCAB, (200,), generator=generator).tolist()
+    return [
+        stem[:length] + torch.randint(3, VOCAB, (1 + 5 * index,), generator=generator).tolist()
+        for index, length in enumerate([100, 100, 15, 16, 17, 63, 64, 65, 128, 150, 180, 200])
+    ]
+
+
+def answers(path: Path, requests: list[Request], **options: object) -> tuple[dict[str, Answer], Engine]:
+    engine = Engine(EngineConfig(model=str(path), max_num_batched_tokens=128, **options))
+    assert engine.info.block_size == PAGE
+    return {each.id: run(engine, [each])[each.id] for each in requests} | run(engine, again(requests)), engine
+
+
+def again(requests: list[Request]) -> list[Request]:
+    return [Request(id=f"{r.id} again", prompt_ids=r.prompt_ids, params=r.params, seed=r.seed) for r in requests]
+
+
+@pytest.mark.usefixtures("large_pages")
+@pytest.mark.parametrize("blocks", [60, 12])
+def test_the_same_tokens_from_forked_pages(blocks: int, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
+    requests = [
+        request(str(index), prompt, seed=index, max_tokens=20, temperature=index % 2)
+        for index, prompt in enumerate(prompts())
+    ]
+    plain, _ = answers(path, requests, num_kv_blocks=60, enable_prefix_caching=False)
+    forked, engine = answers(path, requests, num_kv_blocks=blocks, max_model_len=300)
+    assert {name: answer.ids for name, answer in forked.items()} == {n: answer.ids for n, answer in plain.items()}
+    assert engine.stats.prefix_hits > 1000
+    if blocks == 60:
+        hits = [forked[str(index)].cached_tokens for index in range(len(requests))]
+        # Of "0" the second has 100 tokens in common: a page and two pieces. All counted in pieces of 16.
+        assert hits == [0, 96, 0, 16, 16, 48, 64, 64, 96, 128, 144, 176]

@@ -1,0 +1,124 @@
+"""Weights: shards, dummies, and errors that name the tensor."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.loop import Engine
+from quire.engine.worker.loader import safetensors_stream
+from tests.engine.harness import request, run
+from tests.tiny_models import save_tiny_model
+
+
+def answer(path: Path, **options: object) -> list[int]:
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32, **options))
+    return run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
+
+
+def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> None:
+    tensors = load_file(path / "model.safetensors") | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / "model.safetensors")
+
+
+def test_a_sharded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
+    whole = save_tiny_model(tmp_path / "whole", "llama")
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert answer(tmp_path / "shards") == answer(whole)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
+def test_a_loaded_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32))
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_a_large_file_is_never_in_memory_whole(tmp_path: Path) -> None:
+    """Pages of a mapped file that were read are resident: for 192 MiB, no more than a few tensors' worth at a time."""
+    tensors = {f"t{i:02}": torch.full((8 << 20,), i % 100, dtype=torch.int8) for i in range(24)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    del tensors
+    before, most, seen = resident_file_bytes(), 0, 0
+    for name, tensor in safetensors_stream(tmp_path):
+        assert int(tensor.max()) == int(name[1:])  # reads all of it
+        most, seen = max(most, resident_file_bytes() - before), seen + 1
+    assert seen == 24
+    assert most < 64 << 20
+
+
+def resident_file_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssFile")) * 1024
+
+
+def test_errors_name_the_tensor(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    norm = load_file(path / "model.safetensors")["model.norm.weight"]
+    rewrite(path, {"model.norm.weight": None})
+    with pytest.raises(ModelError, match=r"lack model\.norm\.weight"):
+        answer(path)
+    rewrite(path, {"model.norm.weight": norm[:5].clone()})
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[5\].*\[64\]"):
+        answer(path)
+    rewrite(path, {"model.norm.weight": norm, "model.extra.weight": norm.clone()})
+    with pytest.raises(ModelError, match=r"does not have: model\.extra\.weight"):
+        answer(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mamba"}, "'mamba' is not supported; supported: gemma"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\), which is not served yet"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not supported"),
+        ({"hidden_act": "relu"}, "'relu' is not supported"),
+    ],
+)
+def test_a_config_that_cannot_be_served(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ModelError, match=message):
+        answer(path)
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no directory"):
+        answer(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        answer(tmp_path)
+    path = save_tiny_model(tmp_path / "m", "llama")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
+        answer(path)
+    assert len(answer(path, load_format="dummy")) == 8
+    (path / "model.safetensors").write_bytes(b"no tensors here")
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
+        answer(path)
+
+
+def test_dummy_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    first = answer(path, load_format="dummy", seed=1)
+    assert first == answer(path, load_format="dummy", seed=1)
+    assert first != answer(path, load_format="dummy", seed=2)
+
+
+def test_settings_the_machine_cannot_honour(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="unknown attention backend 'fast'"):
+        answer(path, attention_backend="fast")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no NVIDIA GPU"):
+            answer(path, device="cuda")

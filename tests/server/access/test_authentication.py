@@ -1,0 +1,311 @@
+"""API keys, what they keep apart, their limits, other origins' pages, and a queue that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from quire.server.access.authentication import OPEN_PATHS
+from tests.server.api import Api, open_api
+from tests.server.fake import FakeEngine, hashed
+
+LETTERS = hashed(b"abcdefgh")
+KEYS = ["first", "second"]
+COMPLETIONS = "/v1/completions"
+METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "PROPFIND"]
+STRANGE_PATHS = [
+    "/web",
+    "/v1/nowhere",
+    "/openapi.json",
+    "/docs",
+    "/v1/engine/",
+    "/v1/engine/x",
+    "/v1//health",
+    "/health/",
+]
+WRONG = [
+    {},
+    *(
+        {"Authorization": value}
+        for value in ("Bearer wrong", "first", "Bearer", "Bearer ", "Basic first", "Bearer first second")
+    ),
+    {"Authorization": "Bearer f\xefrst".encode("latin-1")},
+    {"X-Api-Key": "first"},
+]
+
+
+def key(name: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {name}"}
+
+
+async def test_every_route_but_health_needs_a_key() -> None:
+    async with open_api(FakeEngine(LETTERS), api_key=KEYS) as api:
+        routes = {*api.app.openapi()["paths"], *(getattr(route, "path", "/") for route in api.app.routes)}
+        assert {COMPLETIONS, "/metrics", "/tokenize", "/v1/models/{model}"} <= routes
+        for path in sorted((routes | set(STRANGE_PATHS)) - OPEN_PATHS - {"/"}):
+            for method in METHODS:
+                for headers in WRONG if method == "POST" else WRONG[:2]:
+                    answer = await api.http.request(method, path, headers=headers, content=b"x" * 100)
+                    assert answer.status_code == 401, (method, path, headers)
+                    assert answer.headers["www-authenticate"] == "Bearer"
+                    if method == "HEAD":
+                        continue
+                    error = answer.json()["error"]
+                    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        for path in OPEN_PATHS:
+            assert (await api.http.get(path)).status_code == 200
+        assert api.engine.seen == []
+        with pytest.raises(openai.AuthenticationError):
+            await api.openai.completions.create(model="second", prompt="Hi")
+        for name in KEYS:
+            answer = await api.openai.with_options(api_key=name).completions.create(model="second", prompt="Hi")
+            assert answer.choices[0].text
+
+
+async def test_admin_routes_need_an_admins_key() -> None:
+    async with open_api(FakeEngine(LETTERS), api_key=KEYS, admin_api_key=["root"]) as api:
+        for path in ("/v1/engine/events", "/v1/engine/x"):
+            refused = await api.http.get(path, headers=key("first"))
+            assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+        assert (await api.http.get("/v1/engine/x", headers=key("root"))).status_code == 404
+        assert (await api.http.get("/v1/models", headers=key("root"))).status_code == 200
+    async with open_api(FakeEngine(LETTERS), api_key=["only"]) as api:
+        assert (await api.http.get("/v1/engine/x", headers=key("only"))).status_code == 404
+
+
+async def test_only_admins_cancel_what_is_not_theirs() -> None:
+    async with open_api(SlowEngine(), api_key=KEYS, admin_api_key=["root"]) as api:
+        for name, status in (("second", 404), ("first", 200), ("root", 200)):
+            call = asyncio.create_task(ask(api, "first", stream=True))
+            await open_requests(api, 1)
+            (request_id,) = {request.id.rpartition("-")[0] for request in api.engine.seen[-1:]}
+            answer = await api.http.delete(f"/v1/requests/{request_id}", headers=key(name))
+            assert answer.status_code == status
+            if status == 404:
+                assert (await api.http.delete(f"/v1/requests/{request_id}", headers=key("first"))).status_code == 200
+            await call
+            api.engine.running.clear()
+
+
+@pytest.mark.parametrize("share", [False, True])
+async def test_keys_do_not_share_cached_prefixes_unless_told_to(share: bool) -> None:
+    async with open_api(FakeEngine(LETTERS), api_key=KEYS, share_prefix_cache=share) as api:
+        for name in [*KEYS, "first"]:
+            await api.http.post(COMPLETIONS, json={"prompt": "Hi", "cache_salt": "s"}, headers=key(name))
+        salts = [request.cache_salt for request in api.engine.seen]
+        assert len(set(salts)) == (1 if share else 2)
+        assert salts[0] == salts[2]
+        assert not any(name in salt for name in KEYS for salt in salts)
+
+
+FILE = """
+[alice]
+key = "a"
+weight = 2
+priority = -1
+
+[bob]
+key = "b"
+requests_per_minute = 3
+tokens_per_minute = 100
+"""
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.toml"
+    path.write_text(FILE)
+    return path
+
+
+async def test_the_engine_knows_whose_request_it_is(key_file: Path) -> None:
+    async with open_api(FakeEngine(LETTERS), api_key_file=key_file) as api:
+        for name, priority in (("a", -1), ("b", 5)):
+            for extra in ({}, {"use_beam_search": True, "max_tokens": 1}):
+                body = {"prompt": "Hi", "priority": priority, **extra}
+                await api.http.post(COMPLETIONS, json=body, headers=key(name))
+        seen = [(request.tenant, request.weight, request.priority) for request in api.engine.seen]
+        assert seen == [("alice", 2.0, -1)] * 2 + [("bob", 1.0, 5)] * 2
+        for name, priority in (("a", -2), ("b", -1)):
+            refused = await api.http.post(COMPLETIONS, json={"prompt": "x", "priority": priority}, headers=key(name))
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "priority")
+        assert len(api.engine.seen) == 4
+
+
+async def ask(api: Api, name: str, **fields: Any) -> httpx.Response:
+    return await api.http.post(COMPLETIONS, json={"prompt": "Hi", "max_tokens": 5, **fields}, headers=key(name))
+
+
+async def test_rates_are_told_and_kept(key_file: Path) -> None:
+    async with open_api(FakeEngine(LETTERS), api_key_file=key_file) as api:
+        answer = await ask(api, "b", max_tokens=8, n=2)
+        assert answer.status_code == 200
+        assert answer.headers["x-ratelimit-limit-requests"] == "3"
+        assert answer.headers["x-ratelimit-remaining-requests"] == "2"
+        assert answer.headers["x-ratelimit-remaining-tokens"] == "82"  # 2 of the prompt, 16 of the answers
+        assert answer.headers["x-ratelimit-reset-requests"] == "20s"
+        await ask(api, "b")
+        stream = await ask(api, "b", stream=True)
+        assert stream.headers["x-ratelimit-remaining-requests"] == "0"
+        refused = await ask(api, "b")
+        assert refused.status_code == 429
+        assert refused.json()["error"] == {
+            "message": refused.json()["error"]["message"],
+            "type": "rate_limit_error",
+            "param": None,
+            "code": "rate_limit_exceeded",
+        }
+        assert 0 < int(refused.headers["retry-after"]) <= 20
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        with pytest.raises(openai.RateLimitError):
+            await api.openai.with_options(api_key="b", max_retries=0).completions.create(model="second", prompt="Hi")
+        for _ in range(5):
+            assert "x-ratelimit-limit-requests" not in (await ask(api, "a")).headers
+        assert (await api.http.get("/v1/models", headers=key("b"))).status_code == 200
+
+
+async def test_tokenizing_counts_among_a_key_s_requests(key_file: Path) -> None:
+    async with open_api(FakeEngine(LETTERS), api_key_file=key_file) as api:
+        for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]}), ("/tokenize", {})):
+            answer = await api.http.post(path, json=body, headers=key("b"))
+            assert answer.status_code == (200 if body else 400)
+        assert (await ask(api, "b")).status_code == 429
+        refused = await api.http.post("/tokenize", json={"prompt": "x"}, headers=key("b"))
+        assert (refused.status_code, refused.headers["x-ratelimit-remaining-requests"]) == (429, "0")
+        answer = await api.http.post("/tokenize", json={"prompt": "x"}, headers=key("a"))
+        assert answer.status_code == 200
+
+
+async def test_tokens_that_were_not_used_come_back() -> None:
+    async with open_api(FakeEngine(LETTERS, fail_at=3), api_key=KEYS, tokens_per_minute=60) as api:
+        for stream in (False, True):
+            await ask(api, "first", max_tokens=50, stream=stream)  # ends after 3 tokens with an error
+        refused = await ask(api, "first", max_tokens=59)
+        assert refused.status_code == 429
+        assert refused.headers["x-should-retry"] == "false"
+        assert (await ask(api, "second", max_tokens=3)).headers["x-ratelimit-remaining-tokens"] == "55"
+        assert refused.headers["x-ratelimit-remaining-tokens"] == "50"
+        api.engine.die()
+        assert (await ask(api, "second", max_tokens=40)).status_code == 500
+        assert (await ask(api, "second", max_tokens=40)).status_code == 500, "the first one's tokens came back"
+
+
+async def test_a_full_queue_answers_503_and_the_others_go_on() -> None:
+    async with open_api(FakeEngine(LETTERS), max_num_seqs=2, max_queued_requests=3) as api:
+        body = {"prompt": "Hi", "max_tokens": 30}
+        answers = await asyncio.gather(*[api.http.post(COMPLETIONS, json=body) for _ in range(9)])
+        statuses = sorted(answer.status_code for answer in answers)
+        assert statuses == [200] * 5 + [503] * 4
+        refused = next(answer for answer in answers if answer.status_code == 503)
+        assert refused.headers["retry-after"]
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert (await api.http.post(COMPLETIONS, json=body)).status_code == 200
+
+
+class SlowEngine(FakeEngine):
+    """Steps when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(LETTERS)
+        self.go = asyncio.Event()
+
+    async def _run(self) -> None:
+        await self.go.wait()
+        await super()._run()
+
+
+async def open_requests(api: Api, count: int) -> None:
+    while api.engine.num_open < count:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_prompt_tokens_that_wait_are_bounded() -> None:
+    async with open_api(SlowEngine(), max_queued_tokens=100) as api:
+        calls = [asyncio.create_task(ask(api, "", prompt="x" * 300))]  # alone, any prompt may wait
+        await open_requests(api, 1)
+        refused = await ask(api, "")
+        assert refused.status_code == 503
+        assert "300 of 100" in refused.json()["error"]["message"]
+        api.engine.go.set()
+        assert (await calls[0]).status_code == 200
+        assert api.engine.queued_tokens == 0
+        api.engine.go.clear()
+    async with open_api(SlowEngine(), max_queued_tokens=100) as api:
+        calls = [asyncio.create_task(ask(api, "", prompt="x" * 30)) for _ in range(3)]
+        await open_requests(api, 3)
+        assert (await ask(api, "", prompt="x" * 11)).status_code == 503
+        calls[0].cancel()
+        await asyncio.gather(calls[0], return_exceptions=True)
+        calls.append(asyncio.create_task(ask(api, "", prompt="x" * 11)))
+        await open_requests(api, 3)
+        assert api.engine.queued_tokens == 71
+        api.engine.go.set()
+        assert [(await call).status_code for call in calls[1:]] == [200] * 3
+        assert (api.engine.queued_tokens, api.engine.num_open, api.engine.num_open_of("")) == (0, 0, 0)
+
+
+async def test_a_greedy_key_leaves_room_in_the_queue() -> None:
+    async with open_api(SlowEngine(), api_key=KEYS, max_num_seqs=2, max_queued_requests=9) as api:
+        greedy = [asyncio.create_task(ask(api, "first")) for _ in range(20)]
+        while sum(call.done() for call in greedy) + api.engine.num_open < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert api.engine.num_open == 7, "two run, and of nine that may wait five are half, rounded up"
+        others = [asyncio.create_task(ask(api, "second")) for _ in range(20)]
+        while sum(call.done() for call in others) + api.engine.num_open_of("key-2") < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert api.engine.num_open_of("key-2") >= 2
+        api.engine.go.set()
+        statuses = [(await call).status_code for call in greedy + others]
+        assert statuses.count(200) == 7 + statuses[20:].count(200)
+        assert set(statuses) == {200, 503}
+
+
+async def test_web_pages_of_other_origins_are_let_in_only_if_told_to() -> None:
+    page = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    async with open_api(FakeEngine(LETTERS), api_key=KEYS) as api:
+        assert (await api.http.options(COMPLETIONS, headers=page)).status_code == 401
+        answer = await api.http.post(COMPLETIONS, json={"prompt": "x"}, headers={**page, **key("first")})
+        assert answer.status_code == 200
+        assert not any(name.startswith("access-control") for name in answer.headers)
+    async with open_api(FakeEngine(LETTERS), api_key=KEYS, allowed_origins=["https://a.example"]) as api:
+        asked = await api.http.options(
+            COMPLETIONS, headers={**page, "Access-Control-Request-Headers": "authorization,content-type"}
+        )
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in asked.headers["access-control-allow-headers"]
+        answer = await api.http.post(
+            COMPLETIONS, json={"prompt": "x", "stream": True}, headers={**page, **key("first")}
+        )
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        refused = await api.http.post(COMPLETIONS, json={"prompt": "x"}, headers=page)
+        assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, "https://a.example")
+        other = await api.http.options(COMPLETIONS, headers={**page, "Origin": "https://b.example"})
+        assert other.status_code == 400
+        assert "access-control-allow-origin" not in other.headers
+
+
+async def test_logs_hold_no_prompts_and_no_keys(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with open_api(FakeEngine(LETTERS, fail_at=4), api_key=["s3cret-key"]) as api:
+        for body in (
+            {"prompt": "private words"},
+            {"prompt": "private words", "max_tokens": 2, "echo": True, "stream": True},
+            {"prompt": "private words", "temperature": 9},
+            {"prompt": "private words" * 100},
+            {"prompt": ["private words", 5]},
+            {"prompt": "private words", "stop": "private words" * 200},
+            {"prompt": "private words", "response_format": {"type": "private words"}},
+        ):
+            for name in ("s3cret-key", "s3cret-wrong"):
+                await api.http.post(COMPLETIONS, json=body, headers=key(name))
+            chat = {"messages": [{"role": "user", "content": body["prompt"]}]}
+            await api.http.post("/v1/chat/completions", json=chat, headers=key("s3cret-key"))
+    ours = [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
+    assert not [line for line in ours if "private" in line or "s3cret" in line]

@@ -1,0 +1,107 @@
+"""Rate limits: never more than a minute's amount in any minute, beyond what was saved up, and never less either."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.errors import RateLimited
+from quire.server.access.rate_limits import Bucket, RateLimits, duration
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), max_size=100))
+def test_what_a_bucket_gives_away(per_minute: int, takes: list[tuple[float, int]]) -> None:
+    clock = Clock()
+    bucket = Bucket(per_minute, clock)
+    taken = 0
+    for pause, amount in takes:
+        clock.now += pause
+        wait = bucket.seconds_until(amount)
+        if amount <= per_minute:
+            assert wait <= 60 * amount / per_minute + 1e-6, "an empty bucket has the amount after its part of a minute"
+        if wait == 0:
+            bucket.take(amount)
+            taken += amount
+        assert taken <= per_minute * (1 + (clock.now - 1000) / 60) + 1e-6
+        assert bucket.level <= per_minute
+
+
+def test_requests_per_minute() -> None:
+    clock = Clock()
+    limits = RateLimits(3, None, clock)
+    for left in (2, 1, 0):
+        limits.count_request()
+        assert limits.headers()["x-ratelimit-remaining-requests"] == str(left)
+    with pytest.raises(RateLimited, match="3 requests per minute, 0 left") as error:
+        limits.count_request()
+    assert error.value.headers == {
+        "x-ratelimit-limit-requests": "3",
+        "x-ratelimit-remaining-requests": "0",
+        "x-ratelimit-reset-requests": "1m0s",
+        "Retry-After": "20",
+        "retry-after-ms": "20000",
+    }
+    clock.now += 20
+    limits.count_request()
+
+
+def test_tokens_are_reserved_and_settled() -> None:
+    clock = Clock()
+    limits = RateLimits(None, 100, clock)
+    first = limits.reserve(80)
+    with pytest.raises(RateLimited, match="100 tokens per minute, 20 left, 30 are needed"):
+        limits.reserve(30)
+    first.settle(10)
+    first.settle(0)
+    assert limits.headers()["x-ratelimit-remaining-tokens"] == "90"
+    second = limits.reserve(30)
+    second.settle(150)
+    with pytest.raises(RateLimited) as error:
+        limits.count_request()
+    assert error.value.headers["Retry-After"] == "36", "60 tokens of debt are paid first"
+    clock.now += 36.1
+    limits.count_request()
+
+
+def test_more_than_the_limit_is_not_worth_a_retry() -> None:
+    with pytest.raises(RateLimited, match="101 tokens, the limit is 100") as error:
+        RateLimits(None, 100).reserve(101)
+    assert error.value.headers["x-should-retry"] == "false"
+    assert "Retry-After" not in error.value.headers
+
+
+def test_no_limit_says_nothing() -> None:
+    limits = RateLimits(None, None)
+    limits.count_request()
+    limits.reserve(10**9).settle(10**9)
+    assert limits.headers() == {}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.0, "0ms"), (0.12, "120ms"), (1.0, "1s"), (7.66, "7.7s"), (59.99, "60s"), (360.0, "6m0s")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@given(st.floats(0, 10_000))
+def test_a_duration_is_never_too_short(seconds: float) -> None:
+    text = duration(seconds)
+    if text.endswith("ms"):
+        assert int(text[:-2]) >= math.floor(seconds * 1000)
+    elif "m" in text:
+        minutes, rest = text[:-1].split("m")
+        assert int(minutes) * 60 + int(rest) >= seconds
+    else:
+        assert float(text[:-1]) >= seconds - 1e-6

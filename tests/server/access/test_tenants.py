@@ -1,0 +1,104 @@
+"""Keys from flags and from a file."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import ConfigError
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+
+FILE = """
+[alice]
+key = "sk-alice"
+weight = 2
+requests_per_minute = 5
+
+[bob]
+key = "sha256:{}"
+tokens_per_minute = 1_000
+priority = -3
+admin = true
+"""
+
+
+def tenants(tmp_path: Path, text: str | None = None, **options: Any) -> Tenants:
+    if text is not None:
+        options["api_key_file"] = tmp_path / "keys.toml"
+        options["api_key_file"].write_text(text, encoding="utf-8")
+    return Tenants(ServerConfig(**options))
+
+
+def test_a_file_of_keys(tmp_path: Path) -> None:
+    text = FILE.format(hashlib.sha256(b"sk-bob").hexdigest())
+    found = tenants(tmp_path, text, api_key=["one"], requests_per_minute=60, tokens_per_minute=70)
+    alice, bob, one = (found.find(key) for key in ("sk-alice", "sk-bob", "one"))
+    assert None not in (alice, bob, one)
+    assert [(each.name, each.weight, each.priority, each.admin) for each in (alice, bob, one)] == [
+        ("alice", 2.0, 0, False),
+        ("bob", 1.0, -3, True),
+        ("key-1", 1.0, 0, False),
+    ]
+    limits = [each.limits.headers() for each in (alice, bob, one)]
+    assert [each["x-ratelimit-limit-requests"] for each in limits] == ["5", "60", "60"]
+    assert [each["x-ratelimit-limit-tokens"] for each in limits] == ["70", "1000", "70"]
+    assert len({each.salt("s") for each in (alice, bob, one)}) == 3
+    assert found.closed
+    for wrong in ("", "sk-alic", "sha256:" + hashlib.sha256(b"sk-bob").hexdigest(), "alice", "\xff"):
+        assert found.find(wrong) is None
+    assert "sk-alice" not in repr(alice)
+
+
+def test_a_hashed_key_of_any_bytes_is_known_by_them(tmp_path: Path) -> None:
+    key = "ключ-é".encode()
+    found = tenants(tmp_path, FILE.format(hashlib.sha256(key).hexdigest()))
+    assert found.find(key.decode("latin-1")).name == "bob"  # as Starlette reads a header
+
+
+def test_an_admins_key_and_no_keys_at_all(tmp_path: Path) -> None:
+    found = tenants(tmp_path, admin_api_key=["root"], api_key=["root", "user"])
+    assert found.find("root").admin
+    assert not found.find("user").admin
+    nobody = tenants(tmp_path)
+    assert not nobody.closed
+    assert nobody.anybody.admin
+    assert nobody.anybody.salt("s") == "s"
+    nobody.anybody.check_priority(-(2**31))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no keys"),
+        ("[a", "is not TOML"),
+        ("[a]\nkey = ''", "a has an empty key"),
+        ("[a]\nweight = 2", "a.key: field required"),
+        ("[a]\nkey = 'secret'\nweight = 0", "a.weight: input should be greater than 0"),
+        ("[a]\nkey = 'secret'\nwait = 1", "a.wait: extra inputs are not permitted"),
+        ("[a]\nkey = 'secret'\nrequests_per_minute = 0", "a.requests_per_minute: input should be greater"),
+        ("[a]\nkey = 'secr\u00e9t'", "a has a key that clients cannot send"),
+        ("[a]\nkey = 'secret '", "a has a key that clients cannot send"),
+        ('[a]\nkey = "sec\\tret"', "a has a key that clients cannot send"),
+        ("[a]\nkey = 'sha256:secret'", "64 hexadecimal digits"),
+        ("[a]\nkey = 'sha256:\u2026'", "64 hexadecimal digits"),
+        ("[a]\nkey = 'secret'\n[b]\nkey = 'secret'", "b has the same key as a"),
+        ("key = 'secret'", "key: input should be a valid dictionary"),
+        ("[key-1]\nkey = 'secret'", "key-1 is a name that a key given by flag has"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        tenants(tmp_path, text, api_key=["one"])
+    assert "secret" not in str(error.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="api_key_file: cannot read"):
+        Tenants(ServerConfig(api_key_file=tmp_path / "none"))
+    for keys in ([""], [" "], ["same", "same"]):
+        with pytest.raises(ConfigError, match="api_key: key-"):
+            Tenants(ServerConfig(api_key=keys))

@@ -1,0 +1,72 @@
+"""A server without a socket, on a fake engine, and a client of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from openai import AsyncOpenAI
+
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from tests.server.fake import FakeEngine
+from tests.texts import CHATML, byte_level_tokenizer
+
+VOCAB_SIZE = 259
+NAME = "owner/model"
+
+
+@dataclass(frozen=True)
+class Api:
+    engine: FakeEngine
+    app: FastAPI
+    http: httpx.AsyncClient
+    openai: AsyncOpenAI
+
+    async def post(self, path: str, body: Any, status: int = 200) -> Any:
+        """The decoded answer, whose status is checked."""
+        response = await self.http.post(path, json=body)
+        assert response.status_code == status, response.text
+        return response.json()
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream; the last one must be [DONE] and is left out."""
+        response = await self.http.post(path, json={**body, "stream": True})
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = parse_events(response.text)
+        assert events.pop() == "[DONE]"
+        return events
+
+
+def parse_events(text: str) -> list[Any]:
+    assert text.endswith("\n\n")
+    lines = text.removesuffix("\n\n").split("\n\n")
+    assert all(line.startswith("data: ") for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+def make_app(
+    engine: FakeEngine, *, defaults: dict[str, float] | None = None, chat_template: str | None = CHATML, **options: Any
+) -> FastAPI:
+    config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
+    tokenizer = byte_level_tokenizer(chat_template).tokenizer
+    return create_app(config, engine, tokenizer, vocab_size=VOCAB_SIZE, generation_defaults=defaults or {})
+
+
+@asynccontextmanager
+async def open_api(
+    engine: FakeEngine, *, defaults: dict[str, float] | None = None, chat_template: str | None = CHATML, **options: Any
+) -> AsyncIterator[Api]:
+    app = make_app(engine, defaults=defaults, chat_template=chat_template, **options)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
+    ):
+        yield Api(engine, app, http, AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http))

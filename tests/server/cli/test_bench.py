@@ -1,0 +1,466 @@
+"""quire bench against a small server that says what it is told to; its arithmetic on numbers worked out by hand."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from quire.engine.errors import ConfigError, EngineError
+from quire.server.cli.bench import report, start
+from quire.server.cli.bench.client import StreamClient, StreamError
+from quire.server.cli.bench.serve import Stream
+from quire.server.cli.bench.start import first_token
+from quire.server.cli.bench.stats import Answer, Failure, arrivals, distribution, percentile, summarize
+from quire.server.cli.bench.workload import random_prompts, read_prompts
+from quire.server.cli.main import main
+from tests.server.cli.processes import children, needs_proc, wait_until_gone
+
+Script = Callable[[str, dict[str, Any]], bytes]
+"""Path and body of a request to the bytes of its whole HTTP answer."""
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def sse(*events: bytes, done: bool = True) -> bytes:
+    """An answer in HTTP chunks cut at places that have nothing to do with its events."""
+    body = b"".join(events) + (b"data: [DONE]\n\n" if done else b"")
+    pieces = [body[at : at + 37] for at in range(0, len(body), 37)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + chunks + b"0\r\n\r\n"
+
+
+def plain(status: str, body: bytes) -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def tokens(body: dict[str, Any]) -> bytes:
+    """As many chunks as asked for, an opening and a usage."""
+    count = body["max_tokens"]
+    usage = {"prompt_tokens": len(body.get("prompt", "four")), "completion_tokens": count}
+    if "messages" in body:
+        chunks = [event(choices=[{"delta": {"role": "assistant", "content": ""}}])]
+        chunks += [event(choices=[{"delta": {"content": "a"}}]) for _ in range(count)]
+    else:
+        chunks = [event(choices=[{"text": ""}]) for _ in range(count)]
+    return sse(*chunks, event(choices=[], usage=usage))
+
+
+@dataclass
+class FakeServer:
+    url: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
+    connections: int = 0
+    open: int = 0
+    most_open: int = 0
+    loop: asyncio.AbstractEventLoop = field(init=False)
+    stop: asyncio.Event = field(init=False)
+
+
+@contextmanager
+def serving(script: Script, *, linger: bool = True) -> Iterator[FakeServer]:
+    """A server in a thread. `linger`: connections stay open after an answer."""
+    server = FakeServer()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server.connections += 1
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                lengths = [line.split(":")[1] for line in head.splitlines() if line.startswith("Content-Length")]
+                text = await reader.readexactly(int(lengths[0])) if lengths else b"{}"
+                if head.startswith("GET"):
+                    writer.write(plain("200 OK", b'{"data": [{"id": "fake"}]}'))
+                else:
+                    server.heads.append(head)
+                    server.bodies.append(json.loads(text))
+                    server.open += 1
+                    server.most_open = max(server.open, server.most_open)
+                    await asyncio.sleep(0.02)
+                    writer.write(script(head.split()[1], server.bodies[-1]))
+                    server.open -= 1
+                if not linger or "connection: close" in head.lower():
+                    break
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    started = threading.Event()
+
+    async def run() -> None:
+        server.stop = asyncio.Event()
+        server.loop = asyncio.get_running_loop()
+        listener = await asyncio.start_server(handle, "127.0.0.1", 0)
+        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        started.set()
+        await server.stop.wait()
+        listener.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(run(),))
+    thread.start()
+    started.wait()
+    try:
+        yield server
+    finally:
+        server.loop.call_soon_threadsafe(server.stop.set)
+        thread.join()
+
+
+def bench(server: FakeServer, *flags: str, tmp_path: Path) -> tuple[int, dict[str, Any]]:
+    """Exit status and what --json wrote."""
+    out = tmp_path / "out.json"
+    status = main(["bench", "serve", "--url", server.url, "--json", str(out), *flags])
+    return status, json.loads(out.read_text())
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    values = [float(n) for n in range(1, 101)]
+    assert [percentile(values, percent) for percent in (0, 50, 90, 99, 100)] == [1, 51, 91, 100, 100]
+    assert percentile([7.0], 50) == percentile([7.0], 99) == 7.0
+
+
+def test_a_distribution_is_in_milliseconds_in_any_order() -> None:
+    found = distribution([0.003, 0.001, 0.002])
+    assert found is not None
+    assert (found.mean, found.p50, found.p90, found.max) == pytest.approx((2, 2, 3, 3))
+    assert distribution([]) is None
+
+
+def test_a_summary_of_two_answers_and_a_failure() -> None:
+    results = [
+        Answer([0.1, 0.2, 0.4], prompt_tokens=10, completion_tokens=3),
+        Answer([0.3, 0.5], prompt_tokens=20, completion_tokens=5),  # several tokens in a chunk
+        Failure("HTTP 503"),
+    ]
+    summary = summarize(results, seconds=2.0)
+    assert (summary.requests, summary.failed, summary.errors) == (2, 1, {"HTTP 503": 1})
+    assert (summary.output_tokens_per_second, summary.total_tokens_per_second) == (4.0, 19.0)
+    assert summary.requests_per_second == 1.0
+    means = [summary.ttft_ms, summary.itl_ms, summary.tpot_ms, summary.e2e_ms]
+    assert [part and part.mean for part in means] == pytest.approx([200, 500 / 3, 100, 450])
+
+
+def test_a_summary_of_failures_alone_has_no_latencies() -> None:
+    summary = summarize([Failure("a"), Failure("a"), Failure("b")], seconds=1.0)
+    assert summary.errors == {"a": 2, "b": 1}
+    assert (summary.output_tokens_per_second, summary.ttft_ms, summary.itl_ms) == (0, None, None)
+
+
+def test_arrivals_keep_their_rate_and_their_seed() -> None:
+    times = arrivals(20_000, rate=50.0, seed=1)
+    assert times == sorted(times)
+    assert 20_000 / times[-1] == pytest.approx(50, rel=0.05)
+    gaps = [after - before for before, after in pairwise(times)]
+    assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(0.368, abs=0.02)  # 1/e, if exponential
+    assert times == arrivals(20_000, rate=50.0, seed=1) != arrivals(20_000, rate=50.0, seed=2)
+
+
+def workload(**changes: int) -> argparse.Namespace:
+    return argparse.Namespace(
+        **{"num_requests": 5, "warmup": 2, "input_len": 20, "shared_prefix": 8, "seed": 0} | changes
+    )
+
+
+def test_made_up_prompts_share_their_prefix_and_nothing_more() -> None:
+    measured, warming = random_prompts(workload(), vocab=50)
+    everything = measured + warming
+    assert [len(prompts) for prompts in (measured, warming)] == [5, 2]
+    assert all(len(ids) == 20 and min(ids) >= 10 and max(ids) < 50 for ids in everything)
+    assert len({tuple(ids[:8]) for ids in everything}) == 1
+    assert len({tuple(ids[8:]) for ids in everything}) == 7
+    assert random_prompts(workload(), vocab=50)[0] == measured
+    assert random_prompts(workload(seed=1), vocab=50)[0] != measured
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n{"prompt": ', "line 2: not JSON"),
+        ('\n{"text": "a"}', "line 2: must be an object with either prompt or messages"),
+        ('{"prompt": "a", "messages": []}', "line 1: must be"),
+        ("[]", "line 1: must be"),
+        ("\n", "holds no prompts"),
+        (None, "cannot read"),
+    ],
+)
+def test_a_bad_file_of_prompts_is_told_of(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(path)
+
+
+def test_a_closed_loop_counts_what_the_server_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(lambda _, body: tokens(body)) as server:
+        flags = ("--concurrency", "3", "--num-requests", "7", "--input-len", "12", "--output-len", "5", "--warmup", "1")
+        status, found = bench(server, *flags, "--label", "mine", "--api-key", "k", tmp_path=tmp_path)
+    assert status == 0
+    assert (found["requests"], found["failed"]) == (7, 0)
+    assert (found["prompt_tokens"], found["output_tokens"]) == (84, 35)
+    assert found["output_tokens_per_second"] == pytest.approx(35 / found["seconds"])
+    assert found["ttft_ms"]["p50"] >= 20
+    assert found["itl_ms"]["max"] < found["e2e_ms"]["max"]
+    assert (found["settings"]["label"], found["settings"]["concurrency"]) == ("mine", 3)
+    assert "api_key" not in found["settings"]
+    assert server.most_open == 3
+    warmup, *measured = server.bodies
+    assert (warmup["max_tokens"], len(measured)) == (4, 7)
+    for body in measured:
+        assert len(body.pop("prompt")) == 12
+        assert body == {
+            "model": "fake",
+            "max_tokens": 5,
+            "min_tokens": 5,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    assert all("Authorization: Bearer k" in head for head in server.heads)
+    printed = capsys.readouterr().out
+    assert "mine: fake, concurrency 3, 12/5" in printed
+    assert "7 answered, 0 failed" in printed
+
+
+def test_an_open_loop_sends_without_waiting(tmp_path: Path) -> None:
+    with serving(lambda _, body: tokens(body)) as server:
+        flags = ("--request-rate", "100000", "--num-requests", "10", "--output-len", "2", "--warmup", "0")
+        status, found = bench(server, *flags, tmp_path=tmp_path)
+    assert (status, found["requests"], found["output_tokens"]) == (0, 10, 20)
+    assert server.most_open == 10
+
+
+def test_prompts_of_a_file_are_asked_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    talk = [{"role": "user", "content": "hi"}]
+    path.write_text(json.dumps({"prompt": "Once", "top_p": 0.5}) + "\n" + json.dumps({"messages": talk}) + "\n")
+    with serving(lambda _, body: tokens(body)) as server:
+        flags = ("--prompts", str(path), "--num-requests", "3", "--concurrency", "1", "--warmup", "0")
+        status, found = bench(server, *flags, "--output-len", "6", "--model", "m", tmp_path=tmp_path)
+    assert status == 0
+    assert [head.split()[1] for head in server.heads] == [
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/completions",
+    ]
+    first, second, third = server.bodies
+    assert (first["prompt"], first["top_p"], second["messages"]) == ("Once", 0.5, talk)
+    assert first == third
+    assert not {"ignore_eos", "min_tokens"} & (first.keys() | second.keys())
+    assert found["output_tokens"] == 18
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (plain("503 Service Unavailable", b'{"error": "full"}'), 'HTTP 503 {"error": "full"}'),
+        (plain("200 OK", b"{}"), "the stream ended without [DONE]"),
+        (sse(event(choices=[{"text": "a"}]), done=False), "the stream ended without [DONE]"),
+        (sse(event(choices=[{"text": "a"}]), event(error={"message": "died"})), "died"),
+        (sse(b"data: {nonsense\n\n"), "malformed"),
+        (sse(b"data: [1]\n\n"), "Expected `object`"),
+        (sse(event(choices=[], usage={"prompt_tokens": 1})), "an answer without a token"),
+        (b"SMTP ready\r\n\r\n", ""),
+        (sse(event(choices=[{"text": "a"}]))[:120], "closed before the end"),
+        (b"", "closed before the end"),
+    ],
+)
+def test_what_is_no_answer_is_counted_and_said(answer: bytes, message: str, tmp_path: Path) -> None:
+    """Half of the requests get it; the other half count as ever."""
+    turns = iter(range(100))
+    with serving(lambda _, body: answer if next(turns) % 2 else tokens(body), linger=False) as server:
+        flags = ("--num-requests", "4", "--concurrency", "1", "--output-len", "3", "--warmup", "0")
+        status, found = bench(server, *flags, tmp_path=tmp_path)
+    assert status == 1
+    assert (found["requests"], found["failed"], found["output_tokens"]) == (2, 2, 6)
+    ((text, count),) = found["errors"].items()
+    assert count == 2
+    assert message in text
+
+
+def test_nothing_is_measured_when_the_warm_up_fails() -> None:
+    with serving(lambda *_: plain("404 Not Found", b"who?")) as server:
+        client_flags = ["bench", "serve", "--url", server.url]
+        assert main(client_flags) == 1
+        assert len(server.bodies) == 1
+
+
+def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:9", "--model", "m"]) == 1
+    assert capsys.readouterr().err.startswith("quire bench: a request to warm up failed: cannot connect")
+
+
+async def post(client: StreamClient, count: int) -> list[Stream]:
+    streams = [Stream() for _ in range(count)]
+    for stream in streams:
+        await client.post("completions", b'{"max_tokens": 2}', stream.add)
+    client.close()
+    return streams
+
+
+async def test_connections_are_kept_unless_told_otherwise() -> None:
+    for keep_alive, connections in ((True, 1), (False, 3)):
+        with serving(lambda _, body: tokens(body)) as server:
+            streams = await post(StreamClient(server.url, keep_alive=keep_alive), 3)
+        assert [len(stream.times) for stream in streams] == [2, 2, 2]
+        assert server.connections == connections
+
+
+async def test_a_connection_that_the_server_dropped_while_idle_fails_no_request() -> None:
+    with serving(lambda _, body: tokens(body), linger=False) as server:
+        streams = await post(StreamClient(server.url + "/v1/"), 3)
+    assert [len(stream.times) for stream in streams] == [2, 2, 2]
+    assert [head.split()[1] for head in server.heads] == ["/v1/completions"] * 3
+
+
+async def test_a_refused_connection_has_no_status() -> None:
+    with pytest.raises(StreamError, match="cannot connect") as caught:
+        await post(StreamClient("http://127.0.0.1:9"), 1)
+    assert caught.value.status is None
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
+def test_a_url_that_is_none_is_told_of(url: str) -> None:
+    with pytest.raises(ConfigError, match="not a server's URL"):
+        StreamClient(url)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--concurrency", "0"],
+        ["--request-rate", "-1"],
+        ["--concurrency", "2", "--request-rate", "2"],
+        ["--input-len", "4", "--shared-prefix", "5"],
+    ],
+)
+def test_a_bad_flag_exits_2(flags: Sequence[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "serve", *flags])
+    assert caught.value.code == 2
+
+
+def test_reports_that_cannot_be_written_are_told_of_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="no such directory"):
+        report.check_report(tmp_path / "no" / "out.json")
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--png needs matplotlib.*pip install"):
+        report.check_report(None, tmp_path / "out.png")
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "out.png"
+    report.draw(path, "a title", {"ttft_ms": [0.1, 0.2], "itl_ms": [], "e2e_ms": [1.0]})
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_offline_runs_the_engine_in_process(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    flags = ["--num-requests", "3", "--input-len", "9", "--output-len", "4", "--json", str(out)]
+    engine = ["--max-model-len", "64", "--num-kv-blocks", "32", "--threads", "1"]
+    assert main(["bench", "offline", *flags, *engine]) == 0
+    found = json.loads(out.read_text())
+    assert found["output_tokens"] == 12
+    assert found["total_tokens_per_second"] == pytest.approx(found["output_tokens_per_second"] * 39 / 12)
+
+
+SLOW_SERVER = """
+import http.server, subprocess, sys, pathlib
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path(sys.argv[2]).write_text(str(child.pid))
+refusals = [503, 503]
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        status = refusals.pop() if refusals else 200
+        self.send_response(status)
+        self.end_headers()
+        if status == 200:
+            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\\n\\ndata: [DONE]\\n\\n')
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@needs_proc
+def test_start_waits_for_the_first_token_and_ends_what_it_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server has a child, refuses twice before it answers, and ends its answers by closing."""
+    pid_file, out = tmp_path / "pid", tmp_path / "out.json"
+    command = [sys.executable, "-c", SLOW_SERVER, "{port}", str(pid_file)]
+    assert main(["bench", "start", "--runs", "2", "--json", str(out), "--", *command]) == 0
+    found = json.loads(out.read_text())
+    assert len(found["seconds"]) == 2
+    assert found["min"] <= found["median"] <= found["max"]
+    assert "median" in capsys.readouterr().out
+    wait_until_gone(int(pid_file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([sys.executable, "-c", "print('no weights'); raise SystemExit(3)", "{port}"], "(?s)status 3.*no weights"),
+        ([sys.executable, "-c", "import time; time.sleep(600)", "{port}"], "no token in time; last: cannot connect"),
+    ],
+)
+def test_a_server_that_does_not_come_is_told_of(command: list[str], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        first_token(command, None, 10.0 if "status" in message else 0.2)
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_start_ends_the_server_too(number: signal.Signals) -> None:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)", "{port}"]
+    command = [sys.executable, "-m", "quire", "bench", "start", "--", *sleeper]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while not (started := children(process.pid)):
+        time.sleep(0.05)
+    time.sleep(0.5)  # either in the loop or before it
+    process.send_signal(number)
+    assert process.wait(60) == 130
+    wait_until_gone(started[0])
+
+
+def test_a_server_that_fails_requests_is_not_waited_for() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with (
+        serving(lambda *_: plain("500 Oops", b"broken")) as server,
+        open(os.devnull, "wb") as log,
+        start.running(command, log) as process,
+        pytest.raises(EngineError, match="refuses: HTTP 500 broken"),
+    ):
+        uvloop.run(start._poll(server.url, None, process, float("inf")))
+
+
+@pytest.mark.parametrize("command", [["serve-something"], ["no-such-command-at-all", "{port}"]])
+def test_a_command_that_cannot_be_started_is_told_of(command: list[str]) -> None:
+    assert main(["bench", "start", "--", *command]) == 1
+
+
+@pytest.mark.parametrize(("argv", "status"), [([], 2), (["--help"], 0), (["nonsense"], 2)])
+def test_bench_lists_its_parts(argv: list[str], status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *argv]) == status
+    printed = capsys.readouterr()
+    assert "offline" in (printed.err if status else printed.out)

@@ -1,0 +1,197 @@
+"""quire chat against a scripted OpenAI server: what is sent, what is shown, what becomes of errors and Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+
+class ScriptedServer(ThreadingHTTPServer):
+    """Says each user message back in two pieces. "hold" stops after the first piece, "break" and "refuse" fail."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.paths: list[str] = []
+        self.hung_up = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: ScriptedServer
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._reply(200, {"object": "list", "data": [{"id": "echo"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body)
+        self.server.paths.append(self.path)
+        self.server.keys.append(self.headers["Authorization"])
+        text = body["messages"][-1]["content"]
+        if text == "refuse":
+            self._reply(400, {"error": {"message": "too long a prompt", "type": "x", "param": None, "code": None}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self._event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        self._event({"choices": [{"index": 0, "delta": {"content": "you said "}}]})
+        if text == "break":
+            self._event({"error": {"message": "the engine died", "type": "server_error"}})
+            return
+        if text == "hold":
+            self._wait_for_hang_up()
+            return
+        self._event({"choices": [{"index": 0, "delta": {"content": text + "\u00e9"}}]})
+        self._event({"choices": [], "usage": {}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _event(self, chunk: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _wait_for_hang_up(self) -> None:
+        self.connection.settimeout(30)
+        if self.connection.recv(1) == b"":
+            self.server.hung_up.set()
+
+    def _reply(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    with ScriptedServer() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def start(server: ScriptedServer, *flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "quire", "chat", "--url", server.url, *flags]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, encoding="utf-8")
+
+
+def chat(server: ScriptedServer, lines: str, *flags: str) -> tuple[int, str, str]:
+    process = start(server, *flags)
+    out, err = process.communicate(lines, timeout=60)
+    return process.returncode, out, err
+
+
+def test_piped_lines_are_turns_of_one_conversation(server: ScriptedServer) -> None:
+    status, out, err = chat(server, "one\n\ntwo\n")
+    assert (status, out, err) == (0, "you said one\u00e9\nyou said two\u00e9\n", "")
+    assert [body["model"] for body in server.bodies] == ["echo", "echo"]
+    assert server.bodies[1]["messages"] == [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "you said one\u00e9"},
+        {"role": "user", "content": "two"},
+    ]
+    assert server.bodies[0]["stream"] is True
+    assert "temperature" not in server.bodies[0]
+
+
+def test_flags_go_into_the_request(server: ScriptedServer) -> None:
+    flags = ["mine", "--temperature", "0", "--max-tokens", "7", "--system", "Be brief.", "--api-key", "secret"]
+    assert chat(server, "one\n", *flags)[0] == 0
+    body = server.bodies[0]
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("mine", 0.0, 7)
+    assert body["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert server.keys == ["Bearer secret"]
+
+
+def test_commands(server: ScriptedServer) -> None:
+    status, out, _ = chat(server, "one\n/reset\ntwo\n/system Rhyme.\nthree\n/nonsense\n/help\n/exit\nfour\n")
+    assert status == 0
+    messages = [body["messages"] for body in server.bodies]
+    assert messages[1] == [{"role": "user", "content": "two"}]
+    assert messages[2] == [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "three"}]
+    assert len(messages) == 3
+    assert "/nonsense: no such command" in out
+    assert "/reset" in out
+
+
+def test_a_refused_message_is_forgotten_and_a_broken_answer_kept(server: ScriptedServer) -> None:
+    status, out, err = chat(server, "refuse\nbreak\none\n")
+    assert status == 0
+    assert out == "\nyou said \nyou said one\u00e9\n"
+    assert "too long a prompt" in err
+    assert "the engine died" in err
+    assert [message["content"] for message in server.bodies[2]["messages"]] == ["break", "you said ", "one"]
+
+
+def test_the_exit_status_tells_of_a_last_refusal(server: ScriptedServer) -> None:
+    assert chat(server, "refuse\n")[0] == 1
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(server: ScriptedServer) -> None:
+    process = start(server)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("hold\n")
+    process.stdin.flush()
+    assert process.stdout.read(len("you said ")) == "you said "
+    process.send_signal(signal.SIGINT)
+    assert server.hung_up.wait(30), "the connection must close, so that the server stops generating"
+    out, err = process.communicate("two\n", timeout=60)
+    assert out == " [stopped]\nyou said two\u00e9\n"
+    assert (process.returncode, err) == (0, "")
+    assert [message["content"] for message in server.bodies[1]["messages"]] == ["hold", "you said ", "two"]
+
+
+def test_a_url_needs_no_v1(server: ScriptedServer) -> None:
+    command = [sys.executable, "-m", "quire", "chat", "--url", server.url.removesuffix("/v1") + "/"]
+    done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert server.paths == ["/v1/chat/completions"]
+
+
+def test_no_server_is_said_in_one_line() -> None:
+    command = [sys.executable, "-m", "quire", "chat", "--url", "http://127.0.0.1:9/v1"]
+    done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("quire chat: no server at http://127.0.0.1:9/v1")
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_a_server_it_starts_an_engine_of_its_own() -> None:
+    flags = ["--max-model-len", "512", "--num-kv-blocks", "64", "--threads", "1", "--max-tokens", "4"]
+    command = [sys.executable, "-m", "quire", "chat", "--temperature", "0", *flags]
+    done = subprocess.run(command, input="one\n/reset\none\n", capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, second = done.stdout.splitlines()
+    assert first == second != ""
+
+
+def test_a_model_that_is_not_there_is_one_line() -> None:
+    command = [sys.executable, "-m", "quire", "chat", "./nowhere"]
+    done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("quire chat: model: there is no directory './nowhere'")
+    assert done.stderr.count("\n") == 1

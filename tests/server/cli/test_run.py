@@ -1,0 +1,235 @@
+"""quire run: OpenAI batch lines in, OpenAI batch lines out; what is done stays done."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import ConfigError, InvalidRequest
+from quire.server.cli.run import custom_id, ids_in, parse_line, take_up
+from tests.server.cli.processes import children, needs_proc
+
+SMALL = ["--max-model-len", "1024", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
+KEPT = {"status_code": 200, "request_id": "kept", "body": {}}
+
+
+def request(name: str, **body: Any) -> dict[str, Any]:
+    body = {"model": "quire-demo", "prompt": "Once upon a time", "max_tokens": 4, "seed": 1} | body
+    url = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    if "messages" in body:
+        del body["prompt"]
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
+
+
+def write(path: Path, *entries: dict[str, Any] | str) -> Path:
+    lines = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({entry["custom_id"] for entry in entries}) == len(entries), "an id was answered twice"
+    return {entry["custom_id"]: entry for entry in entries}
+
+
+def command(*argv: str | Path) -> list[str]:
+    return [sys.executable, "-m", "quire", "run", *map(str, argv), *SMALL]
+
+
+def run(*argv: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*argv), capture_output=True, text=True, timeout=120)
+
+
+def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "in.jsonl",
+        request("text"),
+        "",
+        request("chat", messages=[{"role": "user", "content": "A story about a fox."}]),
+        request("range", temperature=9),
+        request("stranger", model="gpt-unknown"),
+        request("streamed", stream=True),
+        {"custom_id": "where", "url": "/v1/embeddings", "body": {}},
+        "no json",
+    )
+    out = tmp_path / "out.jsonl"
+    done = run(file, "-o", out)
+    assert done.returncode == 1, done.stderr
+    assert "2 done, 5 failed, 0 left, 8 tokens generated" in done.stderr
+    assert "continue with --resume" in done.stderr
+    results = read(out)
+    assert results.keys() == {"text", "chat", "range", "stranger", "streamed", "where", "line-8"}
+    text = results["text"]
+    assert text["id"].startswith("batch_req_")
+    assert text["error"] is None
+    assert text["response"]["status_code"] == 200
+    assert text["response"]["request_id"]
+    assert text["response"]["body"]["object"] == "text_completion"
+    assert text["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert results["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    refused = results["range"]["response"]
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
+    assert results["stranger"]["response"]["status_code"] == 404
+    for name, number in (("streamed", 6), ("where", 7), ("line-8", 8)):
+        assert results[name]["response"] is None
+        assert results[name]["error"]["message"].startswith(f"line {number}: ")
+
+
+def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", *(request(f"r{number}") for number in range(6)))
+    out = tmp_path / "out.jsonl"
+    whole = [json.dumps({"custom_id": f"r{number}", "response": KEPT}) for number in (0, 3)]
+    out.write_text("\n".join([*whole, '{"custom_id": "r1", "resp']))
+
+    refused = run(file, "-o", out)
+    assert refused.returncode == 1
+    assert "--resume" in refused.stderr
+    assert out.read_text().endswith('"resp'), "refusing must leave the file alone"
+
+    done = run(file, "-o", out, "--resume", "--served-model-name", "quire-demo", "--concurrency", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 already done, 4 to do" in done.stderr
+    results = read(out)
+    assert results.keys() == {f"r{number}" for number in range(6)}
+    assert results["r0"]["response"] == results["r3"]["response"] == KEPT
+    texts = {results[name]["response"]["body"]["choices"][0]["text"] for name in ("r1", "r2", "r4", "r5")}
+    assert len(texts) == 1, "the same seed gives the same text"
+
+    again = run(file, "-o", out, "--resume")
+    assert again.returncode == 0
+    assert "0 done, 0 failed" in again.stderr
+
+
+def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", request("good"), request("odd", temperature=9), request("lost"), "no json")
+    out = tmp_path / "out.jsonl"
+    rows = {name: {"custom_id": name, "response": None, "error": {"code": "old"}} for name in ("lost", "other input")}
+    rows["good"] = {"custom_id": "good", "response": KEPT, "error": None}
+    rows["odd"] = {"custom_id": "odd", "response": {"status_code": 503, "body": {}}, "error": None}
+    real = write(tmp_path / "real.jsonl", *rows.values())
+    real.chmod(0o640)
+    out.symlink_to(real)
+    done = run(file, "-o", out, "--resume")
+    assert done.returncode == 1
+    assert "1 already done, 3 to do" in done.stderr
+    assert "1 done, 2 failed, 0 left" in done.stderr
+    assert out.is_symlink()
+    assert real.stat().st_mode & 0o777 == 0o640
+    results = read(out)
+    assert results.keys() == {"good", "odd", "lost", "line-4", "other input"}
+    assert (results["good"], results["other input"]) == (rows["good"], rows["other input"])
+    assert results["odd"]["response"]["status_code"] == 400
+    assert results["lost"]["response"]["status_code"] == 200
+
+    write(file, request("good"), request("odd"), request("lost"))
+    mended = run(file, "-o", out, "--resume")
+    assert mended.returncode == 0, mended.stderr
+    assert "1 done, 0 failed, 0 left" in mended.stderr
+    assert "--resume" not in mended.stderr
+    assert read(out)["odd"]["response"]["status_code"] == 200
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "real.jsonl"]
+
+
+def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "in.jsonl", *(request(f"r{number}", max_tokens=40, ignore_eos=True) for number in range(16))
+    )
+    out = tmp_path / "out.jsonl"
+    process = subprocess.Popen(command(file, "-o", out, "--concurrency", "2"), stderr=subprocess.PIPE, text=True)
+    while not out.exists() or b"\n" not in out.read_bytes():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.search(r"[1-9]\d* left.*: continue with --resume", err)
+    before = read(out)
+    assert 0 < len(before) < 16
+    assert run(file, "-o", out, "--resume").returncode == 0
+    after = read(out)
+    assert len(after) == 16
+    assert all(after[name] == entry for name, entry in before.items())
+
+
+@needs_proc
+def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
+    body = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 3}
+    file = write(tmp_path / "in.jsonl", *(request(f"r{number}", **body) for number in range(12)))
+    out = tmp_path / "out.jsonl"
+    process = subprocess.Popen(command(file, "-o", out, "--concurrency", "4"), stderr=subprocess.PIPE, text=True)
+    while not out.exists() or b"\n" not in out.read_bytes():
+        assert process.poll() is None
+        time.sleep(0.02)
+    (engine,) = children(process.pid)
+    os.kill(engine, signal.SIGKILL)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    texts = {entry["response"]["body"]["choices"][0]["text"] for entry in read(out).values()}
+    assert len(read(out)) == 12
+    assert len(texts) == 1, "one prompt, one seed: one answer, before and after the death"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "custom_id must be a string"),
+        ('{"custom_id": 3}', "custom_id must be a string"),
+        ('{"custom_id": "a", "method": "GET"}', "method must be POST, got 'GET'"),
+        ('{"custom_id": "a", "url": "/v1/files"}', "url must be /v1/chat/completions or /v1/completions"),
+        ('{"custom_id": "a", "url": "/v1/completions", "body": []}', "body must be an object"),
+    ],
+)
+def test_what_is_wrong_with_a_line_is_said(line: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_line(line)
+
+
+def test_a_line_without_an_id_is_known_by_its_place() -> None:
+    assert [custom_id(7, line) for line in ('{"custom_id": "a"}', "{}", "[]", "x", '{"custom_id": 1}')] == [
+        "a",
+        *["line-7"] * 4,
+    ]
+
+
+def test_two_lines_with_one_id_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", request("a"), request("b"), request("a"))
+    with pytest.raises(ConfigError, match="lines 1 and 3 have the same custom_id 'a'"):
+        ids_in(file)
+
+
+def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    for text in (
+        "my notes\nmore notes",
+        '{"custom_id": "a", "response": null}\n{"custom_id": "b", "response": "c"}\n',
+        json.dumps(request("a")) + "\n",
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="no output of quire run"):
+            take_up(file, {"a"})
+        assert file.read_text() == text
+
+
+def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", request("a"))
+    for argv, message in (
+        ([tmp_path / "none.jsonl", "-o", tmp_path / "out"], f"cannot read {tmp_path / 'none.jsonl'}: "),
+        ([tmp_path, "-o", tmp_path / "out"], f"cannot read {tmp_path}: "),
+        ([file, "-o", tmp_path / "none" / "out"], f"cannot write {tmp_path / 'none' / 'out'}: "),
+        ([file, "-o", tmp_path], f"cannot write {tmp_path}: "),
+    ):
+        done = run(*argv)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"quire run: {message}")
+        assert done.stderr.count("\n") == 1

@@ -1,0 +1,263 @@
+"""quire serve as its user meets it: a process, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.engine.client.process import _KERNELS
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import ConfigError
+from quire.server.cli.main import main
+from quire.server.cli.serve import bind, url
+from tests.server.cli.processes import children, needs_proc, wait_until_gone
+
+SMALL = ["--max-model-len", "2048", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "quire", *argv]
+
+
+@contextmanager
+def serving(*flags: str, ignored: Sequence[signal.Signals] = ()) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """A server process on a free port, its URL and what it printed until it was ready."""
+
+    def dispose() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
+
+    argv = command("serve", "--port", "0", *SMALL, *flags)
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, preexec_fn=dispose)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    printed = ""
+    try:
+        for line in process.stdout:
+            printed += line
+            if line.startswith("curl"):
+                break
+        found = re.search(r"http://\S+:\d+", printed)
+        assert found, printed + process.stderr.read()
+        yield process, found.group(), printed
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_it_says_what_it_serves_and_its_curl_line_works() -> None:
+    with serving("--served-model-name", "tales", "stories") as (process, base, printed):
+        assert printed.startswith("quire ")
+        assert "tales, stories: " in printed
+        assert re.search(r"ready +http://127\.0\.0\.1:\d+ after \d+\.\d s", printed)
+        curl = next(line for line in printed.splitlines() if line.startswith("curl"))
+        body = re.search(r"'(\{.*\})'", curl)
+        address = re.search(r"http\S+", curl)
+        assert body
+        assert address
+        answer = httpx.post(address.group(), content=body.group(1), headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert httpx.get(f"{base}/v1/models").json()["data"][0]["id"] == "tales"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+def test_requests_are_logged_where_that_is_asked_for() -> None:
+    with serving("--no-disable-access-log") as (process, base, _):
+        httpx.get(f"{base}/v1/models")
+        assert process.stderr is not None
+        assert '"GET /v1/models HTTP/1.1" 200' in process.stderr.readline()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
+    """An open stream is finished, to its [DONE], after the signal; new connections are refused."""
+    body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith("data: {")
+        process.send_signal(number)
+        rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
+        assert process.wait(60) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{base}/health")
+
+
+def test_a_closed_terminal_lets_open_streams_end() -> None:
+    """A terminal that goes takes the server's output with it, and sends SIGHUP more than once."""
+    ours, theirs = os.openpty()
+    hang_up = (
+        "import fcntl, os, signal, sys, termios; signal.signal(signal.SIGHUP, signal.SIG_DFL);"
+        "fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    argv = [sys.executable, "-c", hang_up, *command("serve", "--port", "0", *SMALL)]
+    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    try:
+        printed = b""
+        while b"curl -N" not in printed:
+            printed += os.read(ours, 4096)
+        base = re.search(r"http://\S+:\d+", printed.decode())
+        assert base
+        with httpx.stream("POST", f"{base.group()}/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: {")
+            os.close(ours)
+            assert next(line for line in lines if line).startswith("data: {")
+            process.send_signal(signal.SIGHUP)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_signals_ignored_at_the_start() -> None:
+    """nohup's server outlives its terminal; one that a script put in the background ends when its Ctrl-C arrives."""
+    with serving(ignored=[signal.SIGHUP, signal.SIGINT]) as (process, base, _):
+        process.send_signal(signal.SIGHUP)
+        for _ in range(3):  # no signal stays behind the loop's next rounds
+            assert httpx.get(f"{base}/health").status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    body = {"prompt": "Once", "max_tokens": 2000, "n": 8, "ignore_eos": True, "stream": True}
+    with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
+        assert process.stderr is not None
+        lines = stream.iter_lines()  # kept: its end would close the connection
+        assert next(lines).startswith("data: {")
+        process.send_signal(signal.SIGINT)
+        assert "draining: " in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+
+
+@needs_proc
+def test_what_the_engines_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
+    with serving() as (process, _, _):
+        (engine,) = children(process.pid)
+        environment = Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
+    assert (b"OMP_WAIT_POLICY=passive" in environment) is any(_KERNELS.glob("*.so")), "only beside threads of our own"
+    assert b"MALLOC_TRIM_THRESHOLD_=%d" % 2**29 in environment
+    assert b"MALLOC_MMAP_THRESHOLD_=1000000" in environment, "the user's own settings stay"
+
+
+@needs_proc
+def test_the_engine_ends_with_the_server() -> None:
+    with serving() as (process, _, _):
+        engines = children(process.pid)
+        assert engines
+        process.kill()
+        process.wait(10)
+        for pid in engines:
+            wait_until_gone(pid)
+
+
+@needs_proc
+def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    with serving("--model", str(model), "--max-engine-starts", "2") as (process, _, _):
+        (engine,) = children(process.pid)
+        (model / "config.json").unlink()
+        os.kill(engine, signal.SIGKILL)
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+        assert "engine start 1 of 2 failed: model: model has no config.json" in said
+        assert "the engine could not be brought back: model: model has no config.json" in said
+        assert "quire serve: the engine ended" in said
+
+
+@needs_proc
+def test_ctrl_c_while_the_model_loads_exits_0() -> None:
+    process = subprocess.Popen(command("serve", "--port", "0", *SMALL), stderr=subprocess.PIPE, text=True)
+    while not children(process.pid):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            command("serve", "--port", str(port), "--model", "nowhere"), capture_output=True, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"quire serve: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port or --host\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["./nowhere"], "model: there is no directory './nowhere'"),
+        (["README.md"], "model: 'README.md' is a file"),
+        (["tests"], "model: tests has no config.json and no tokenizer"),
+        (["--max-model-len", "4096", "--num-kv-blocks", "16"], "max_model_len"),
+        (["--attention-backend", "magic"], "attention_backend"),
+    ],
+)
+def test_an_engine_that_cannot_start_is_one_line_and_status_1(flags: list[str], message: str) -> None:
+    done = subprocess.run(command("serve", "--port", "0", *flags), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("quire serve: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_bad_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["serve", "--max-num-seqs", "0"])
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == (
+        "quire serve: max_num_seqs: input should be greater than or equal to 1, got '0' (flag --max-num-seqs)\n"
+    )
+
+
+def test_help_and_version_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["--version"], ["--help"], ["serve", "--help"], ["chat", "--help"], ["run", "--help"]):
+        with pytest.raises(SystemExit) as exit_info:
+            main(argv)
+        assert exit_info.value.code == 0
+    out = capsys.readouterr().out
+    assert re.match(r"quire \d+\.\d+", out)
+    assert "OUT.jsonl" in out
+    assert main([]) == 0
+
+
+def test_binding_tells_of_an_address_that_is_not_ours() -> None:
+    with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:1: "):
+        bind("no.such.host.invalid", 1)
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"),
+    [("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("10.0.0.5", "http://10.0.0.5:80")],
+)
+def test_the_url_is_one_to_paste(host: str, shown: str) -> None:
+    assert url(host, 80) == shown

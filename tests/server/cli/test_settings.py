@@ -1,0 +1,194 @@
+"""Flags before environment before file before defaults; a bad value names its key and where it came from."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.server.cli import unknown_flags as elsewhere
+from quire.server.cli.settings import PRESETS, add_flags, load, parse
+from quire.server.config import ServerConfig
+
+
+class Small(BaseSettings):
+    model_config = SettingsConfigDict(extra="forbid", env_prefix="QUIRE_", protected_namespaces=())
+
+    model: str = Field("demo", description="Which")
+    size: int = Field(1, ge=1, description="How large, in % of all")
+    names: list[str] = Field(default_factory=list, description="Names")
+    fast: bool = Field(True, description="Hurry")
+    kind: Literal["a", "b"] = Field("a", description="Kind")
+    ratio: float | None = Field(None, gt=0, description="Ratio")
+
+
+def small(*argv: str) -> Small:
+    parser = argparse.ArgumentParser(prog="small", allow_abbrev=False)
+    parser.add_argument("name", nargs="?")
+    add_flags(parser, Small, {Small: "all"})
+    return parse(parser, argv, Small, "name")[1]
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as exit_info:
+        small(*argv)
+    assert exit_info.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_flags_beat_environment_beats_file_beats_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text('size = 2\nratio = 0.5\nkind = "b"\nnames = ["x"]\n')
+    monkeypatch.setenv("QUIRE_SIZE", "3")
+    monkeypatch.setenv("QUIRE_RATIO", "0.25")
+    settings = small("--config", str(file), "--size", "4")
+    assert (settings.size, settings.ratio, settings.kind, settings.names) == (4, 0.25, "b", ["x"])
+    assert (settings.model, settings.fast) == ("demo", True)
+
+
+@pytest.mark.parametrize("argv", [["x", "y", "--names", "z"], ["x", "--names", "y", "z"], ['["x","y"]', "z"]])
+def test_a_list_takes_several_values_and_repeats(argv: list[str]) -> None:
+    assert small("--names", *argv).names == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("text", ["x,y", '["x", "y"]', " x , y,"])
+def test_a_list_in_the_environment_is_json_or_has_commas(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_NAMES", text)
+    assert small().names == ["x", "y"]
+
+
+def test_booleans_are_switched_on_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert small("--no-fast").fast is False
+    monkeypatch.setenv("QUIRE_FAST", "false")
+    assert small().fast is False
+    assert small("--fast").fast is True
+
+
+def test_the_model_is_an_argument_or_a_flag_but_not_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert small("mine").model == "mine"
+    assert small("--model", "mine").model == "mine"
+    assert "given twice" in complaint(capsys, "mine", "--model", "other")
+
+
+def test_a_bad_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    message = complaint(capsys, "--size", "many")
+    assert message.count("\n") == 1
+    assert message.startswith("small: size: ")
+    assert "'many' (flag --size)" in message
+
+
+def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_KIND", "c")
+    message = complaint(capsys)
+    assert "kind: input should be 'a' or 'b', got 'c' (environment variable QUIRE_KIND)" in message
+
+
+def test_a_bad_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text("size = 0\nsizes = 3\n")
+    message = complaint(capsys, "--config", str(file))
+    assert f"size: input should be greater than or equal to 1, got 0 (file {file})" in message
+    assert f"sizes: no such setting (file {file})" in message
+    file.write_text("size = ")
+    assert f"{file} is not TOML" in complaint(capsys, "--config", str(file))
+    assert "cannot read --config nowhere.toml" in complaint(capsys, "--config", "nowhere.toml")
+
+
+def test_the_source_that_counts_is_the_one_blamed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text("size = 2")
+    assert "(flag --size)" in complaint(capsys, "--config", str(file), "--size", "0")
+
+
+def test_a_variable_that_is_no_setting_is_said_to_be_ignored(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_SICE", "3")
+    assert small().size == 1
+    assert "QUIRE_SICE is not a setting, ignored" in capsys.readouterr().err
+
+
+def test_keys_of_a_file_may_have_dashes(tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text("max-model-len = 77")
+    assert load(EngineConfig, {}, str(file)).max_model_len == 77
+
+
+@pytest.mark.parametrize("preset", sorted(path.stem for path in PRESETS.glob("*.toml")))
+def test_every_preset_loads_by_name(preset: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load(ServerConfig, {}, preset)
+    assert settings != load(ServerConfig, {})
+
+
+def test_settings_survive_json() -> None:
+    """As they do on their way to the engine process."""
+    settings = load(ServerConfig, {"max_model_len": "64", "served_model_name": ["x"]})
+    again = ServerConfig.model_validate(json.loads(settings.model_dump_json()))
+    assert again == settings
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("32k", 32_000), ("32K", 32_768), ("1M", 2**20), ("77", 77)])
+def test_counts_of_tokens_may_have_a_unit(text: str, tokens: int) -> None:
+    assert load(EngineConfig, {"max_model_len": text}).max_model_len == tokens
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: .*valid integer"):
+        load(EngineConfig, {"max_num_batched_tokens": "8kk"})
+
+
+def test_a_settings_error_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"port: .*less than or equal to 65535, got '99999' \(flag --port\)"):
+        load(ServerConfig, {"port": "99999"})
+
+
+def test_help_shows_every_field_with_its_description_and_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
+    text = " ".join(parser.format_help().split())
+    for name, field in ServerConfig.model_fields.items():
+        assert "--" + name.replace("_", "-") in text
+        assert field.description, f"{name} has no description"
+        assert field.description.split(";")[0] in text
+    assert "Port to listen on; 0: any free one (default: 8000)" in text
+
+
+def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    said = complaint(capsys, "--swap-space", "4", "-ngl=9", "--sise", "2", "--zzz")
+    assert said.splitlines() == [
+        "small: cannot be understood:",
+        "  --swap-space: not needed: what is preempted is recomputed, not swapped",
+        "  -ngl: not needed: a GPU holds all layers",
+        "  --sise: did you mean --size?",
+        "  --zzz: not known; --help lists all",
+    ]
+    assert "  b: one argument too many" in complaint(capsys, "a", "b")
+
+
+def test_advice_on_flags_names_flags_that_are_there() -> None:
+    known = {"--" + name.replace("_", "-") for name in ServerConfig.model_fields}
+    advice = elsewhere.advice()
+    assert set(re.findall(r"--[a-z-]+", " ".join(advice.values()))) <= known
+    assert not known & {f"--{flag}" for flag in advice}
+
+
+def test_flags_may_have_underscores() -> None:
+    assert small("--ratio=0.5", "--names", "a_b").names == ["a_b"]
+    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False)
+    add_flags(parser, ServerConfig, {ServerConfig: "all"})
+    config = parse(parser, ["--max_model_len=77", "--served_model_name", "a_b"], ServerConfig)[1]
+    assert (config.max_model_len, config.served_model_name) == (77, ["a_b"])
+
+
+def test_a_key_given_to_vllm_is_said_not_to_guard(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    small()
+    assert capsys.readouterr().err == "small: VLLM_API_KEY is not read; QUIRE_API_KEY is\n"

@@ -1,0 +1,87 @@
+"""`quire verify`: passes on the real engine, and finds a sampler, kernels and a scheduler that are not as promised."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.client.in_process import InProcessClient
+from quire.engine.config import EngineConfig
+from quire.engine.types import EngineInfo
+from quire.engine.worker import device_sampler
+from quire.server.cli import main as cli
+from quire.server.cli.verify import Check, Verification, show
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    torch.set_num_threads(1)
+    return str(save_tiny_model(tmp_path, "llama"))
+
+
+async def verify(model: str) -> tuple[EngineInfo, dict[str, Check]]:
+    info, checks = await Verification(EngineConfig(model=model, threads=1), 12, InProcessClient).run()
+    return info, {check.name: check for check in checks}
+
+
+def test_the_embedded_model_keeps_the_promise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--requests", "8", "--json", "--threads", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["mode"], found["passed"]) == ("deterministic", True)
+    names = [check["name"] for check in found["checks"]]
+    assert names == ["batched", "prefix-hit", "respawned", "chunked", "preempted"]
+    assert all(check["tokens"] > 200 and check["exercised"] for check in found["checks"])
+
+
+async def test_in_this_process_all_but_the_kill_is_exercised(model: str) -> None:
+    info, checks = await verify(model)
+    assert info.deterministic
+    assert {name: check.passed for name, check in checks.items()} == {
+        "batched": True,
+        "prefix-hit": True,
+        "respawned": False,
+        "chunked": True,
+        "preempted": True,
+    }
+    assert checks["respawned"].differing == 0
+
+
+async def test_a_sampler_that_looks_at_its_batch_is_found(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest: Callable[..., torch.Tensor] = device_sampler.sample
+
+    def broken(logits: torch.Tensor, rows: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        picks = honest(logits, rows, *rest, **named)
+        return (picks + 1) % logits.shape[-1] if len(rows) > 8 else picks
+
+    monkeypatch.setattr(device_sampler, "sample", broken)
+    _, checks = await verify(model)
+    assert checks["batched"].differing > 0
+    assert not checks["batched"].passed
+
+
+async def test_a_kernel_that_rounds_by_batch_is_found(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quire.engine.models.decoder import Decoder
+
+    honest = Decoder.logits
+
+    def broken(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        return honest(self, hidden + 0.02 * len(hidden))
+
+    monkeypatch.setattr(Decoder, "logits", broken)
+    _, checks = await verify(model)
+    assert checks["batched"].differing > 0
+    assert checks["chunked"].differing > 0
+
+
+def test_the_table_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    info = EngineInfo("m", "float32", "cpu", "b", 1, 1, 1, 1, 1, 0.0, "a")
+    show(info, [Check("batched", "all at once", 8, 99, 3, True), Check("preempted", "no", 8, 99, 0, False)])
+    text = capsys.readouterr().out
+    for part in ("batch-dependent", "DIFFERENT", "not exercised"):
+        assert part in text

@@ -1,0 +1,203 @@
+"""Beam search against transformers on the same weights, and against trying everything."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.engine.client.in_process import InProcessClient
+from quire.engine.config import EngineConfig
+from quire.engine.types import Request, RequestOutput, TokenLogprob
+from tests.server.api import VOCAB_SIZE, Api, make_app, open_api
+from tests.server.fake import FakeEngine, hashed
+from tests.tiny_models import save_tiny_model
+
+EOS = 258
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SYMBOLS = (97, 98, EOS)
+
+
+def table(ids: list[int]) -> dict[int, float]:
+    """Log probabilities of a, b and end of sequence after these tokens: fixed, irregular, and summing to one."""
+    weights = [1 + (7 * sum(i * t for i, t in enumerate(ids, 1)) + 13 * symbol) % 11 for symbol in SYMBOLS]
+    return {symbol: math.log(w / sum(weights)) for symbol, w in zip(SYMBOLS, weights, strict=True)}
+
+
+class Markov(FakeEngine):
+    """A model over three tokens."""
+
+    def _step(self, request: Request) -> RequestOutput:
+        ranked = sorted(table(request.prompt_ids).items(), key=lambda item: -item[1])
+        top = ranked[: request.params.logprobs]
+        logprob = TokenLogprob(*ranked[0], 1, top)
+        return RequestOutput(id=request.id, new_ids=[ranked[0][0]], logprobs=[logprob], finish_reason="length")
+
+
+def everything(prompt: list[int], longest: int) -> list[tuple[float, tuple[int, ...]]]:
+    """All hypotheses: those that end, and those of the greatest length."""
+    found = []
+    for length in range(1, longest + 1):
+        for ids in itertools.product(SYMBOLS, repeat=length):
+            if EOS not in ids[:-1] and (ids[-1] == EOS or length == longest):
+                steps = [table([*prompt, *ids[:i]])[token] for i, token in enumerate(ids)]
+                found.append((sum(steps), ids))
+    return found
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -1.0])
+async def test_a_wide_beam_finds_the_best_of_all(length_penalty: float) -> None:
+    async with open_api(Markov(hashed(b"a"), eos=[EOS])) as api:
+        body = {
+            "prompt": [[120, 121], [122]],
+            "n": 40,
+            "max_tokens": 5,
+            "use_beam_search": True,
+            "length_penalty": length_penalty,
+            "return_token_ids": True,
+            "logprobs": 1,
+        }
+        answer = await api.post(COMPLETIONS, body)
+        for place, prompt in enumerate(body["prompt"]):
+            ranked = sorted(everything(prompt, 5), key=lambda one: -one[0] / len(one[1]) ** length_penalty)
+            found = answer["choices"][40 * place : 40 * place + 40]
+            score = {ids: total / len(ids) ** length_penalty for total, ids in ranked}
+            scores = [score[tuple(choice["token_ids"])] for choice in found]
+            assert scores == pytest.approx([score[ids] for _, ids in ranked[:40]])
+            assert len({tuple(choice["token_ids"]) for choice in found}) == 40
+            for choice in found:
+                ended = choice["token_ids"][-1] == EOS
+                assert choice["finish_reason"] == ("stop" if ended else "length")
+                assert choice["text"] == bytes(t for t in choice["token_ids"] if t != EOS).decode()
+                assert len(choice["logprobs"]["tokens"]) == len(choice["text"])
+        assert answer["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in answer["choices"])
+        assert not api.engine.running
+
+
+async def test_a_chat_by_beam_search() -> None:
+    async with open_api(Markov(hashed(b"a"), eos=[EOS])) as api:
+        body = {"messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 4, "use_beam_search": True}
+        answer = await api.post(CHAT, body)
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        ignoring = await api.post(CHAT, {**body, "ignore_eos": True, "echo": False})
+        assert [choice["finish_reason"] for choice in ignoring["choices"]] == ["length"] * 2
+
+
+@pytest.mark.parametrize(("width", "length_penalty"), [(1, 1.0), (3, 1.0), (4, 0.5)])
+async def test_beams_are_those_of_transformers(width: int, length_penalty: float, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE)
+    prompt = [72, 101, 108, 108, 111] * 4
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    wanted = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        num_beams=width,
+        num_return_sequences=width,
+        do_sample=False,
+        max_new_tokens=8,
+        length_penalty=length_penalty,
+        pad_token_id=0,
+    )
+    app = make_app(InProcessClient(EngineConfig(model=str(path), dtype="float32", num_kv_blocks=100)))
+    body = {"prompt": prompt, "n": width, "max_tokens": 8, "use_beam_search": True, "length_penalty": length_penalty}
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://quire") as http,
+    ):
+        response = await http.post(COMPLETIONS, json={**body, "ignore_eos": True, "return_token_ids": True})
+    assert response.status_code == 200, response.text
+    assert [choice["token_ids"] for choice in response.json()["choices"]] == wanted[:, len(prompt) :].tolist()
+
+
+async def cancel(api: Api, name: str) -> None:
+    while (await api.http.delete(f"/v1/requests/{name}")).status_code == 404:  # noqa: ASYNC110
+        await asyncio.sleep(0.0002)  # between two steps none is open
+
+
+@pytest.mark.parametrize("second_first", [False, True])
+async def test_a_cancelled_search_answers_what_it_has(second_first: bool) -> None:
+    body = {"prompt": [[120, 121], [122]], "n": 3, "max_tokens": 400, "use_beam_search": True, "return_token_ids": True}
+    engine = Markov(hashed(b"a"), step_seconds=0.001)
+    async with open_api(engine) as api:
+        asking = asyncio.create_task(api.post(COMPLETIONS, {**body, "length_penalty": 9.0}))
+        while not any(each.id.endswith("-1-6-0") for each in engine.seen):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        name = engine.seen[0].id.removesuffix("-0-0-0")
+        if second_first:  # one beam of the second prompt's search, which ends it
+            while not (beams := [each for each in engine.running if each.startswith(f"{name}-1-")]):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert engine.cancel(beams[0]) == 1
+            last = beams[0].split("-")[-2]
+            while any(each.startswith(f"{name}-1-") for each in engine.running):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await cancel(api, name)
+        choices = (await asking)["choices"]
+        assert [choice["index"] for choice in choices] == list(range(6))
+        for choice in choices:
+            assert choice["finish_reason"] == ("stop" if choice["token_ids"][-1] == EOS else "abort")
+        for group in (choices[:3], choices[3:]):
+            unfinished = {len(choice["token_ids"]) for choice in group if choice["finish_reason"] == "abort"}
+            assert len(unfinished) == 1, "the beams of the last step that was whole"
+        assert not second_first or unfinished == {int(last)}
+        assert not engine.running
+
+
+async def test_a_search_that_is_cancelled_at_once_has_nothing_to_answer() -> None:
+    engine = Markov(hashed(b"a"), step_seconds=0.001)
+    async with open_api(engine) as api:
+        body = {"prompt": "x", "n": 2, "max_tokens": 9, "use_beam_search": True}
+        asking = asyncio.create_task(api.post(COMPLETIONS, body))
+        while not engine.num_open:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert engine.cancel(engine.seen[0].id) == 1
+        answer = await asking
+        assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("", "abort")] * 2
+        assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": True},
+        {"stop": "x"},
+        {"temperature": 0.5},
+        {"logit_bias": {"97": 1}},
+        {"min_tokens": 1},
+        {"echo": True},
+        {"best_of": 3},
+        {"prompt_logprobs": 1},
+        {"queue_timeout": 1},
+        {"top_p": 0.5},
+    ],
+    ids=str,
+)
+async def test_what_a_search_cannot_honour(api: Api, fields: dict[str, Any]) -> None:
+    error = (await api.post(COMPLETIONS, {"prompt": "x", "use_beam_search": True, **fields}, 400))["error"]
+    assert error["param"] == next(iter(fields))
+    assert not api.engine.seen
+
+
+async def test_a_grammar_is_refused(api: Api) -> None:
+    body = {"prompt": "x", "use_beam_search": True, "structured_outputs": {"regex": "a+"}}
+    error = (await api.post(COMPLETIONS, body, 400))["error"]
+    assert error["param"] == "use_beam_search"
+
+
+async def test_a_search_ends_with_its_deadline_and_with_its_engine() -> None:
+    body = {"prompt": "x", "n": 2, "max_tokens": 400, "use_beam_search": True, "ignore_eos": True}
+    async with open_api(Markov(hashed(b"a"), step_seconds=0.01)) as api:
+        error = (await api.post(COMPLETIONS, {**body, "timeout": 0.05}, 408))["error"]
+        assert (error["code"], error["param"]) == ("timeout", "timeout")
+        assert not api.engine.running
+        text = (await api.http.get("/metrics")).text
+        assert 'finished_reason="timeout",model_name="owner/model"} 2.0' in text
+    async with open_api(FakeEngine(hashed(b"a"), fail_at=0)) as api:
+        assert (await api.post(COMPLETIONS, body, 500))["error"]["message"] == "the engine tripped"

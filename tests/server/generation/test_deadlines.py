@@ -1,0 +1,88 @@
+"""timeout and queue_timeout: a status before the first token, an event after it, and a count of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import Timeout
+from quire.engine.types import Request, SamplingParams
+from tests.server.api import Api, open_api, parse_events
+from tests.server.fake import FakeEngine, scripted
+
+EOS = 258
+CALLS = [
+    ("/v1/completions", {"prompt": "x"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+]
+
+
+class Stuck(FakeEngine):
+    """Takes requests and never begins."""
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        self.seen += requests
+
+
+async def count(api: Api, reason: str) -> float:
+    text = (await api.http.get("/metrics")).text
+    line = next(line for line in text.splitlines() if f'finished_reason="{reason}"' in line and "_total" in line)
+    return float(line.split()[-1])
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_does_not_start_in_time(path: str, body: dict[str, Any], stream: bool) -> None:
+    engine = Stuck(scripted(b"", EOS))
+    async with open_api(engine) as api:
+        response = await api.http.post(path, json={**body, "n": 2, "queue_timeout": 0.02, "stream": stream})
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        error = response.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("server_error", "queue_timeout", "queue_timeout")
+        assert sorted(engine.aborted) == sorted(request.id for request in engine.seen)
+        assert await count(api, "queue_timeout") == 2
+        response = await api.http.post(path, json={**body, "timeout": 0.02, "stream": stream})
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "timeout")
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(lambda request, position: 97, step_seconds=0.02)
+    async with open_api(engine) as api:
+        long = {**body, "max_tokens": 500, "n": 2, "timeout": 0.2}
+        response = await api.http.post(path, json=long)
+        assert response.status_code == 408
+        assert response.json()["error"]["param"] == "timeout"
+        assert sorted(engine.aborted) == sorted(request.id for request in engine.seen)
+        assert not engine.running
+        assert await count(api, "timeout") == 2
+        response = await api.http.post(path, json={**long, "stream": True})
+        events = parse_events(response.text)
+        assert response.status_code == 200
+        assert events[-1]["error"]["code"] == "timeout"
+        assert "choices" in events[-2]
+
+
+@pytest.mark.parametrize(("path", "body"), CALLS)
+async def test_deadlines_that_are_met_change_nothing(path: str, body: dict[str, Any]) -> None:
+    engine = FakeEngine(scripted(b"abcdefgh", EOS), eos=[EOS], step_seconds=0.01)
+    async with open_api(engine) as api:
+        plain = await api.post(path, body)
+        timed = await api.post(path, {**body, "timeout": 60, "queue_timeout": 0.03})
+        assert timed["choices"] == plain["choices"]
+        assert await count(api, "timeout") == await count(api, "queue_timeout") == 0
+
+
+async def test_an_answer_that_only_waits_to_be_read_is_in_time() -> None:
+    engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
+    await engine.start()
+    stream = engine.submit([Request(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
+    await engine.sent.wait()
+    await asyncio.sleep(0.05)
+    assert not engine.running
+    assert not stream.give_up(Timeout("late"))
+    assert [output.new_ids async for outputs in stream for output in outputs] == [[*b"ab", EOS]]
+    await engine.stop()

@@ -1,0 +1,119 @@
+"""What a chat request may do to its prompt: go on in the last message, bring a template of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.chat_template import ChatRenderer
+from tests.server.api import Api, open_api
+from tests.server.fake import FakeEngine, hashed
+from tests.texts import CHATML, SHARED, byte_level_tokenizer
+
+PATH = "/v1/chat/completions"
+TALK = [{"role": "user", "content": "Write"}, {"role": "assistant", "content": "Once upon "}]
+TRIMS = CHATML.replace("message['content']", "message['content'] | trim")
+REAL = sorted(SHARED.glob("templates/*.jinja"))
+
+
+def prompt_of(api: Api) -> str:
+    ids = api.engine.seen[-1].prompt_ids
+    return byte_level_tokenizer().tokenizer.decode(ids, skip_special_tokens=False)
+
+
+async def test_the_last_message_is_continued(api: Api) -> None:
+    await api.post(PATH, {"messages": TALK, "continue_final_message": True})
+    assert prompt_of(api) == "<|im_start|>user\nWrite<|im_end|>\n<|im_start|>assistant\nOnce upon "
+    await api.post(PATH, {"messages": TALK, "continue_final_message": True, "add_generation_prompt": False})
+    assert prompt_of(api).endswith("Once upon ")
+    await api.events(PATH, {"messages": TALK, "continue_final_message": True})
+    assert prompt_of(api).endswith("Once upon ")
+    await api.post(PATH, {"messages": TALK})
+    assert prompt_of(api).endswith("Once upon <|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"continue_final_message": True}, {"add_generation_prompt": False}, {"chat_template_kwargs": {"a": 1}},
+     {"chat_template": "{{ messages[0].content }}{{ b }}", "chat_template_kwargs": {"b": "é"}}],
+)  # fmt: skip
+async def test_tokenize_writes_what_a_chat_would(fields: dict[str, Any]) -> None:
+    async with open_api(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as api:
+        await api.post(PATH, {"messages": TALK, **fields})
+        told = await api.post("/tokenize", {"messages": TALK, **fields})
+        assert told["tokens"] == api.engine.seen[-1].prompt_ids
+
+
+async def test_what_a_template_does_not_read_is_named() -> None:
+    fields = {"messages": TALK, "documents": [{"text": "x"}], "chat_template_kwargs": {"a1": 1, "messages_left": 2}}
+    reads = "{{ documents }}{{ a1 }}{{ messages_left }}{{ messages }}"
+    async with open_api(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as api:
+        response = await api.http.post(PATH, json=fields)
+        ignored = "chat_template_kwargs.a1, chat_template_kwargs.messages_left, documents"
+        assert response.headers["x-ignored-params"] == ignored
+        response = await api.http.post(PATH, json={**fields, "chat_template": reads})
+        assert "x-ignored-params" not in response.headers
+
+
+async def test_tokenize_refuses_what_a_chat_does(api: Api) -> None:
+    for fields, param in (
+        ({"messages": TALK[:1], "continue_final_message": True}, "continue_final_message"),
+        ({"prompt": "x", "continue_final_message": True}, "continue_final_message"),
+        ({"messages": TALK, "chat_template": "x"}, "chat_template"),
+    ):
+        assert (await api.post("/tokenize", fields, 400))["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [({"messages": TALK[:1]}, "an assistant's"), ({"messages": TALK, "add_generation_prompt": True}, "exclude")],
+)
+async def test_what_cannot_be_continued(api: Api, fields: dict[str, Any], message: str) -> None:
+    error = (await api.post(PATH, {**fields, "continue_final_message": True}, 400))["error"]
+    assert error["param"] == "continue_final_message"
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMS, *(path.read_text(encoding="utf-8") for path in REAL)])
+@pytest.mark.parametrize("final", ["Once upon", "Once upon ", " a\n\n", "x"])
+def test_a_message_is_continued_as_transformers_does(template: str, final: str) -> None:
+    talk = [{"role": "user", "content": "Write"}, {"role": "assistant", "content": final}]
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    renderer = ChatRenderer({"default": template}, special)
+
+    def ours() -> str:
+        return renderer.render(talk, add_generation_prompt=False, continue_final_message=True)
+
+    try:
+        (wanted,), _ = render_jinja_template([talk], chat_template=template, continue_final_message=True, **special)
+    except Exception:
+        with pytest.raises(InvalidRequest):
+            ours()
+    else:
+        assert ours() == wanted
+
+
+def test_a_template_that_drops_the_message_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="does not show"):
+        ChatRenderer({"default": "{{ messages[0].content }}"}, {}).render(TALK, continue_final_message=True)
+
+
+async def test_a_request_may_bring_a_template_where_the_operator_allows_it() -> None:
+    mine = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    body = {"messages": TALK, "chat_template": mine}
+    async with open_api(FakeEngine(hashed(b"ab")), trust_request_chat_template=True) as api:
+        await api.post(PATH, body)
+        assert prompt_of(api) == "[Write][Once upon ]"
+        await api.post(PATH, {"messages": TALK})
+        assert prompt_of(api).startswith("<|im_start|>")
+        for template in ("{% if %}", "{{ messages.x.y }}", "{% for i in range(10**9) %}x{% endfor %}"):
+            await api.post(PATH, {**body, "chat_template": template}, 400)
+        assert (await api.post(PATH, {**body, "chat_template": "{% x"}, 400))["error"]["param"] == "chat_template"
+    async with open_api(FakeEngine(hashed(b"ab"))) as api:
+        error = (await api.post(PATH, body, 400))["error"]
+        assert error["param"] == "chat_template"
+        assert "--trust-request-chat-template" in error["message"]
+        await api.post(PATH, {**body, "chat_template": None})

@@ -1,0 +1,145 @@
+"""Traces: valid by the format's rules, and accounting for all of the time."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from typing import Any
+
+import jsonschema
+import pytest
+
+from quire.engine.client.history import Step, Timeline
+from quire.engine.types import Request, SamplingParams, StepRecord
+from quire.server.observe import engine_trace as tracing
+from quire.server.observe.engine_trace import phase_totals, trace
+from tests.server.api import Api
+
+COMMON = {"pid": {"type": "integer"}, "tid": {"type": "integer"}, "ts": {"type": "number", "minimum": 0}}
+NAMED = {"name": {"type": "string", "minLength": 1}, "args": {"type": "object"}}
+FORMAT = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {
+        "displayTimeUnit": {"enum": ["ms", "ns"]},
+        "otherData": {"type": "object"},
+        "traceEvents": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["ph", "name", "pid", "tid", "ts", "args"],
+                "properties": {**COMMON, **NAMED, "ph": {"enum": ["X", "b", "e", "C", "M"]}},
+                "allOf": [
+                    {
+                        "if": {"properties": {"ph": {"const": "X"}}},
+                        "then": {"required": ["dur"], "properties": {"dur": {"type": "number", "exclusiveMinimum": 0}}},
+                    },
+                    {
+                        "if": {"properties": {"ph": {"enum": ["b", "e"]}}},
+                        "then": {"required": ["id", "cat"], "properties": {"id": {"type": "string"}}},
+                    },
+                    {
+                        "if": {"properties": {"ph": {"const": "C"}}},
+                        "then": {
+                            "properties": {"args": {"minProperties": 1, "additionalProperties": {"type": "number"}}}
+                        },
+                    },
+                    {
+                        "if": {"properties": {"ph": {"const": "M"}}},
+                        "then": {
+                            "properties": {
+                                "name": {"enum": ["process_name", "thread_name"]},
+                                "args": {"required": ["name"], "properties": {"name": {"type": "string"}}},
+                            }
+                        },
+                    },
+                ],
+            },
+        },
+    },
+}
+"""After Google's "Trace Event Format": the parts of it that Quire writes."""
+
+
+def check(found: Any) -> None:
+    """Also what a schema cannot say: slices of a track nest, async events of an id pair up."""
+    jsonschema.validate(found, FORMAT)
+    tracks: dict[Any, list[Any]] = defaultdict(list)
+    stacks: dict[Any, list[str]] = defaultdict(list)
+    for event in found["traceEvents"]:
+        if event["ph"] == "X":
+            tracks[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "b":
+            stacks[event["cat"], event["id"]].append(event["name"])
+        elif event["ph"] == "e":
+            assert event["name"] in stacks[event["cat"], event["id"]]
+            stacks[event["cat"], event["id"]].remove(event["name"])
+    assert not any(stacks.values())
+    for slices in tracks.values():
+        inside: list[float] = []
+        for begin, end in sorted(slices, key=lambda each: (each[0], -each[1])):
+            while inside and inside[-1] <= begin + 0.002:
+                inside.pop()
+            assert not inside or end <= inside[-1] + 0.002
+            inside.append(end)
+
+
+def step(number: int, began: float, decided: float, computed: float, ended: float) -> Step:
+    return Step(StepRecord(number, began, decided, computed, ended, 1, 5, [("cmpl-a-0", 0, 5)], []), 0, ("cmpl-a-0",))
+
+
+def timeline(name: str, *marks: Any, ended: float | None = None) -> Timeline:
+    return Timeline(name, 5, marks[0][0], list(marks), ended=ended, finish_reason=ended and "stop")
+
+
+def test_a_recording_accounts_for_all_its_time() -> None:
+    steps = [step(1, 9.5, 9.6, 11, 12), step(2, 12.5, 13, 14, 14.25), step(3, 18, 18.5, 21, 22)]
+    requests = [
+        timeline("cmpl-a-0", (9.0, "queued"), (9.5, "prefill"), (12, "decode"), ended=14.5),
+        timeline("cmpl-b-0", (13.0, "queued"), (18, "prefill")),
+        timeline("cmpl-c-0", (1.0, "queued"), (2.0, "decode"), ended=3.0),
+    ]
+    found = trace(steps, requests, 10.0, 20.0)
+    check(found)
+    totals = {name: total / 1e6 for name, total in phase_totals(found["traceEvents"]).items()}
+    assert totals == pytest.approx(
+        {"schedule": 0.5 + 0.5, "compute": 1 + 1 + 1.5, "apply": 1 + 0.25, "between steps": 0.5 + 3.75}
+    )
+    assert sum(totals.values()) == pytest.approx(10.0)
+    ids = {event["id"] for event in found["traceEvents"] if event["ph"] == "b"}
+    assert ids == {"cmpl-a-0", "cmpl-b-0"}, "what is over is left out"
+
+
+def test_steps_that_overlap_are_laid_end_to_end() -> None:
+    steps = [step(1, 0, 0.1, 2, 2.1), step(2, 1, 1.1, 3, 3.1), step(3, 2.2, 2.3, 4, 4.1)]
+    found = trace(steps, [], 0.0, 5.0)
+    check(found)
+    assert sum(phase_totals(found["traceEvents"]).values()) == pytest.approx(5e6)
+
+
+def test_an_idle_engine_has_a_trace_too() -> None:
+    found = trace([], [], 0.0, 1.0)
+    check(found)
+    assert phase_totals(found["traceEvents"]) == {"between steps": 1e6}
+
+
+async def test_a_trace_is_made_beside_the_streams_of_what_was_then(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on = api.engine.submit([Request(id="cmpl-a-0", prompt_ids=[1], params=SamplingParams(), seed=0)])
+    (timeline,) = api.engine.history.open
+    plain = tracing.trace
+
+    def meanwhile(steps: Any, timelines: Any, *times: float) -> Any:
+        assert threading.current_thread() is not threading.main_thread()
+        before = plain(steps, timelines, *times)
+        timeline.enter("preempted", time.monotonic())
+        assert plain(steps, timelines, *times) == before
+        return before
+
+    monkeypatch.setattr(tracing, "trace", meanwhile)
+    response = await api.http.get("/v1/engine/trace?seconds=0.05")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    check(response.json())
+    assert "preempted" in [phase for _, phase in timeline.marks]
+    going_on.close()

@@ -1,0 +1,175 @@
+"""Watching the engine, and cancelling what runs there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from quire.server.observe.live_view import LiveViewStream
+from quire.server.observe.rolling_stats import LatencyHistogram
+from quire.server.routes.engine import facts
+from tests.server.api import Api, open_api
+from tests.server.fake import FakeEngine, hashed
+
+LETTERS = hashed(b"abcdefgh")
+
+
+@pytest.fixture
+async def slow() -> AsyncIterator[Api]:
+    """A server whose engine takes its time."""
+    async with open_api(FakeEngine(LETTERS, step_seconds=0.01)) as opened:
+        yield opened
+
+
+def watcher(api: Api) -> LiveViewStream:
+    return LiveViewStream(api.app.state.serving.live_view)
+
+
+def parse(event: bytes) -> tuple[str, Any]:
+    name, data = event.decode().removesuffix("\n\n").split("\n")
+    return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
+
+
+async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
+    await asyncio.sleep(1 - time.time() % 1)  # so that it ends in the second in which it begins
+    await slow.post("/v1/completions", {"prompt": "before", "max_tokens": 5})
+    await asyncio.sleep(1.1)  # until that is over
+    watching = watcher(slow)
+    events = watching.events(facts(slow.app.state.serving))
+    name, hello = parse(await anext(events))
+    assert (name, hello["models"], hello["info"]["num_blocks"]) == ("hello", ["owner/model", "second"], 100)
+    assert "model" not in hello["info"], "a path of this machine's is nobody's business"
+    (before,) = hello["history"]
+    assert len(before["first_token"]) == len(before["between_tokens"]) == 2
+    call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 400}))
+    while True:
+        name, state = parse(await anext(events))
+        assert name == "state"
+        if state["engine"]["requests"]:
+            break
+    (seen,) = state["engine"]["requests"]
+    assert (seen["prompt_tokens"], seen["limit"], state["stats"]["running"]) == (5, 400, 1)
+    assert seen["age"] > 0
+    assert slow.app.state.serving.client.cancel(seen["id"]) == 1
+    assert (await call)["choices"][0]["finish_reason"] == "abort"
+    while parse(await anext(events))[1]["engine"]["requests"]:
+        pass
+    watching.close()
+    assert [event async for event in events] == []
+
+
+async def test_tokens_per_second_are_the_engines_own_count(slow: Api) -> None:
+    engine, recent = slow.engine, slow.app.state.serving.metrics.recent
+    began = int(time.time())
+    await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 7, "n": 3})
+    await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "n": 2, "use_beam_search": True})
+    await asyncio.sleep(1.1)  # until the second in which the last came is over
+    bins = recent.since(began)
+    assert sum(each.generated for each in bins) == engine.stats.generation_tokens > 21
+    assert any(each.first_token.percentiles() for each in bins)
+
+
+def test_percentiles_are_those_of_a_sort() -> None:
+    durations = [0.001 * 1.01**i for i in range(801)]
+    spread = LatencyHistogram()
+    for each in durations:
+        spread.add(each)
+    median, high = spread.percentiles() or ()
+    ordered = sorted(durations)
+    assert median == pytest.approx(ordered[400], rel=0.06)
+    assert high == pytest.approx(ordered[760], rel=0.06)
+    assert LatencyHistogram().percentiles() is None
+
+
+async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(api: Api) -> None:
+    assert api.engine.looks == 0
+    watching = [watcher(api) for _ in range(8)]
+    streams = [each.events({}) for each in watching]
+    for stream in streams:
+        assert parse(await anext(stream))[0] == "hello"
+    for _ in range(2):
+        events = [await anext(stream) for stream in streams]
+        assert len(set(events)) == 1
+    assert api.engine.looks <= 4
+    api.app.state.serving.live_view.close()
+    for stream in streams:
+        assert [event async for event in stream] == []
+    await asyncio.sleep(0.6)  # the snapshot under way
+    looks = api.engine.looks
+    await asyncio.sleep(0.6)
+    assert api.engine.looks == looks
+    late = watcher(api).events({})
+    await anext(late)
+    assert parse(await anext(late))[0] == "state", "who comes later wakes it again"
+    await late.aclose()
+
+
+async def test_a_watcher_whose_body_is_refused_is_let_go(api: Api) -> None:
+    call = api.http.request("GET", "/v1/engine/events", content=b"[" * 101)
+    response = await asyncio.wait_for(call, 60)
+    assert response.text.startswith("event: hello")
+    assert not api.app.state.serving.live_view._all
+
+
+async def test_a_silent_or_dead_engine_is_told_of(api: Api) -> None:
+    api.engine.silent = True
+    events = watcher(api).events({})
+    await anext(events)
+    state = parse(await anext(events))[1]
+    assert (state["engine"], state["responsive"]) == (None, True)
+    api.engine.die()
+    while state["responsive"]:
+        state = parse(await anext(events))[1]
+    assert state["engine"] is None
+    await events.aclose()
+
+
+async def cancelled_stream(api: Api, path: str, body: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Events of a stream that is cancelled from outside, and the answer to that."""
+    call = asyncio.create_task(api.events(path, {**body, "max_tokens": 400}))
+    await api.engine.sent.wait()
+    answer_id = api.engine.seen[0].id.rsplit("-", 1)[0]
+    answer = await api.http.delete(f"/v1/requests/{answer_id}")
+    return await call, answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hello"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]}),
+    ],
+)
+async def test_a_cancelled_stream_ends_with_what_there_is(slow: Api, path: str, body: dict[str, Any]) -> None:
+    events, answer = await cancelled_stream(slow, path, {**body, "n": 2, "stream_options": {"include_usage": True}})
+    assert answer.status_code == 200
+    assert answer.json() == {"id": events[0]["id"], "object": "request", "cancelled": True, "sequences": 2}
+    reasons = [choice["finish_reason"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert reasons == ["abort", "abort"]
+    assert 0 < events[-1]["usage"]["completion_tokens"] < 800
+    assert len(slow.engine.aborted) == 2
+    assert slow.engine.running == {}
+    again = await slow.http.delete(f"/v1/requests/{events[0]['id']}")
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "request_not_found")
+
+
+async def test_one_choice_can_be_cancelled_alone(slow: Api) -> None:
+    call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 60, "n": 2}))
+    await slow.engine.sent.wait()
+    assert (await slow.http.delete(f"/v1/requests/{slow.engine.seen[1].id}")).json()["sequences"] == 1
+    answer = await call
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "abort"]
+
+
+async def test_an_id_is_no_prefix_of_others(slow: Api) -> None:
+    call = asyncio.create_task(slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 30}))
+    await slow.engine.sent.wait()
+    request_id = slow.engine.seen[0].id
+    for wrong in ("cmpl", request_id[:-3], "-", "%20", "nope"):
+        assert (await slow.http.delete(f"/v1/requests/{wrong}")).status_code == 404, wrong
+    assert (await call)["choices"][0]["finish_reason"] == "length"

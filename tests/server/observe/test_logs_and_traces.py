@@ -1,0 +1,141 @@
+"""JSON logs with request ids; OpenTelemetry spans as an OTLP receiver gets them."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import ConfigError
+from quire.server.observe.logs import JsonFormatter, access
+from quire.server.observe.opentelemetry import otlp_exporter
+from tests.server.api import open_api
+from tests.server.fake import FakeEngine, hashed
+
+BODY = {"prompt": "a secret prompt", "max_tokens": 5}
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonFormatter())
+    access.addHandler(handler)
+    access.setLevel(logging.INFO)
+    yield stream
+    access.removeHandler(handler)
+
+
+async def test_a_json_line_for_each_request_with_its_id_and_no_prompt(lines: io.StringIO) -> None:
+    async with open_api(FakeEngine(hashed(b"abc")), log_format="json", api_key_file=None, api_key=["k"]) as api:
+        headers = {"Authorization": "Bearer k", "X-Request-Id": "mine"}
+        answer = await api.http.post("/v1/completions", json=BODY, headers=headers)
+        await api.http.get("/health")
+        await api.http.get("/v1/models", headers={"X-Request-Id": "other"})
+    done, refused = (json.loads(line) for line in lines.getvalue().splitlines())
+    assert (done["request_id"], done["answer_id"], done["tenant"]) == ("mine", answer.json()["id"], "key-1")
+    assert (done["level"], done["path"], done["status"]) == ("info", "/v1/completions", 200)
+    assert done["milliseconds"] > 0
+    assert (refused["request_id"], refused["status"]) == ("other", 401)
+    assert "secret" not in lines.getvalue()
+
+
+async def test_without_json_no_line_is_written(lines: io.StringIO) -> None:
+    async with open_api(FakeEngine(hashed(b"abc"))) as api:
+        await api.post("/v1/completions", BODY)
+    assert lines.getvalue() == ""
+
+
+def test_exceptions_stay_on_their_line() -> None:
+    try:
+        raise ValueError("two\nlines")
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+    record = logging.LogRecord("quire", logging.ERROR, "f", 1, "it %s", ("failed",), info)
+    text = JsonFormatter().format(record)
+    assert "\n" not in text
+    assert json.loads(text)["message"] == "it failed"
+    assert "ValueError" in json.loads(text)["exception"]
+
+
+class Receiver:
+    """An OTLP receiver over HTTP that keeps the spans it gets."""
+
+    def __init__(self) -> None:
+        pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        spans: list[Any] = []
+        self.services = services = set[str]()
+        paths: list[str] = []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    import gzip
+
+                    data = gzip.decompress(data)
+                for resource in ExportTraceServiceRequest.FromString(data).resource_spans:
+                    facts = {each.key: each.value.string_value for each in resource.resource.attributes}
+                    services.add(facts["service.name"])
+                    for scope in resource.scope_spans:
+                        spans.extend(scope.spans)
+                paths.append(self.path)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        self.spans, self.paths = spans, paths
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+async def test_spans_reach_an_otlp_receiver_below_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_SERVICE_NAME", raising=False)
+    monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES", raising=False)
+    receiver = Receiver()
+    engine = FakeEngine(hashed(b"abc"))
+    async with open_api(engine, otlp_traces_endpoint=receiver.url) as api:
+        headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
+        answer = await api.http.post("/v1/completions", json=BODY | {"n": 2}, headers=headers)
+        await api.http.get("/v1/models")
+        alone = await api.http.post("/v1/completions", json=BODY, headers={"traceparent": "nonsense"})
+    receiver.server.shutdown()
+    assert set(receiver.paths) == {"/v1/traces"}
+    assert receiver.services == {"quire"}
+    roots = [span for span in receiver.spans if span.name == "llm_request"]
+    ours = next(span for span in roots if span.trace_id.hex() == TRACE)
+    assert ours.parent_span_id.hex() == PARENT
+    told = {each.key: each.value for each in ours.attributes}
+    assert told["gen_ai.response.id"].string_value == answer.json()["id"]
+    assert told["quire.request_id"].string_value == "mine"
+    assert told["gen_ai.usage.output_tokens"].int_value == 0, "a fake engine has no records of steps"
+    assert told["http.response.status_code"].int_value == 200
+    parts = [span for span in receiver.spans if span.parent_span_id == ours.span_id]
+    assert [span.name for span in parts] == ["queued", "queued"]
+    for span in parts:
+        assert ours.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= ours.end_time_unix_nano
+    (other,) = [span for span in roots if span is not ours]
+    assert other.parent_span_id == b""
+    assert {each.key: each.value.string_value for each in other.attributes}["gen_ai.request.id"] == alone.json()["id"]
+
+
+def test_an_endpoint_that_is_no_address_is_refused_by_name() -> None:
+    for wrong in ("localhost:4317", "ftp://x", ""):
+        with pytest.raises(ConfigError, match="otlp_traces_endpoint"):
+            otlp_exporter(wrong)

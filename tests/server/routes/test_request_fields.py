@@ -1,0 +1,273 @@
+"""Fields of a request that are neither sampling's usual ones nor a feature of their own, streamed and whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+import tokenizers
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.types import TokenLogprob
+from quire.server.generation.prompts import INFILL_MARKS, infill
+from quire.server.generation.sampling_params import bad_words_ids
+from quire.server.protocol.common import RepetitionDetection
+from tests.server.api import Api, open_api
+from tests.server.fake import FakeEngine, hashed, scripted
+from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
+
+EOS = 258
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def ids(text: str) -> list[int]:
+    return byte_level_tokenizer().tokenizer.encode(text)
+
+
+async def test_allowed_tokens_and_bad_words_reach_the_engine(api: Api) -> None:
+    body = {"max_tokens": 1, "allowed_token_ids": [65, 66], "bad_words": ["ab", " c"]}
+    await api.post(COMPLETIONS, {**body, "prompt": "x"})
+    await api.post(CHAT, {**body, "messages": HELLO})
+    for request in api.engine.seen:
+        assert request.params.allowed_token_ids == (65, 66)
+        assert request.params.bad_words_ids == (tuple(b"ab"), tuple(b" ab"), tuple(b"c"), tuple(b" c"))
+    await api.post(COMPLETIONS, {"prompt": "x", "allowed_token_ids": None, "bad_words": []})
+    assert api.engine.seen[-1].params.allowed_token_ids is None
+    assert api.engine.seen[-1].params.bad_words_ids == ()
+
+
+@pytest.mark.parametrize("named", [sentence_piece_tokenizer(), *real_tokenizers()], ids=lambda named: named.name)
+def test_bad_words_are_met_at_the_beginning_and_behind_a_space(named: Any) -> None:
+    forms = bad_words_ids(["ab"], named.tokenizer)
+    for text in ("ab", " ab"):
+        assert tuple(named.tokenizer.encode(text, add_special_tokens=False)) in forms
+
+
+@pytest.mark.parametrize("text", ["aé", "ab"])
+async def test_token_ids(text: str) -> None:
+    async with open_api(FakeEngine(scripted(text.encode(), EOS), eos=[EOS])) as api:
+        body = {"prompt": ["Hi", "x"], "return_token_ids": True, "n": 2}
+        whole = (await api.post(COMPLETIONS, body))["choices"]
+        assert [choice["prompt_token_ids"] for choice in whole] == [ids("Hi")] * 2 + [ids("x")] * 2
+        assert [choice["token_ids"] for choice in whole] == [[*ids(text), EOS]] * 4
+        streamed: dict[int, list[Any]] = {}
+        for event in await api.events(COMPLETIONS, body):
+            streamed.setdefault(event["choices"][0]["index"], []).append(event["choices"][0])
+        for index, chunks in streamed.items():
+            assert chunks[0]["prompt_token_ids"] == whole[index]["prompt_token_ids"]
+            assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+            assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == whole[index]["token_ids"]
+        plain = await api.post(COMPLETIONS, {"prompt": "Hi"})
+        assert not {"token_ids", "prompt_token_ids"} & set(plain["choices"][0])
+
+
+async def test_token_ids_of_a_chat() -> None:
+    async with open_api(FakeEngine(scripted(b"abc", EOS), eos=[EOS])) as api:
+        body = {"messages": HELLO, "return_token_ids": True}
+        whole = await api.post(CHAT, body)
+        assert whole["prompt_token_ids"] == api.engine.seen[0].prompt_ids
+        assert whole["choices"][0]["token_ids"] == [*b"abc", EOS]
+        events = await api.events(CHAT, body)
+        assert [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event] == [
+            whole["prompt_token_ids"]
+        ]
+        assert [token for event in events for token in event["choices"][0].get("token_ids", [])] == [*b"abc", EOS]
+
+
+async def test_token_ids_end_where_a_stop_string_does() -> None:
+    async with open_api(FakeEngine(scripted(b"one two", EOS), eos=[EOS], burst=10)) as api:
+        body = {"prompt": "x", "return_token_ids": True, "stop": "e t"}
+        whole = (await api.post(COMPLETIONS, body))["choices"][0]
+        assert (whole["text"], whole["token_ids"]) == ("on", [*b"one t"])
+        echoed = await api.post(COMPLETIONS, {**body, "echo": True, "max_tokens": 0})
+        assert (echoed["choices"][0]["text"], echoed["choices"][0]["token_ids"]) == ("x", [])
+
+
+async def test_logprobs_may_name_tokens_by_id() -> None:
+    async with open_api(FakeEngine(scripted("é".encode(), EOS), eos=[EOS])) as api:
+        shown = {"return_tokens_as_token_ids": True}
+        answer = await api.post(COMPLETIONS, {"prompt": "x", "logprobs": 2, **shown})
+        logprobs = answer["choices"][0]["logprobs"]
+        assert logprobs["tokens"] == ["token_id:195", "token_id:169"]
+        assert logprobs["top_logprobs"][0] == {"token_id:195": -0.5, "token_id:196": -1.5}
+        body = {"messages": HELLO, "logprobs": True, "top_logprobs": 1, **shown}
+        first = (await api.post(CHAT, body))["choices"][0]["logprobs"]["content"][0]
+        assert (first["token"], first["bytes"]) == ("token_id:195", [195])
+        assert first["top_logprobs"][0]["token"] == "token_id:195"
+        events = await api.events(CHAT, body)
+        assert next(e["choices"][0]["logprobs"]["content"][0] for e in events if e["choices"][0]["logprobs"]) == first
+
+
+async def test_long_prompts_are_truncated_on_request(api: Api) -> None:
+    async def seen(path: str, **body: Any) -> list[int]:
+        await api.post(path, body)
+        return api.engine.seen[-1].prompt_ids
+
+    long = "".join(chr(97 + i % 26) for i in range(600))
+    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=7) == ids(long[-7:])
+    assert await seen(COMPLETIONS, prompt="abc", truncate_prompt_tokens=7) == ids("abc")
+    assert await seen(COMPLETIONS, prompt=ids(long), truncate_prompt_tokens=3) == ids(long[-3:])
+    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=12) == ids(long[-500:])
+    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1) == ids(long[-496:])
+    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=512) == ids(long[-1:])
+    chat = [{"role": "user", "content": long}]
+    rendered = f"<|im_start|>user\n{long}<|im_end|>\n<|im_start|>assistant\n"
+    assert await seen(CHAT, messages=chat, truncate_prompt_tokens=-1) == ids(rendered)[-511:]
+    assert await seen(CHAT, messages=chat, truncate_prompt_tokens=40, max_tokens=5) == ids(rendered)[-40:]
+    echoed = await api.post(COMPLETIONS, {"prompt": "abcdef", "truncate_prompt_tokens": 2, "echo": True})
+    assert echoed["choices"][0]["text"].startswith("ef")
+    assert echoed["usage"]["prompt_tokens"] == 2
+    await api.post(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": 512}, 400)
+
+
+async def test_prompt_logprobs() -> None:
+    async with open_api(FakeEngine(scripted(b"c", EOS), eos=[EOS])) as api:
+        expected = [
+            None,
+            {
+                "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
+                "99": {"logprob": -1.5, "rank": 2, "decoded_token": "c"},
+            },
+        ]
+        answer = await api.post(COMPLETIONS, {"prompt": "ab", "prompt_logprobs": 2, "n": 2})
+        assert [choice["prompt_logprobs"] for choice in answer["choices"]] == [expected] * 2
+        assert answer["choices"][0]["logprobs"] is None
+        # Beside echo's own: each has as many as it asked for.
+        body = {"prompt": "ab", "prompt_logprobs": 2, "echo": True, "logprobs": 1}
+        choice = (await api.post(COMPLETIONS, body))["choices"][0]
+        assert choice["prompt_logprobs"] == expected
+        assert choice["logprobs"]["top_logprobs"] == [None, {"b": -0.5}, {"c": -0.5}]
+        choice = (await api.post(COMPLETIONS, {**body, "logprobs": None}))["choices"][0]
+        assert (choice["logprobs"], choice["prompt_logprobs"]) == (None, expected)
+        choice = (await api.post(COMPLETIONS, {**body, "prompt_logprobs": 0, "logprobs": 2}))["choices"][0]
+        assert [list(each or ()) for each in choice["prompt_logprobs"]] == [[], ["98"]]
+        chat = await api.post(CHAT, {"messages": HELLO, "prompt_logprobs": 1})
+        assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
+        assert chat["prompt_logprobs"][1][str(ord("u"))]["decoded_token"] == "u"
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": "Hello"}), (CHAT, {"messages": HELLO})])
+async def test_usage_in_every_chunk(path: str, prompt: dict[str, Any]) -> None:
+    async with open_api(FakeEngine(scripted(b"abcd", EOS), eos=[EOS])) as api:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await api.events(path, {**prompt, "stream_options": options})
+        counts = [event["usage"]["completion_tokens"] for event in events]
+        assert counts == [0] * (path == CHAT) + [1, 2, 3, 4, 5, 5]
+        whole = await api.post(path, prompt)
+        assert events[-1]["usage"] == events[-2]["usage"] == whole["usage"]
+        only = {"continuous_usage_stats": True}
+        assert all("usage" not in event for event in await api.events(path, {**prompt, "stream_options": only}))
+
+
+async def test_the_best_of_several_by_mean_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake's tokens are as likely as their ids are high, so that the ranking can be computed from the texts."""
+    monkeypatch.setattr("tests.server.fake.logprob", lambda token, top: TokenLogprob(token, -1.0 / token, 1, []))
+    engine = FakeEngine(hashed([*b"abcdefgh", EOS]), eos=[EOS])
+    async with open_api(engine) as api:
+        body = {"prompt": ["x", "y"], "max_tokens": 6, "seed": 4, "return_token_ids": True}
+        everything = await api.post(COMPLETIONS, {**body, "n": 5})
+        best = await api.post(COMPLETIONS, {**body, "n": 2, "best_of": 5})
+        assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+        assert best["usage"] == everything["usage"]
+        assert best["choices"][0]["logprobs"] is None
+
+        def mean(choice: dict[str, Any]) -> float:
+            return sum(-1.0 / token for token in choice["token_ids"]) / len(choice["token_ids"])
+
+        wanted = []
+        for first in (0, 5):
+            wanted += sorted(everything["choices"][first : first + 5], key=mean, reverse=True)[:2]
+        assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in wanted]
+        assert [choice["text"] for choice in wanted] != [everything["choices"][i]["text"] for i in (0, 1, 5, 6)]
+        same = await api.post(COMPLETIONS, {**body, "n": 5, "best_of": 5})
+        assert same["choices"] == everything["choices"]
+        await api.events(COMPLETIONS, {**body, "n": 2, "best_of": 2})
+
+
+def test_a_repetition_is_as_vllm_has_it() -> None:
+    """The expectation slices the end into patterns and compares them whole."""
+    generator = random.Random(1)
+    for _ in range(3000):
+        ids = [generator.randrange(2) for _ in range(generator.randrange(1, 14))]
+        low, count = generator.randrange(4), generator.randrange(2, 5)
+        high = low + generator.randrange(1, 3)
+        wanted = any(
+            size * count <= len(ids) and ids[-size * count :] == ids[-size:] * count
+            for size in range(max(1, low), high + 1)
+        )
+        rule = RepetitionDetection(min_pattern_size=low, max_pattern_size=high, min_count=count)
+        assert rule.fits(ids) is wanted
+
+
+@pytest.mark.parametrize("burst", [1, 5, 50])
+async def test_an_answer_that_repeats_itself_is_ended(burst: int) -> None:
+    engine = FakeEngine(scripted(b"xabcabcabcabc", EOS), eos=[EOS], burst=burst)
+    async with open_api(engine) as api:
+        rule = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 3}
+        for path, prompt in ((COMPLETIONS, {"prompt": "x"}), (CHAT, {"messages": HELLO})):
+            body = {**prompt, "max_tokens": 50, "repetition_detection": rule, "return_token_ids": True}
+            choice = (whole := await api.post(path, body))["choices"][0]
+            text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+            assert (text, choice["finish_reason"]) == ("xabcabcabc", "repetition")
+            assert (choice["stop_reason"], choice["token_ids"]) == ("repetition_detected", [*b"xabcabcabc"])
+            assert whole["usage"]["completion_tokens"] == 10
+            last = (await api.events(path, body))[-1]["choices"][0]
+            assert (last["finish_reason"], last["stop_reason"]) == ("repetition", "repetition_detected")
+        for more in ({"min_tokens": 12}, {"stop": "bcabc"}, {"repetition_detection": {}}):
+            choice = (await api.post(COMPLETIONS, {**body, "prompt": "x", **more}))["choices"][0]
+            kept = {"min_tokens": "xabcabcabcab", "stop": "xa", "repetition_detection": "xabcabcabcabc"}[
+                next(iter(more))
+            ]
+            assert choice["text"] == kept
+
+
+@pytest.mark.parametrize("marks", INFILL_MARKS)
+async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
+    engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
+    async with open_api(engine) as api:
+        backend = api.app.state.serving.tokenizer.backend
+        backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
+        before, between, middle = (backend.token_to_id(mark) for mark in marks)
+        for prompt in ("Hi", ids("Hi")):
+            answer = await api.post(COMPLETIONS, {"prompt": prompt, "suffix": "xy"})
+            assert engine.seen[-1].prompt_ids == [before, *b"Hi", between, *b"xy", middle]
+            assert answer["choices"][0]["text"] == "ab"
+        await api.post(COMPLETIONS, {"prompt": "Hi", "suffix": ""})
+        assert engine.seen[-1].prompt_ids == ids("Hi")
+
+
+async def test_a_suffix_begins_without_sentence_pieces_space(api: Api) -> None:
+    tokenizer = sentence_piece_tokenizer().tokenizer
+    marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
+    tokenizer.backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
+    before, between, middle = map(tokenizer.backend.token_to_id, marks)
+    api.app.state.serving = dataclasses.replace(api.app.state.serving, tokenizer=tokenizer)
+    await api.post(COMPLETIONS, {"prompt": "ab", "suffix": "ab"})
+    spaced, bare = map(tokenizer.backend.token_to_id, ("\u2581ab", "ab"))
+    assert api.engine.seen[-1].prompt_ids == [1, before, spaced, between, bare, middle]
+
+
+async def test_codestral_reads_the_suffix_first() -> None:
+    engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
+    async with open_api(engine) as api:
+        backend = api.app.state.serving.tokenizer.backend
+        backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in ("[PREFIX]", "[SUFFIX]")])
+        prefix, suffix = map(backend.token_to_id, ("[PREFIX]", "[SUFFIX]"))
+        await api.post(COMPLETIONS, {"prompt": "Hi", "suffix": "xy"})
+        assert engine.seen[-1].prompt_ids == [suffix, *b"xy", prefix, *b"Hi"]
+
+
+@pytest.mark.parametrize("named", real_tokenizers(), ids=lambda named: named.name)
+def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
+    tokenizer = named.tokenizer
+    marks = next((marks for marks in INFILL_MARKS if None not in map(tokenizer.backend.token_to_id, marks)), None)
+    prompt, suffix = (tokenizer.encode(text, add_special_tokens=False) for text in ("def f(x):", " return y"))
+    if marks is None:
+        with pytest.raises(InvalidRequest, match="no fill-in-the-middle"):
+            infill(tokenizer, prompt, suffix, add_special_tokens=True)
+    else:
+        whole = f"{marks[0]}def f(x):{marks[1]} return y{marks[2]}"
+        assert infill(tokenizer, prompt, suffix, add_special_tokens=True) == tokenizer.encode(whole)
