@@ -16,8 +16,8 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.grammar import GrammarCompiler, json_grammar, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar, SamplingParams
-from quire.server.generation.reasoning import ReasoningFormat
-from quire.server.generation.structured import GrammarChecker, after_thinking
+from quire.server.formats.grammars import GrammarChecker, after_thinking
+from quire.server.formats.reasoning import ReasoningFormat
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.texts import byte_level_tokenizer

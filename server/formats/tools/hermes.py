@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.server.generation.tools.format import Token, Tool, ToolFormat, Tools
-from quire.server.generation.tools.json_calls import read_call
-from quire.server.generation.tools.lark import grammar_of, json_call, text
-from quire.server.generation.tools.sink import Sink
-from quire.server.generation.tools.source import Source, Steps
+from quire.server.formats.tools.format import Token, Tool, ToolFormat, Tools
+from quire.server.formats.tools.json_calls import read_call
+from quire.server.formats.tools.lark import grammar_of, json_call, text
+from quire.server.formats.tools.sink import Sink
+from quire.server.formats.tools.source import Source, Steps
 
 
 class Hermes(ToolFormat):

@@ -7,12 +7,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from quire.server.generation.tools import strict_json
-from quire.server.generation.tools.format import Token, Tool, ToolFormat, Tools
-from quire.server.generation.tools.json_calls import read_call
-from quire.server.generation.tools.lark import grammar_of, json_call, keyword_call, text
-from quire.server.generation.tools.sink import Sink
-from quire.server.generation.tools.source import LONGEST_NAME, Source, Steps
+from quire.server.formats.tools import strict_json
+from quire.server.formats.tools.format import Token, Tool, ToolFormat, Tools
+from quire.server.formats.tools.json_calls import read_call
+from quire.server.formats.tools.lark import grammar_of, json_call, keyword_call, text
+from quire.server.formats.tools.sink import Sink
+from quire.server.formats.tools.source import LONGEST_NAME, Source, Steps
 
 
 class LlamaJson(ToolFormat):

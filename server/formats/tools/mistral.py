@@ -7,11 +7,11 @@ import secrets
 import string
 from collections.abc import Sequence
 
-from quire.server.generation.tools.format import Token, Tool, ToolFormat, Tools
-from quire.server.generation.tools.json_calls import read_arguments, read_call
-from quire.server.generation.tools.lark import arguments_of, grammar_of, json_call, text
-from quire.server.generation.tools.sink import Sink
-from quire.server.generation.tools.source import Source, Steps
+from quire.server.formats.tools.format import Token, Tool, ToolFormat, Tools
+from quire.server.formats.tools.json_calls import read_arguments, read_call
+from quire.server.formats.tools.lark import arguments_of, grammar_of, json_call, text
+from quire.server.formats.tools.sink import Sink
+from quire.server.formats.tools.source import Source, Steps
 
 NAME = re.compile(r"\s*([\w.:/-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?")
 ID_CHARACTERS = string.ascii_letters + string.digits

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from quire.server.generation.tools.format import Token, Tool, ToolFormat, Tools
-from quire.server.generation.tools.json_calls import read_arguments
-from quire.server.generation.tools.lark import arguments_of, grammar_of, text
-from quire.server.generation.tools.sink import Sink
-from quire.server.generation.tools.source import Source, Steps
+from quire.server.formats.tools.format import Token, Tool, ToolFormat, Tools
+from quire.server.formats.tools.json_calls import read_arguments
+from quire.server.formats.tools.lark import arguments_of, grammar_of, text
+from quire.server.formats.tools.sink import Sink
+from quire.server.formats.tools.source import Source, Steps
 
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"

@@ -1,4 +1,4 @@
-"""What a chat request says of tools: which the model is shown, whether calls are looked for, what it must call."""
+"""The tools of a chat request: which of them the model is shown, whether calls are looked for, what it must call."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar
-from quire.server.generation.tools.format import ANY_OBJECT, Tool, ToolFormat
-from quire.server.generation.tools.lark import text
+from quire.server.formats.tools.format import ANY_OBJECT, Tool, ToolFormat
+from quire.server.formats.tools.lark import text
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.tools import NamedTool
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tools of one request."""
+    """The use that one request makes of tools."""
 
     shown: list[dict[str, Any]] | None = None
-    """For the template; None: the model hears of none."""
+    """The tools that the template shows the model; None: it shows none."""
     format: ToolFormat | None = None
     """None: calls are not looked for."""
     known: Mapping[str, Tool] = field(default_factory=dict)
     must_call: Sequence[Tool] = ()
     """The answer is a call of one of these; empty: the model decides."""
     strict: bool = False
-    """Calls that the model decides on have arguments of their schema."""
+    """Arguments follow their schema in calls that the model decides on, too."""
     parallel: bool = True
 
     def grammar(self, tokenizer: Tokenizer, *, alone: bool = False) -> Grammar | None:
-        """What an answer follows that must call, or whose calls are strict; `alone`: any calls, without text beside
-        them. Raises InvalidRequest for a tool that no grammar can be made of."""
+        """The grammar of an answer that must call a tool, or whose calls are strict; None: it is free.
+
+        `alone`: the grammar is one of calls without text beside them, strict or not. Raises InvalidRequest for a tool
+        that no grammar can be made of.
+        """
         if self.format is None or not (self.must_call or self.strict or alone):
             return None
         tools, must = self.must_call or list(self.known.values()), alone or bool(self.must_call)
@@ -79,7 +82,7 @@ def tool_use(body: ChatRequest, format: ToolFormat | None) -> ToolUse:
 
 
 def _parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
-    """The schema of the arguments, of whose shape parsers and grammars may rely on the first level."""
+    """The schema of the arguments. Parsers and grammars rely on what is checked here: the form of its first level."""
     if not schema:
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}
     place = f"tools[{index}].function.parameters"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from quire.engine.text.grammar import json_rule
-from quire.server.generation.tools.format import Schema, Tool
+from quire.server.formats.tools.format import Schema, Tool
 
 XML_VALUE_END = "\n</parameter>\n"
 RULES = f"xml_value[suffix={json.dumps(XML_VALUE_END)}]: /(?s:.*)/\n"

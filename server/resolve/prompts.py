@@ -1,23 +1,24 @@
-"""What to continue: the prompt forms of a completion, and a chat rendered by its template, as token ids."""
+"""Token ids of prompts: of a completion, in each of its forms, and of a chat, rendered by its template."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.generation.sampling_params import check_text, check_token_id
+from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import GenerationBody
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from quire.server.served_model import Serving
+from quire.server.resolve.checks import check_length, check_text, check_token_id
+from quire.server.served_model import ServedModel
 
 LONG_TEXT = 8_000
-"""Characters from which on tokenizing (about 1 us each) would hold up other streams, and goes to a thread."""
+"""Characters. Texts of this length or more are tokenized in a thread: at about 1 us per character they would hold up
+other streams."""
 MAX_PROMPTS = 2048
 INFILL_MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
@@ -26,20 +27,13 @@ INFILL_MARKS = (
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
 )
-"""What stands before the prompt, before the suffix, and before what is to be filled in."""
+"""The marks before the prompt, before the suffix, and before the text to be filled in."""
 CODESTRAL_MARKS = ("[SUFFIX]", "[PREFIX]")
-"""What stands before the suffix, and before the prompt, which comes last and is continued."""
+"""The marks before the suffix and before the prompt, which comes last and is continued."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    ids: list[int]
-    text: str
-    """What `echo` repeats."""
-
-
-async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[Prompt]:
-    """At least one. Raises InvalidRequest naming the parameter."""
+async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
+    """The prompts, at least one. Raises InvalidRequest naming the parameter."""
     prompt = body.prompt
     given: Sequence[str | list[int]]
     if isinstance(prompt, str):
@@ -54,35 +48,37 @@ async def completion_prompts(body: CompletionRequest, serving: Serving) -> list[
         raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
     texts = [one for one in given if isinstance(one, str)]
     special = body.add_special_tokens and not body.suffix
-    encoded = iter(await encode(serving.tokenizer, texts, special, "prompt"))
+    encoded = iter(await encode(model.tokenizer, texts, special, "prompt"))
     prompts = []
     for one in given:
         if isinstance(one, str):
             prompts.append(Prompt(next(encoded), one))
         else:
             for token_id in one:
-                check_token_id(token_id, serving.vocab_size, "prompt")
-            text = serving.tokenizer.decode(one, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
+                check_token_id(token_id, model.vocab_size, "prompt")
+            text = model.tokenizer.decode(one, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
             prompts.append(Prompt(one, text))
     if body.suffix:
-        # SentencePiece's kind would put a space before it, which is not there behind a mark.
-        lead = "\u263a" if serving.tokenizer.strips_first_space else ""
-        lead_ids, suffix = await encode(serving.tokenizer, [lead, lead + body.suffix], False, "suffix")
+        # A SentencePiece tokenizer would put a space before the suffix, but behind a mark there is none.
+        lead = "\u263a" if model.tokenizer.strips_first_space else ""
+        lead_ids, suffix = await encode(model.tokenizer, [lead, lead + body.suffix], False, "suffix")
         suffix = suffix[len(lead_ids) :]
         begin = body.add_special_tokens
-        filled = [infill(serving.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
+        filled = [infill(model.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
         prompts = [Prompt(ids, "") for ids in filled]
-    prompts = [truncated(each, body, room(body.max_tokens, DEFAULT_MAX_TOKENS, serving), serving) for each in prompts]
+    prompts = [truncated(each, body, room(body.max_tokens, DEFAULT_MAX_TOKENS, model), model) for each in prompts]
     for each in prompts:
-        check_length(each.ids, serving.info.max_model_len, "prompt")
+        check_length(each.ids, model.context_length, "prompt")
     return prompts
 
 
 def infill(
     tokenizer: Tokenizer, prompt: Sequence[int], suffix: Sequence[int], *, add_special_tokens: bool
 ) -> list[int]:
-    """Fill in the middle (Bavarian et al., 2022): token ids of the whole as models trained for it read them; prompt and
-    suffix come without special tokens. Raises InvalidRequest."""
+    """Fill in the middle (Bavarian et al., 2022): the token ids that a model trained for it reads.
+
+    prompt and suffix are token ids without special tokens. Raises InvalidRequest for a model without such marks.
+    """
     begin = tokenizer.encode("", add_special_tokens=add_special_tokens)
     for marks in (*INFILL_MARKS, CODESTRAL_MARKS):
         match [token_id for mark in marks if (token_id := tokenizer.backend.token_to_id(mark)) is not None]:
@@ -95,15 +91,20 @@ def infill(
     )
 
 
-async def chat_prompt(body: ChatRequest, serving: Serving, tools: Sequence[dict[str, Any]] | None) -> Prompt:
-    """The conversation as the model's template writes it. Raises InvalidRequest naming the parameter."""
-    longest = serving.info.max_model_len
-    if len(body.messages) > longest:  # each takes a token at least, and templates take their time
+async def chat_prompt(
+    body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
+) -> Prompt:
+    """The conversation as its template writes it; `trusted`: a request may bring a template of its own.
+
+    Raises InvalidRequest naming the parameter.
+    """
+    longest = model.context_length
+    if len(body.messages) > longest:  # Each message takes a token at least, and templates are slow.
         raise ContextLengthExceeded(
             f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
             param="messages",
         )
-    text = renderer_for(body.chat_template, serving).render(
+    text = renderer_for(body.chat_template, model, trusted=trusted).render(
         [message.as_dict() for message in body.messages],
         tools=tools,
         documents=body.documents,
@@ -111,35 +112,35 @@ async def chat_prompt(body: ChatRequest, serving: Serving, tools: Sequence[dict[
         continue_final_message=body.continue_final_message,
         variables=body.template_variables,
     )
-    (ids,) = await encode(serving.tokenizer, [text], body.add_special_tokens, "messages")
-    prompt = truncated(Prompt(ids, ""), body, room(body.max_completion_tokens or body.max_tokens, 1, serving), serving)
-    check_length(prompt.ids, serving.info.max_model_len, "messages")
+    (ids,) = await encode(model.tokenizer, [text], body.add_special_tokens, "messages")
+    prompt = truncated(Prompt(ids, ""), body, room(body.max_completion_tokens or body.max_tokens, 1, model), model)
+    check_length(prompt.ids, model.context_length, "messages")
     return prompt
 
 
-def renderer_for(chat_template: str | None, serving: Serving) -> ChatRenderer:
-    """The model's, or one of a request's own template where that is allowed. Raises InvalidRequest."""
+def renderer_for(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
+    """The model's renderer, or one of a request's own template, which must be `trusted`. Raises InvalidRequest."""
     if chat_template is None:
-        return serving.renderer
-    if not serving.config.trust_request_chat_template:
+        return model.renderer
+    if not trusted:
         raise InvalidRequest(
             "chat_template is not allowed in requests; the server's operator may pass --trust-request-chat-template",
             param="chat_template",
         )
-    return serving.renderer.with_template(chat_template)
+    return model.renderer.with_template(chat_template)
 
 
-def room(max_tokens: int | None, default: int, serving: Serving) -> int:
-    """Tokens that the context has for a prompt beside its answer, at least one."""
-    return max(1, serving.info.max_model_len - max(1, default if max_tokens is None else max_tokens))
+def room(max_tokens: int | None, default: int, model: ServedModel) -> int:
+    """Tokens of the context that the answer leaves to the prompt, at least one."""
+    return max(1, model.context_length - max(1, default if max_tokens is None else max_tokens))
 
 
-def truncated(prompt: Prompt, body: GenerationBody, room: int, serving: Serving) -> Prompt:
-    """The prompt's last truncate_prompt_tokens tokens, all that fits for -1. Raises InvalidRequest."""
+def truncated(prompt: Prompt, body: GenerationBody, room: int, model: ServedModel) -> Prompt:
+    """The prompt's last truncate_prompt_tokens tokens; for -1 the last `room` tokens. Raises InvalidRequest."""
     limit = body.truncate_prompt_tokens
     if limit is None:
         return prompt
-    longest = serving.info.max_model_len
+    longest = model.context_length
     if limit == 0 or limit > longest:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or from 1 to the context length, {longest}; got {limit}",
@@ -149,26 +150,14 @@ def truncated(prompt: Prompt, body: GenerationBody, room: int, serving: Serving)
     if len(prompt.ids) <= limit:
         return prompt
     ids = prompt.ids[-limit:]
-    text = serving.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) if prompt.text else ""
+    text = model.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) if prompt.text else ""
     return Prompt(ids, text)
 
 
 async def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
-    """Token ids of each text; long ones in a thread."""
+    """Token ids of each text; long texts are encoded in a thread."""
     for text in texts:
         check_text(text, param)
     if sum(map(len, texts)) < LONG_TEXT:
         return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)
-
-
-def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
-    """There must be a token to continue, and room for one more."""
-    if not ids:
-        raise InvalidRequest(f"{param} must not be empty", param=param)
-    if len(ids) >= max_model_len:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {max_model_len} tokens, but {param} came to {len(ids)} tokens, "
-            "which leaves no room for an answer. Please shorten it",
-            param=param,
-        )

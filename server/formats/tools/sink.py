@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.server.generation.tools import strict_json
+from quire.server.formats.tools import strict_json
 
 
 @dataclass(frozen=True, slots=True)

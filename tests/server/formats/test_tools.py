@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.server.config import ToolCallParser
-from quire.server.generation.tools.format import Tool, ToolFormat, ToolParser
-from quire.server.generation.tools.table import TABLE, tool_format
+from quire.server.formats.tools.format import Tool, ToolFormat, ToolParser
+from quire.server.formats.tools.table import TABLE, tool_format
 from tests.texts import real_tokenizers, shared
 
 TOOLS = {

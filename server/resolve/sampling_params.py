@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import SamplingParams
 from quire.server.protocol.common import GenerationBody
-
-if TYPE_CHECKING:
-    from quire.server.served_model import Serving
+from quire.server.resolve.checks import check_text, check_token_id
+from quire.server.served_model import ServedModel
 
 
 def sampling_params(
     body: GenerationBody,
-    serving: Serving,
+    model: ServedModel,
     *,
     max_tokens: int | None,
     max_tokens_name: str = "max_tokens",
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """What the body says, or else the model's generation_config.json. Raises InvalidRequest naming the parameter."""
-    defaults, max_model_len = serving.defaults, serving.info.max_model_len
+    """The body's values, by default those of the model's generation_config.json.
+
+    Raises InvalidRequest naming the parameter.
+    """
+    defaults, max_model_len = model.sampling_defaults, model.context_length
     if max_tokens is not None and max_tokens > max_model_len:
         raise InvalidRequest(
             f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
@@ -37,7 +38,7 @@ def sampling_params(
         ("allowed_token_ids", body.allowed_token_ids),
     ):
         for token_id in ids or ():
-            check_token_id(token_id, serving.vocab_size, name)
+            check_token_id(token_id, model.vocab_size, name)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     for text in stop:
         check_text(text, "stop")
@@ -53,7 +54,7 @@ def sampling_params(
         frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias or None,
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
-        bad_words_ids=bad_words_ids(body.bad_words, serving.tokenizer),
+        bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
         max_tokens=max_tokens,
         min_tokens=body.min_tokens,
         stop=stop,
@@ -68,10 +69,10 @@ def sampling_params(
 
 
 def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word as a text begins with it, and as it follows a space. Raises InvalidRequest.
+    """Token sequences of each word at the beginning of a text, and behind a space. Raises InvalidRequest.
 
-    vLLM's rule, except that the second form is left out by vLLM when it has another number of tokens than the first;
-    the word would slip through.
+    This is vLLM's rule with one exception: vLLM leaves out the second form when it has another number of tokens than
+    the first, and lets the word through.
     """
     for word in words:
         check_text(word, "bad_words")
@@ -79,29 +80,6 @@ def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int
             raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
     forms = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     return tuple(dict.fromkeys(map(tuple, tokenizer.encode_batch(forms, add_special_tokens=False))))
-
-
-def check_logprobs(name: str, value: int | None, max_logprobs: int) -> None:
-    if value is not None and value > max_logprobs:
-        raise InvalidRequest(f"{name} must be at most {max_logprobs}, got {value}", param=name)
-
-
-def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
-    if not 0 <= token_id < vocab_size:
-        raise InvalidRequest(
-            f"{param} contains token id {token_id}, which is outside the vocabulary (0 to {vocab_size - 1})",
-            param=param,
-        )
-
-
-def check_text(text: str, param: str) -> None:
-    """JSON can spell half a surrogate pair, which no encoding has."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(
-            f"{param} contains half of a surrogate pair, which is not a character", param=param
-        ) from None
 
 
 def _first(*values: float | None) -> float:

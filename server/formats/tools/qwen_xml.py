@@ -10,11 +10,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from quire.server.generation.tools import strict_json
-from quire.server.generation.tools.format import Schema, Token, Tool, ToolFormat, Tools
-from quire.server.generation.tools.lark import grammar_of, text, xml_parameters
-from quire.server.generation.tools.sink import Sink
-from quire.server.generation.tools.source import Source, Steps, held_back
+from quire.server.formats.tools import strict_json
+from quire.server.formats.tools.format import Schema, Token, Tool, ToolFormat, Tools
+from quire.server.formats.tools.lark import grammar_of, text, xml_parameters
+from quire.server.formats.tools.sink import Sink
+from quire.server.formats.tools.source import Source, Steps, held_back
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

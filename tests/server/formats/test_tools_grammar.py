@@ -15,12 +15,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from quire.engine.text.grammar import GrammarCompiler, json_grammar, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar
-from quire.server.generation.reasoning import ReasoningFormat
-from quire.server.generation.structured import after_thinking, either
-from quire.server.generation.tools.format import ToolParser
-from quire.server.generation.tools.request import tool_use
-from quire.server.generation.tools.table import TABLE, Row
+from quire.server.formats.grammars import after_thinking, either
+from quire.server.formats.reasoning import ReasoningFormat
+from quire.server.formats.tools.format import ToolParser
+from quire.server.formats.tools.table import TABLE, Row
 from quire.server.protocol.chat import ChatRequest
+from quire.server.resolve.tools import tool_use
 from tests.texts import BYTES
 
 TOOLS = [

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from openai import BadRequestError
 
 from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import SamplingParams
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
+from quire.server.formats.tools.sink import CallDelta
 from quire.server.generation.answers.chat import ChatWriter
-from quire.server.generation.answers.head import Head
 from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.tools.sink import CallDelta
-from quire.server.protocol.chat import ChatRequest
+from quire.server.generation.spec import GenerationSpec, Prompt
 from tests.server.api import Api, open_api, parse_events
 from tests.server.fake import FakeEngine, scripted
-from tests.server.generation.test_tools import PARTS, ROME, TWO_CALLS, slowly
-from tests.server.generation.test_tools_grammar import make_tokenizer
+from tests.server.formats.test_tools import PARTS, ROME, TWO_CALLS, slowly
+from tests.server.formats.test_tools_grammar import make_tokenizer
 from tests.texts import CHATML, byte_level_tokenizer, shared
 
 EOS = 258
@@ -179,8 +179,8 @@ async def test_max_tokens_gives_length_and_what_there_is(length: int) -> None:
 def test_what_one_step_brings_comes_in_order() -> None:
     """With several tokens per step, content and the call behind it are in one delta."""
     tokenizer = byte_level_tokenizer().tokenizer
-    body = ChatRequest.model_validate({"messages": HELLO})
-    writer = ChatWriter(Head("id", "m", "fp"), tokenizer, body, logprobs=False)
+    spec = GenerationSpec(id="id", model="m", prompts=[Prompt([1], "")], params=SamplingParams(), keep=1)
+    writer = ChatWriter(spec, tokenizer, "fp")
     calls = (CallDelta(0, id="call_1", name="f"), CallDelta(0, "{}"))
     delta = ChoiceDelta(0, "Hm.", [], "tool_calls", None, reasoning="why", calls=calls)
     events = parse_events(writer.step([delta]).decode())

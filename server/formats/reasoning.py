@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import ThinkingBudget
-from quire.server.generation.tools.source import Source, Steps, held_back
+from quire.server.formats.tools.source import Source, Steps, held_back
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""An assistant's message out of an answer's text: the reasoning split off, then tool calls parsed."""
+"""Reads an assistant's message out of an answer's text: splits off the reasoning, then parses the tool calls."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import msgspec
 
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.config import ServerConfig
-from quire.server.generation.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
-from quire.server.generation.tools.format import Tool, ToolFormat, ToolParser
-from quire.server.generation.tools.sink import CallDelta
-from quire.server.generation.tools.table import tool_format
+from quire.server.formats.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
+from quire.server.formats.tools.format import Tool, ToolFormat, ToolParser
+from quire.server.formats.tools.sink import CallDelta
+from quire.server.formats.tools.table import tool_format
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormats:
-    """How the model writes what is not content."""
+    """How the model writes the parts of an answer that are not content."""
 
     template: str
     """The text of all its chat templates."""
@@ -42,7 +42,7 @@ class MessageDelta(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How one request's answers are to be read."""
+    """How to read the answers of one request."""
 
     reasoning: ReasoningFormat | None = None
     begun: bool | None = None
@@ -55,7 +55,7 @@ class MessageFormat:
     """False: only the first call is kept."""
 
     def shown_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The special tokens that parsing needs to see."""
+        """The special tokens that the parsers read."""
         markers = [] if self.reasoning is None else [self.reasoning.begin, self.reasoning.end]
         if self.tools is not None:
             markers += [*self.tools.markers, *self.tools.other_markers]
@@ -78,8 +78,8 @@ class MessageParser:
         return 0 if self._reasoning is None else self._reasoning.tokens
 
     def push(self, text: str, offsets: Sequence[int], final: bool = False) -> MessageDelta:
-        """What this text adds. `offsets` are the places in the answer where tokens begin that left with it; `final`
-        gives what was held back."""
+        """What this text adds to the message. `offsets` are the places in the answer where its tokens begin; `final`:
+        no text follows, so nothing is held back any more."""
         reasoning = ""
         calls: tuple[CallDelta, ...] = ()
         if self._reasoning is not None:
@@ -89,6 +89,6 @@ class MessageParser:
         return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """An answer that came to its own end with whole calls ends for them."""
+        """The reason as OpenAI gives it: an answer that stopped by itself with whole calls ended for its tool calls."""
         whole = self._tools is not None and self._tools.all_complete
         return "tool_calls" if reason == "stop" and whole else reason

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from quire.server.generation.tools.sink import CallDelta, Sink
-from quire.server.generation.tools.source import Source, Steps, first_of, held_back
+from quire.server.formats.tools.sink import CallDelta, Sink
+from quire.server.formats.tools.source import Source, Steps, first_of, held_back
 
 Schema = Mapping[str, Any]
 ANY_OBJECT: Schema = {"type": "object"}

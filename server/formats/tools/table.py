@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.server.generation.tools.deepseek import CALLS_BEGIN, DeepSeek, DeepSeek31
-from quire.server.generation.tools.format import ToolFormat
-from quire.server.generation.tools.hermes import Hermes
-from quire.server.generation.tools.llama import LlamaJson, Pythonic
-from quire.server.generation.tools.mistral import Mistral, MistralNamed
-from quire.server.generation.tools.qwen_xml import QwenXml, SeedOss
+from quire.server.formats.tools.deepseek import CALLS_BEGIN, DeepSeek, DeepSeek31
+from quire.server.formats.tools.format import ToolFormat
+from quire.server.formats.tools.hermes import Hermes
+from quire.server.formats.tools.llama import LlamaJson, Pythonic
+from quire.server.formats.tools.mistral import Mistral, MistralNamed
+from quire.server.formats.tools.qwen_xml import QwenXml, SeedOss
 
 
 def _other_calls(text: str) -> bool:

@@ -13,10 +13,10 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.types import ThinkingBudget
 from quire.server.config import ReasoningParser as Choices
-from quire.server.generation.reasoning import TABLE, ReasoningFormat, ReasoningParser, reasoning_format, thinking_budget
+from quire.server.formats.reasoning import TABLE, ReasoningFormat, ReasoningParser, reasoning_format, thinking_budget
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
-from tests.server.generation.test_tools import all_cuts, in_pieces
+from tests.server.formats.test_tools import all_cuts, in_pieces
 from tests.texts import CHATML, byte_level_tokenizer, shared
 
 EOS = 258

@@ -6,9 +6,9 @@ import re
 from collections.abc import Container
 from typing import Any
 
-from quire.server.generation.tools import strict_json
-from quire.server.generation.tools.sink import Sink
-from quire.server.generation.tools.source import Source, Steps
+from quire.server.formats.tools import strict_json
+from quire.server.formats.tools.sink import Sink
+from quire.server.formats.tools.source import Source, Steps
 
 HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
