@@ -31,7 +31,7 @@ async def engine_events(request: Request) -> Response:
     """
     serving = serving_of(request)
     watcher = LiveViewStream(serving.live_view)
-    return EventStream(watcher.events(facts(serving)), watcher.close, {})
+    return EventStream(watcher.events(facts(serving)), watcher.close, {}, serving.config)
 
 
 @router.get("/v1/engine/trace", response_model=None)

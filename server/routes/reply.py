@@ -45,7 +45,7 @@ async def reply(
         reservation.settle(generation.usage.prompt_tokens + generation.usage.completion_tokens)
 
     if body.stream:
-        return EventStream(_events(generation, writer, job), close, headers)
+        return EventStream(_events(generation, writer, job), close, headers, serving.config)
     async with closing_on_disconnect(request.receive, close):
         answers = await fold(generation.deltas())
     if not generation.complete:
