@@ -32,7 +32,7 @@ async def engine_events(request: Request) -> Response:
     """
     runtime = runtime_of(request)
     watcher = LiveViewStream(runtime.live_view)
-    return EventStream(watcher.events(facts(runtime, model_of(request))), watcher.close, {})
+    return EventStream(watcher.events(facts(runtime, model_of(request))), watcher.close, {}, runtime.config)
 
 
 @router.get("/v1/engine/trace", response_model=None)

@@ -44,7 +44,7 @@ async def reply(request: Request, spec: GenerationSpec, writer: AnswerWriter) ->
         reservation.settle(generation.usage.total_tokens)
 
     if spec.stream:
-        return EventStream(_events(generation, writer, spec), close, spec.headers)
+        return EventStream(_events(generation, writer, spec), close, spec.headers, runtime.config)
     async with closing_on_disconnect(request.receive, close):
         answers = await fold(generation.deltas())
     if not generation.complete:
