@@ -40,7 +40,7 @@ async def explain(client: httpx.AsyncClient, name: str) -> Any:
 
 
 def check_sums(found: Any) -> None:
-    assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], rel=0.05)
+    assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], abs=0.1)
 
 
 async def test_a_lone_request(server: Server) -> None:

@@ -17,6 +17,8 @@ from tests.e2e.killer.sitecustomize import SEEDS
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS, answer
 
+pytestmark = pytest.mark.slow
+
 PATHS = (str(Path(__file__).with_name("killer")), os.environ.get("PYTHONPATH", ""))
 ENV = {"PYTHONPATH": os.pathsep.join(path for path in PATHS if path)}
 FLAGS = ("--threads=1", "--engine-heartbeat-timeout=3", "--engine-step-timeout=5", "--tool-call-parser=hermes")

@@ -19,6 +19,8 @@ import pytest
 
 from tests.e2e.server import Server
 
+pytestmark = pytest.mark.slow
+
 SECONDS = float(os.environ.get("TEST_OVERLOAD_SECONDS", "4"))
 JUDGE_TIME = SECONDS >= 60
 OVERLOAD = 10

@@ -20,6 +20,8 @@ import pytest
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS
 
+pytestmark = pytest.mark.slow
+
 REQUESTS = int(os.environ.get("TEST_SOAK", "300"))
 USERS = 24
 LOOKS = 20

@@ -12,6 +12,8 @@ from tests.e2e.server import Server
 from tests.web.browser import Browser
 from tests.web.test_dashboard import streams
 
+pytestmark = pytest.mark.slow
+
 AXE = Path(__file__).with_name("axe.min.js")
 """axe-core 4.14.1 of Deque Systems, under the Mozilla Public License 2.0; for tests alone."""
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]

@@ -19,6 +19,8 @@ from selenium.webdriver.common.keys import Keys
 from tests.e2e.server import Server
 from tests.web.browser import Browser
 
+pytestmark = pytest.mark.slow
+
 TOTAL = 600
 """Pages of the server's pool."""
 

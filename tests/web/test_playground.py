@@ -15,6 +15,8 @@ from selenium.webdriver.common.keys import Keys
 from tests.e2e.server import Server
 from tests.web.browser import Browser
 
+pytestmark = pytest.mark.slow
+
 STORY = "Tell me a story about a fox."
 LAST = "#log .message:last-child"
 

@@ -16,6 +16,8 @@ from tests.server.fake import FakeEngine
 from tests.texts import CHATML
 from tests.web.browser import Browser
 
+pytestmark = pytest.mark.slow
+
 EOS = 258
 CALL = b"""<think>They want *weather*.</think>Let me look.
 <tool_call>

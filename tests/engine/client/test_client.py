@@ -81,7 +81,10 @@ class Killing(ProcessClient):
             self.number = 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM])
+OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, *OTHERS])
 async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
     settings = EngineConfig(model=str(model), num_kv_blocks=128, threads=1, engine_heartbeat_timeout=3)
     client = Killing(settings)
