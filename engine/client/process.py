@@ -53,8 +53,8 @@ class EngineProcess:
         self._heartbeats, theirs = os.pipe()
         self._partial_line = b""
         os.set_blocking(self._heartbeats, False)
-        # -P: a folder named engine where the user stands must not be taken for ours. A session of its own: Ctrl-C in
-        # the terminal is for the parent, which lets the engine finish what runs.
+        # -P: `-m` would search the user's folder first, and a random.py there would replace Python's. A session of its
+        # own: Ctrl-C in the terminal is for the parent, which lets the engine finish what runs.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "quire.engine.main", self._address, str(theirs)],
             stdin=subprocess.PIPE,
