@@ -61,7 +61,7 @@ class EngineProcess:
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
         os.set_blocking(self._heartbeats, False)
-        # -P keeps the current directory off the import path, so that no file of the user's shadows a module of ours.
+        # `-m` would search the current directory first, and a random.py there would replace Python's: -P prevents it.
         # In a session of its own the engine does not get the terminal's Ctrl-C: the parent does, and lets the engine
         # finish the open requests.
         self._process = subprocess.Popen(

@@ -117,7 +117,7 @@ class GrammarChecker:
         return msgspec.json.decode(answer, type=str | None) if answer else "too complex to be compiled"
 
     async def _start(self) -> Process:
-        process = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(  # -P: see engine/client/process.py
             sys.executable, "-P", "-m", "quire.engine.text.grammar", stdin=PIPE, stdout=PIPE, stderr=DEVNULL
         )
         assert process.stdin is not None
