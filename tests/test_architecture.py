@@ -31,6 +31,7 @@ ALLOWED = {
     "kernels": {"kernels"},
 }
 SHARED = {
+    "quire.engine.batch",
     "quire.engine.types",
     "quire.engine.errors",
     "quire.engine.config",
