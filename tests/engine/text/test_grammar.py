@@ -14,6 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from quire.engine.batch import Admission
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.loop import Engine
@@ -25,7 +26,7 @@ from quire.engine.text.grammar import (
     json_rule,
     vocabulary_of,
 )
-from quire.engine.types import Admission, Grammar, Request, SamplingParams
+from quire.engine.types import Grammar, Request, SamplingParams
 from quire.engine.worker.grammar import SlotGrammars, constrain
 from tests.engine.harness import Answer, request, run
 from tests.texts import Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
