@@ -34,6 +34,7 @@ SHARED = {
     "quire.engine.types",
     "quire.engine.errors",
     "quire.engine.config",
+    "quire.engine.checkpoint.families",
     "quire.engine.checkpoint.files",
     "quire.engine.checkpoint.kv_plan",
     "quire.engine.text.tokenizer",

@@ -14,8 +14,6 @@ from typing import Any
 from quire.engine.checkpoint.files import text_config
 from quire.engine.errors import ModelError
 
-SERVED = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""What engine/models has; a test holds them equal."""
 _OLDER = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "opt", "falcon", "bloom", "mpt", "phi"}
 _OLDER |= {"starcoder2", "nemotron", "arcee"}
 """Two matrices in the MLP instead of three, and norms with biases."""
