@@ -35,11 +35,6 @@ class KVPlan:
         return self.num_blocks * self.page_bytes
 
 
-def page_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
-    """2 (keys and values) x block size x KV heads x head dim x bytes, times the layers."""
-    return 2 * block_size * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype] * model.num_layers
-
-
 def check_positions(model: ModelConfig, max_model_len: int | None) -> None:
     """Raise ConfigError for a context that the model has no positions for."""
     if max_model_len is not None and max_model_len > model.max_position:
@@ -73,7 +68,7 @@ def fit_pages(
 def plan_kv(
     model: ModelConfig,
     *,
-    dtype: str,
+    page_bytes: int,
     block_size: int,
     available_bytes: int,
     max_num_seqs: int,
@@ -82,9 +77,10 @@ def plan_kv(
 ) -> KVPlan:
     """Fit pages and context to `available_bytes`; never more pages than max_num_seqs full contexts could use.
 
+    page_bytes: of one page of block_size tokens, all layers together.
     Raises ConfigError, with the numbers, if an explicit max_model_len exceeds the model's positions or the memory.
     """
-    each = page_bytes(model, block_size, dtype)
+    each = page_bytes
     check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
     length, needed, blocks = fit_pages(
@@ -99,8 +95,7 @@ def plan_kv(
         )
     blocks = fitting if num_blocks is not None else blocks
     arithmetic = (
-        f"KV: 2 x {block_size} tokens x {model.num_kv_heads} heads x {model.head_dim} x {DTYPE_BYTES[dtype]} B "
-        f"x {model.num_layers} layers = {each / 1024:,.0f} KiB a page; "
+        f"KV: {each // block_size:,} B a token x {block_size} tokens = {each / 1024:,.0f} KiB a page; "
         f"{blocks:,} pages = {blocks * each / GIB:.2f} GiB = {blocks * block_size:,} tokens; "
         f"context {length:,}, {blocks // needed} full ones at once"
     )
