@@ -38,11 +38,6 @@ class KVPlan:
         return self.num_blocks * self.page_bytes
 
 
-def page_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one page: 2 (keys and values) x block size x KV heads x head dim x bytes per number x layers."""
-    return 2 * block_size * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype] * model.num_layers
-
-
 def check_positions(model: ModelConfig, max_model_len: int | None) -> None:
     """Raise ConfigError for a context that is longer than the model supports."""
     if max_model_len is not None and max_model_len > model.max_position:
@@ -81,7 +76,7 @@ def fit_pages(
 def plan_kv(
     model: ModelConfig,
     *,
-    dtype: str,
+    page_bytes: int,
     block_size: int,
     available_bytes: int,
     max_num_seqs: int,
@@ -90,10 +85,11 @@ def plan_kv(
 ) -> KVPlan:
     """Choose pages and context so that they fit in `available_bytes`, as `fit_pages` does.
 
-    A given num_blocks is taken as it is, without regard to the available bytes. Raises ConfigError, with the numbers,
-    if a given max_model_len exceeds the model's positions or the memory.
+    page_bytes: of one page of block_size tokens, all layers together. A given num_blocks is taken as it is, without
+    regard to the available bytes. Raises ConfigError, with the numbers, if a given max_model_len exceeds the model's
+    positions or the memory.
     """
-    each = page_bytes(model, block_size, dtype)
+    each = page_bytes
     check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
     length, needed, blocks = fit_pages(
@@ -108,8 +104,7 @@ def plan_kv(
         )
     blocks = fitting if num_blocks is not None else blocks
     arithmetic = (
-        f"KV: 2 x {block_size} tokens x {model.num_kv_heads} heads x {model.head_dim} x {DTYPE_BYTES[dtype]} B "
-        f"x {model.num_layers} layers = {each / 1024:,.0f} KiB a page; "
+        f"KV: {each // block_size:,} B a token x {block_size} tokens = {each / 1024:,.0f} KiB a page; "
         f"{blocks:,} pages = {blocks * each / GIB:.2f} GiB = {blocks * block_size:,} tokens; "
         f"context {length:,}, {blocks // needed} full ones at once"
     )

@@ -15,8 +15,6 @@ from typing import Any
 from quire.engine.checkpoint.files import text_config
 from quire.engine.errors import ModelError
 
-SERVED = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""The families of engine/models; a test checks that the two lists are equal."""
 _OLDER = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "opt", "falcon", "bloom", "mpt", "phi"}
 _OLDER |= {"starcoder2", "nemotron", "arcee"}
 """Families whose MLP has two matrices instead of three, and whose norms have biases."""

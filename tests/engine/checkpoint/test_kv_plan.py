@@ -7,43 +7,42 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.files import StoredWeights, read_model_config
-from quire.engine.checkpoint.kv_plan import GIB, check_room, page_bytes, plan_kv
+from quire.engine.checkpoint.kv_plan import GIB, check_room, plan_kv
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.worker.memory import explained, kv_budget, measure_step
-from quire.kernels import reference
+from quire.kernels.reference import Reference
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
 
 def test_pages_cost_what_the_formula_says_and_the_context_is_fitted(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each = page_bytes(model, 16, "bfloat16")
-    assert each == 2 * 16 * 2 * 16 * 2 * 3
-    plan = plan_kv(model, dtype="bfloat16", block_size=16, available_bytes=10 * each + 5, max_num_seqs=8)
+    each = 2 * 16 * 2 * 16 * 2 * 3
+    plan = plan_kv(model, page_bytes=each, block_size=16, available_bytes=10 * each + 5, max_num_seqs=8)
     assert (plan.num_blocks, plan.max_model_len, plan.kv_bytes) == (10, 160, 10 * each)
-    roomy = plan_kv(model, dtype="bfloat16", block_size=16, available_bytes=GIB, max_num_seqs=8)
+    roomy = plan_kv(model, page_bytes=each, block_size=16, available_bytes=GIB, max_num_seqs=8)
     assert (roomy.num_blocks, roomy.max_model_len) == (8 * 32, 512), "no more pages than max_num_seqs full contexts use"
 
 
 def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each = page_bytes(model, 16, "float32")
+    each = 2 * 16 * 2 * 16 * 4 * 3
     with pytest.raises(ConfigError) as error:
-        plan_kv(model, dtype="float32", block_size=16, available_bytes=3 * each, max_num_seqs=1, max_model_len=200)
+        plan_kv(model, page_bytes=each, block_size=16, available_bytes=3 * each, max_num_seqs=1, max_model_len=200)
     assert error.value.param == "max_model_len"
     for number in (f"{13 * each:,}", f"{3 * each:,}", "48 tokens"):
         assert number in error.value.message
     with pytest.raises(ConfigError, match="512 positions"):
-        plan_kv(model, dtype="float32", block_size=16, available_bytes=GIB, max_num_seqs=1, max_model_len=513)
+        plan_kv(model, page_bytes=each, block_size=16, available_bytes=GIB, max_num_seqs=1, max_model_len=513)
 
 
 def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = Engine(EngineConfig(model=str(path), kv_cache_memory=1 / 1024, max_num_seqs=4))
     info = engine.info
-    assert info.kv_bytes == info.num_blocks * page_bytes(read_model_config(path), info.block_size, "float32")
+    assert info.kv_bytes == info.num_blocks * 2 * 16 * 2 * 16 * 4 * 3
     assert GIB / 1024 * 0.9 < info.kv_bytes <= GIB / 1024
     assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
     with pytest.raises(ConfigError, match="the longest that fits is 16 tokens"):
@@ -139,7 +138,7 @@ def test_the_largest_possible_step_is_measured(
     forward, logits = model.forward, model.logits
     monkeypatch.setattr(model, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
     monkeypatch.setattr(model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
-    assert measure_step(model, reference, config, torch.float32) == 5000
+    assert measure_step(model, Reference(), config) == 5000
     assert seen == [-(-tokens // context) * min(tokens, context), 20]
 
 

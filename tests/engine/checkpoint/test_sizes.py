@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import read_raw_config, read_stored_weights
-from quire.engine.checkpoint.sizes import SERVED, read_sizes
+from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
-from quire.engine.models import FAMILIES
 from tests import tiny_models
 
 OTHERS = (
@@ -23,13 +23,13 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
 
 
-@pytest.mark.parametrize("kind", [*SERVED, *OTHERS])
+@pytest.mark.parametrize("kind", [*FAMILIES, *OTHERS])
 def test_parameters_are_those_of_the_real_model(kind: str) -> None:
     config = AutoConfig.for_model(kind)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     found = read_sizes(config.to_dict())
-    assert found.parameters == pytest.approx(count_parameters(model), rel=0 if kind in SERVED else 0.001)
+    assert found.parameters == pytest.approx(count_parameters(model), rel=0 if kind in FAMILIES else 0.001)
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
@@ -74,7 +74,3 @@ def test_quantized_linear_layers_take_their_number_of_bits() -> None:
 def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         read_sizes(raw)
-
-
-def test_the_list_of_served_families_is_that_of_the_engine() -> None:
-    assert set(SERVED) == set(FAMILIES), "engine/checkpoint/sizes.py says which families Quire serves: add yours there"
