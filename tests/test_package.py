@@ -13,6 +13,8 @@ import pytest
 
 from tests.tree import ROOT, source_files
 
+pytestmark = pytest.mark.slow
+
 PACKAGES = ("server", "engine", "kernels")
 
 

@@ -33,7 +33,6 @@ class Worker:
     """A device that is ready, and what was chosen for it."""
 
     runner: Runner
-    grammars: SlotGrammars
     plan: KVPlan
     device: str
     dtype: str
@@ -95,7 +94,7 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
     runner = Runner(model, kv_cache, slots, grammars, model_config.eos_token_ids, capture)
     # A CPU has nothing to do beside a step: to be ahead of it would only make every token a step late.
     ahead = 1 if device.type == "cuda" else 0
-    return Worker(runner, grammars, plan, str(device), dtype_name, f"{backend.NAME} ({why})", weight_bytes, ahead)
+    return Worker(runner, plan, str(device), dtype_name, f"{backend.NAME} ({why})", weight_bytes, ahead)
 
 
 def grammar_compiler(config: EngineConfig, path: Path, model_config: ModelConfig) -> GrammarCompiler:

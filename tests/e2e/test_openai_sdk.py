@@ -151,7 +151,7 @@ def test_models_tokens_and_version(client: openai.OpenAI, server: Server) -> Non
     assert tokens["max_model_len"] == 2048
     back = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert back["prompt"] == "Hello, fox"
-    assert httpx.get(f"{server.url}/version").json()["version"]
+    assert server.get("/version").json()["version"]
 
 
 async def test_200_streams_at_once_all_finish_as_they_would_alone(server: Server) -> None:

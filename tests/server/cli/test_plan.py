@@ -202,7 +202,7 @@ def test_text_table_and_picture(coder: str, tmp_path: Path, capsys: pytest.Captu
 
 def test_it_needs_no_torch(coder: str) -> None:
     code = (
-        "import sys; from server import cli; cli.main(['plan', sys.argv[1], '--gpu', 'h100']);"
+        "import sys; from quire.server.cli import main as cli; cli.main(['plan', sys.argv[1], '--gpu', 'h100']);"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, coder], capture_output=True, text=True, check=True)

@@ -190,12 +190,12 @@ def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Pa
         ('{"custom_id": "a", "url": "/v1/completions", "body": []}', "body must be an object"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said(line: str, message: str) -> None:
+def test_an_invalid_line_is_refused_with_the_reason(line: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse_line(line)
 
 
-def test_a_line_without_an_id_is_known_by_its_place() -> None:
+def test_a_line_without_an_id_gets_its_number() -> None:
     assert [custom_id(7, line) for line in ('{"custom_id": "a"}', "{}", "[]", "x", '{"custom_id": 1}')] == [
         "a",
         *["line-7"] * 4,

@@ -75,7 +75,7 @@ def test_it_says_what_it_serves_and_its_curl_line_works() -> None:
         assert process.wait(60) == 0
 
 
-def test_requests_are_logged_where_that_is_asked_for() -> None:
+def test_the_access_log_can_be_switched_on() -> None:
     with serving("--no-disable-access-log") as (process, base, _):
         httpx.get(f"{base}/v1/models")
         assert process.stderr is not None
@@ -153,7 +153,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 
 @needs_proc
-def test_what_the_engines_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_process_gets_settings_for_openmp_and_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     with serving() as (process, _, _):
         (engine,) = children(process.pid)
@@ -250,7 +250,7 @@ def test_help_and_version_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
 
 
-def test_binding_tells_of_an_address_that_is_not_ours() -> None:
+def test_binding_to_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:1: "):
         bind("no.such.host.invalid", 1)
 
