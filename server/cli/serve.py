@@ -143,7 +143,7 @@ class Service:
         seconds = time.perf_counter() - self._started
         base = url(host, port, tls=self._config.ssl_certfile is not None)
         print(announcement(self._config, info, base, seconds, planned), flush=True)
-        gc.freeze()  # what is there for good is not looked through for garbage, again and again
+        gc.freeze()  # exempts what lives as long as the process from every later collection
 
 
 def url(host: str, port: int, *, tls: bool = False) -> str:
