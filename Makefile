@@ -16,7 +16,7 @@ CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp tests/kernels/*.cpp)
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-slow test-gpu bench-gpu clients lint lint-javascript format wheel clean
+.PHONY: help install serve test test-slow test-gpu bench-gpu clients lint lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path or hub id] [ARGS="more flags"]'
@@ -73,10 +73,14 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r $<
 	@touch $@
 
-lint: $(READY) lint-javascript
+lint: lint-python lint-cpp lint-javascript
+
+lint-python: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+lint-cpp: $(READY)
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 
 # Whoever does not touch the web page needs no Node for the rest.

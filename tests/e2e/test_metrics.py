@@ -68,6 +68,7 @@ async def stream(client: httpx.AsyncClient, tokens: int) -> int:
     return sum(chunk["choices"][0]["text"] != "" for chunk in chunks)
 
 
+@pytest.mark.slow
 async def test_every_metric_moves_as_it_should(server: Server) -> None:
     seen = {name for name in scrape(server) if not name.startswith("quire:")}
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:

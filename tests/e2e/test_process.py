@@ -62,6 +62,7 @@ def test_an_open_event_stream_does_not_delay_the_end(tmp_path: Path) -> None:
         assert list(lines), "what was under way, and an end"
 
 
+@pytest.mark.slow
 def test_health_is_503_while_it_drains_and_what_is_late_ends_with_an_error(tmp_path: Path) -> None:
     """On connections it has: health and new requests are 503. What is not done in time ends with an error."""
     server = Server(tmp_path / "log", "--shutdown-timeout=4", "--threads=1")
@@ -83,6 +84,7 @@ def test_health_is_503_while_it_drains_and_what_is_late_ends_with_an_error(tmp_p
     assert server.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout=1000", "--threads=1")
     engine = server.engine_pid()
@@ -105,6 +107,7 @@ def test_the_engine_does_not_outlive_a_killed_server(tmp_path: Path) -> None:
     wait_until_gone(engine)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_with_the_gil_held_does_not_outlive_it_either(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--engine-heartbeat-timeout=1000", env=ENV)
     engine = server.engine_pid()
@@ -150,6 +153,7 @@ def test_bad_settings_end_the_start_with_one_line_each(tmp_path: Path) -> None:
     assert "port" in fail("--port", "many")
 
 
+@pytest.mark.slow
 def test_health_reports_a_stopped_engine_until_it_is_replaced(tmp_path: Path) -> None:
     """A stopped engine is found out within the bound, by a server that itself answers all the time."""
     server = Server(tmp_path / "log", "--engine-heartbeat-timeout", "1")

@@ -110,6 +110,7 @@ def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
     assert "0 done, 0 failed" in again.stderr
 
 
+@pytest.mark.slow
 def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", request("good"), request("odd", temperature=9), request("lost"), "no json")
     out = tmp_path / "out.jsonl"
@@ -161,6 +162,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(tmp_path: Path) -> 
     assert all(after[name] == entry for name, entry in before.items())
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
     body = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 3}

@@ -82,7 +82,10 @@ def test_the_access_log_can_be_switched_on() -> None:
         assert '"GET /v1/models HTTP/1.1" 200' in process.stderr.readline()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
 def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
     """An open stream is finished, to its [DONE], after the signal; new connections are refused."""
     body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -174,6 +177,7 @@ def test_the_engine_ends_with_the_server() -> None:
             wait_until_gone(pid)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tmp_path: Path) -> None:
     model = tmp_path / "model"
