@@ -44,9 +44,9 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it.
 
-    vocab_size is the model's: token ids run from 0 to vocab_size - 1. generation_defaults is what
-    generation_config.json says of temperature, top_p, top_k, min_p and repetition_penalty. Raises ConfigError for keys
-    that cannot be used; the lifespan raises what client.start() raises.
+    The model's token ids run from 0 to vocab_size - 1. generation_defaults has the temperature, top_p, top_k, min_p and
+    repetition_penalty of generation_config.json. Raises ConfigError for API keys that cannot be used; the lifespan
+    raises what client.start() raises.
     """
     tenants = Tenants(config)
     client.history.keep = config.request_history

@@ -1,4 +1,4 @@
-"""Who may use the server: API keys from flags and from a TOML file (see the README), and what each is allowed."""
+"""Tenants: the owners of API keys, from flags and from a TOML file (see the README), and what each may do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
-    """The key itself, or HASHED and its digest."""
+    """The key itself, or HASHED followed by its digest."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -34,7 +34,7 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of a key, or everybody where no key is asked for."""
+    """The owner of a key, or all callers where no key is needed."""
 
     name: str
     digest: bytes
@@ -42,7 +42,7 @@ class Tenant:
     limits: RateLimits
     weight: float = 1.0
     priority: int | None = None
-    """The most urgent one its requests may have; None: any."""
+    """The most urgent priority that its requests may have; None: any."""
     admin: bool = False
     shares_prefixes: bool = False
     """Whether its requests may use cached prefixes of other keys' requests."""

@@ -1,4 +1,4 @@
-"""The part of an answer that a model writes to think: <think>…</think> and its kin."""
+"""Reasoning: the part of an answer between <think> and </think>, or marks like them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from quire.server.formats.tools.source import Source, Steps, held_back
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """What stands around the thinking, which comes first in an answer."""
+    """The marks around the thinking, which comes first in an answer."""
 
     name: str
     begin: str
     end: str
 
     def begun(self, prompt: str) -> bool | None:
-        """Whether a prompt's end puts the answer inside the thinking; None where the model decides.
+        """Whether the answer to this prompt begins inside the thinking; None where the model decides.
 
-        False: the thinking is behind already, as with an empty one that the template wrote to forbid it.
+        False: the thinking is over, because the template wrote an empty one to forbid it.
         """
         text = prompt.rstrip()
         if text.endswith(self.begin):
@@ -37,11 +37,12 @@ TABLE = (
     ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
     ReasoningFormat("think", "<think>", "</think>"),
 )
-"""By the name for --reasoning-parser. The first one whose end a template's text has is the model's."""
+"""All formats; their names are those of --reasoning-parser. The first one whose end mark is in the chat template is
+the model's."""
 
 
 def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
-    """The format that --reasoning-parser names: one of the table, "none", or "auto" for what the template shows."""
+    """The format that --reasoning-parser names. "auto" means the template's, "none" gives None."""
     for row in TABLE:
         if row.end in template if choice == "auto" else row.name == choice:
             return row
@@ -51,8 +52,10 @@ def reasoning_format(choice: str, template: str) -> ReasoningFormat | None:
 def thinking_budget(
     tokens: int | None, format: ReasoningFormat | None, begun: bool | None, tokenizer: Tokenizer
 ) -> ThinkingBudget | None:
-    """thinking_token_budget for the engine; None, as for -1, where nothing is to be limited. `begun` is
-    ReasoningFormat.begun of the prompt. Raises InvalidRequest."""
+    """The engine's form of thinking_token_budget; None where there is nothing to limit, as for -1.
+
+    `begun` is ReasoningFormat.begun of the prompt. Raises InvalidRequest for a model whose marks are not tokens.
+    """
     if tokens is None or tokens < 0 or begun is False:
         return None
     begin = end = None
@@ -67,7 +70,7 @@ def thinking_budget(
 
 
 class ReasoningParser:
-    """Splits one answer while its text comes. White space around the thinking belongs to neither part."""
+    """Splits one answer while its text comes. White space around the thinking is dropped."""
 
     def __init__(self, format: ReasoningFormat, begun: bool | None) -> None:
         self._source = Source()
@@ -82,14 +85,14 @@ class ReasoningParser:
 
     @property
     def tokens(self) -> int:
-        """Tokens so far that begin in the thinking or its marks."""
+        """Number of tokens so far that begin in the thinking or its marks."""
         if not self._began:
             return 0
         return len(self._offsets) if self._over is None else bisect_left(self._offsets, self._over)
 
     def push(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
-        """Reasoning and content that this text completes. `offsets` are the places in the answer where tokens begin
-        that left with it."""
+        """The reasoning and the content that this text completes. `offsets` are the places in the answer where its
+        tokens begin."""
         if self._over is None:
             self._offsets += offsets
             self._source.text += text
@@ -105,8 +108,10 @@ class ReasoningParser:
         return reasoning, text
 
     def _parse(self) -> Steps[None]:
-        """Reads up to the end of the thinking; what is left then is content."""
-        begun = yield from self._source.follows(self._format.begin)  # some repeat what the prompt ended with
+        """Read up to the end of the thinking; the rest of the text is content."""
+        begun = yield from self._source.follows(
+            self._format.begin
+        )  # some models repeat the mark at the end of the prompt
         if begun or self._began:
             self._began = True
             yield from self._read_thinking()

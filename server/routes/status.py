@@ -19,15 +19,15 @@ router = APIRouter()
 @router.get("/ping", response_model=None)
 @router.get("/ready", response_model=None)
 async def health(request: Request) -> Response:
-    """200 when the engine gave a sign of life within the bound; 503 when it is silent, being replaced, or gone, and
-    when this server is about to end."""
+    """200 when the engine can answer now; 503 when it is silent, being replaced or gone, or when the server is shutting
+    down."""
     ready = runtime_of(request).client.responsive and not admission_of(request).draining
     return Response(status_code=200 if ready else 503)
 
 
 @router.get("/live", response_model=None)
 async def live(request: Request) -> Response:
-    """200 as long as this process answers and can still bring an engine back."""
+    """200 unless the engine is gone for good: while one can be brought back, this process should live."""
     return Response(status_code=200 if runtime_of(request).client.alive else 503)
 
 

@@ -35,7 +35,7 @@ class DeepSeek(ToolFormat):
         return read > 0
 
     def _read_call(self, source: Source, sink: Sink) -> Steps[bool]:
-        """Both ways, told apart by what follows the separator."""
+        """Read a call of either version; the text behind the separator tells which."""
         first = yield from source.until((SEPARATOR,))
         if first is None:
             return False
@@ -65,7 +65,7 @@ class DeepSeek(ToolFormat):
 
 
 class DeepSeek31(DeepSeek):
-    """V3.1: …begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>. Both ways are read; a grammar writes this."""
+    """V3.1: …begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>. Both are read; a grammar allows this one alone."""
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         begin, separator, end = map(token, (CALL_BEGIN, SEPARATOR, CALL_END))

@@ -27,19 +27,19 @@ class Tool:
 Tools = Mapping[str, Tool]
 """By name."""
 Token = Callable[[str], str]
-"""How a Lark grammar writes a marker: as a special token where the vocabulary has it, else as text."""
+"""Writes a marker for a Lark grammar: as a special token where the vocabulary has one, otherwise as text."""
 
 
 class ToolFormat(ABC):
     """One way of writing tool calls. A format has no state; its parsers are generators."""
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """What calls begin with. They may be special tokens, which are shown to the parser."""
+    """The texts that calls begin with. They may be special tokens; the parser sees them all the same."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     """Special tokens inside and behind calls."""
 
     def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
-        """Read an answer to its end; what is left in the source then is content."""
+        """Read an answer to its end; the text left in the source is content."""
         while (marker := (yield from pass_content(source, sink, self.markers))) is not None:
             source.mark(marker)
             if not (yield from self.read_calls(source, sink, tools, marker)):
@@ -47,19 +47,21 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
-        """Read what follows a marker. False when that is no call: all that was taken is content then."""
+        """Read what follows a marker. False when that is no call: all text taken since the mark is content then."""
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
-        """A Lark grammar, as llguidance reads it, of one call or `many` of these tools; unless they `must` be made, of
-        any text that may end with them. Its start rule is `start`."""
+        """A Lark grammar for llguidance, whose start rule is `start`: one call of these tools, or `many`.
+
+        Unless calls `must` be made, it matches any text, which may end with such calls.
+        """
 
     def new_id(self) -> str:
         return "call_" + secrets.token_hex(12)
 
 
 def pass_content(source: Source, sink: Sink, markers: tuple[str, ...]) -> Steps[str | None]:
-    """Pass on content up to a marker, which is taken; None at the end of the text."""
+    """Pass on content up to a marker, take the marker and give it; None at the end of the text."""
     while True:
         found = first_of(source.text, markers)
         if found is not None:
@@ -85,7 +87,7 @@ class ToolParser:
 
     @property
     def all_complete(self) -> bool:
-        """Whether there were calls, and all of them are whole."""
+        """Whether there are calls, and all of them are complete."""
         return self._sink.all_complete
 
     def push(self, text: str, final: bool = False) -> tuple[str, tuple[CallDelta, ...]]:

@@ -1,4 +1,4 @@
-"""Calls written as JSON objects, whose arguments are passed on while they come."""
+"""Reads calls written as JSON objects, and passes on their arguments while they come."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*'
 )
-"""The usual order of the keys, up to the arguments: they can be passed on as they come."""
+"""A call up to its arguments, with the keys in the usual order: its arguments can be passed on as they come."""
 FIRST_KEY = re.compile(r'\s*\{\s*"((?:[^"\\]|\\.)*)"')
 KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
-"""What a call may begin with: an object that begins otherwise is content, and need not be held back."""
+"""The keys that a call may begin with. An object that begins with another is content, and is not held back."""
 PLAIN = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
-"""All that JSON has outside strings."""
+"""All characters that JSON has outside strings."""
 CLOSING = {"{": "}", "[": "]"}
 
 
 class Scanner:
-    """Follows the brackets and strings of a JSON object, to find its end or that it is none."""
+    """Follows the brackets and strings of a JSON object, to find its end or the character that breaks it."""
 
     def __init__(self, open_brackets: str = "") -> None:
         self._expected = [CLOSING[bracket] for bracket in open_brackets]
@@ -41,7 +41,7 @@ class Scanner:
     def scan(self, text: str, start: int = 0, stop_depth: int | None = None) -> int:
         """Read from `start` to the end of the object, the character that breaks it, or where stop_depth is reached.
 
-        Gives the index behind what was read.
+        Gives the index of the first character not read.
         """
         for position in range(start, len(text)):
             depth = self.depth
@@ -80,7 +80,8 @@ class Scanner:
 def read_arguments(source: Source, sink: Sink) -> Steps[None]:
     """Pass on the JSON object that comes next as the open call's arguments, and close the call at its end.
 
-    At a character that JSON does not have there the call is left open, as it is where the text ends."""
+    The call is left open where the text ends early or has a character that breaks the JSON.
+    """
     scanner = Scanner()
     while True:
         sink.arguments(source.take(scanner.scan(source.text)))
@@ -92,8 +93,10 @@ def read_arguments(source: Source, sink: Sink) -> Steps[None]:
 
 
 def read_call(source: Source, sink: Sink, names: Container[str] | None = None) -> Steps[bool]:
-    """A call {"name": …, "arguments": {…}}, or "parameters". False, and nothing taken, when something else comes, or
-    a name that is not among `names`."""
+    """Read a call {"name": …, "arguments": {…}}, or with "parameters".
+
+    False, with nothing taken, when something else comes, or a name that is not among `names`.
+    """
     scanner = Scanner()
     position = 0
     while not (scanner.done or scanner.broken or scanner.depth == 2):
@@ -119,7 +122,7 @@ def read_call(source: Source, sink: Sink, names: Container[str] | None = None) -
 
 
 def _take_rest(source: Source) -> Steps[None]:
-    """What stands between the arguments and the end of the call's object."""
+    """Take the text between the arguments and the end of the call's object."""
     scanner = Scanner("{")
     while True:
         source.take(scanner.scan(source.text))
@@ -129,7 +132,7 @@ def _take_rest(source: Source) -> Steps[None]:
 
 
 def _read_whole(source: Source, sink: Sink, names: Container[str] | None) -> Steps[bool]:
-    """Any other order of the keys, arguments in a string: read when all is there."""
+    """Read a call with another order of keys, or with its arguments in a string. Waits for all of it."""
     scanner = Scanner()
     position = scanner.scan(source.text)
     while not (scanner.done or scanner.broken or source.closed):

@@ -1,6 +1,6 @@
 """Lark grammars of tool calls, as llguidance reads them: https://github.com/guidance-ai/llguidance, docs/syntax.md.
 
-An expression is a string of Lark; a call is a list of them, one behind the other.
+An expression is a string of Lark; a call is a list of expressions in their order.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def grammar_of(
 ) -> str:
     """One of the calls, or many of them with `between` between.
 
-    Unless they must be made there may be text before them, or nothing but text. Calls begin there with the first of
-    `before`; or, with `unlike`, they are all of the answer, and text is what does not begin with this expression.
+    Unless they `must` be made, an answer may be text alone, or text followed by calls, which begin with the first of
+    `before`. With `unlike` there is no text before calls: an answer is calls alone, or text that does not begin with
+    this regular expression.
     """
     more = ["(", *between, "call", ")*"] if many else []
     whole = [*before, "call", *more, *after]
@@ -41,7 +42,7 @@ def grammar_of(
 
 
 def _optional(calls: Sequence[str], unlike: str | None) -> list[str]:
-    """The start rule and what it needs, for an answer that may have these calls."""
+    """The start rule, and the rules it needs, of an answer that may have these calls."""
     trigger, rest = calls[0], " ".join(calls[1:])
     anything = "/(?s:.*)/"
     if unlike is not None:
@@ -56,8 +57,11 @@ def text(literal: str) -> str:
 
 
 def json_call(tool: Tool, arguments: str = "arguments", *, in_words: bool = False) -> list[str]:
-    """{"name": …, "arguments": …}; `in_words`: in those that %json has for it. llguidance reads the longest word it can
-    and does not go back, so a longer one would keep another grammar's object that begins alike from being read."""
+    """{"name": …, "arguments": …}. `in_words` splits it into the words that %json uses.
+
+    llguidance reads the longest word that fits and does not go back. In a grammar that also allows another object, a
+    longer word here would keep that object from being read where both begin alike.
+    """
     words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", f'"{arguments}"', ": "]
     return [*map(text, words if in_words else ["".join(words)]), arguments_of(tool), text("}")]
 
@@ -68,13 +72,13 @@ def arguments_of(tool: Tool) -> str:
 
 
 def keyword_call(tool: Tool) -> list[str]:
-    """f(a=1, b=2): arguments in the schema's order, those not required may be left out."""
+    """f(a=1, b=2), with the arguments in the schema's order; those not required may be left out."""
     arguments = [(f"{text(name + '=')} {json_rule(schema)}", required) for name, schema, required in properties(tool)]
     return [text(f"{tool.name}("), *_comma_separated(arguments), text(")")]
 
 
 def _comma_separated(items: Sequence[tuple[str, bool]]) -> list[str]:
-    """Alternatives by which item comes first; an optional one may be skipped."""
+    """The items that are present, with commas between. There is one alternative for each item that may come first."""
     alternatives = []
     for index, (item, required) in enumerate(items):
         rest = [f'(", " {later})' + ("" if needed else "?") for later, needed in items[index + 1 :]]
@@ -88,7 +92,7 @@ def _comma_separated(items: Sequence[tuple[str, bool]]) -> list[str]:
 
 
 def xml_parameters(tool: Tool, is_string: Callable[[Any], bool]) -> list[str]:
-    """<parameter=key>, the value on lines of its own, </parameter>; in the schema's order."""
+    """<parameter=key>, the value on lines of its own, </parameter>, for each property in the schema's order."""
     parameters = []
     for name, schema, required in properties(tool):
         begin = text(f"<parameter={name}>\n")
@@ -103,7 +107,7 @@ def xml_parameters(tool: Tool, is_string: Callable[[Any], bool]) -> list[str]:
 
 
 def properties(tool: Tool) -> list[tuple[str, Any, bool]]:
-    """Name, schema with the definitions it may refer to, and whether it is required."""
+    """Of each property: its name, its schema with the definitions it may refer to, and whether it is required."""
     schema: Schema = tool.parameters
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     found = []

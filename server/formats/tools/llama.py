@@ -1,4 +1,4 @@
-"""Llama 3's {"name": …, "parameters": {…}}, several with a semicolon between; and its pythonic calls."""
+"""Llama 3's {"name": …, "parameters": {…}}, with semicolons between several calls; and its pythonic calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.server.formats.tools.source import LONGEST_NAME, Source, Steps
 
 
 class LlamaJson(ToolFormat):
-    """Calls have no marker, or <|python_tag|>: an answer that begins with a JSON object is one if it names a tool.
+    """Calls have the marker <|python_tag|> or none: an answer that begins with the JSON object of a tool is a call.
 
     Llama 4 puts <|python_start|> and <|python_end|> around them.
     """
@@ -45,9 +45,9 @@ class LlamaJson(ToolFormat):
 
 
 class Pythonic(ToolFormat):
-    """[weather(city="Rome"), clock()], an expression in Python or in JSON's words: Llama 3.2 and 4, LFM2.
+    """[weather(city="Rome"), clock()] with literals of Python or JSON: Llama 3.2 and 4, LFM2.
 
-    Without a marker only an answer that begins so has calls.
+    Without a marker, only calls at the beginning of an answer are read.
     """
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
@@ -76,7 +76,7 @@ class Pythonic(ToolFormat):
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         around = {"before": [text("[")], "between": [text(", ")], "after": [text("]")]}
-        # Text that begins with a bracket is not told from calls before the bracket is a token of its own.
+        # The bracket must be a token of its own: only then can text that begins with one be told from calls.
         return grammar_of([keyword_call(tool) for tool in tools], many, **around, must=must, unlike=r"\s*\[")
 
 
@@ -86,7 +86,7 @@ WORDS = {"true": True, "false": False, "null": None}
 
 
 def read_keyword_call(source: Source, sink: Sink, tools: Tools) -> Steps[bool]:
-    """One f(a=1, b="x") with literals. False, and nothing taken, when something else comes or f is no tool."""
+    """Read one f(a=1, b="x") with literals. False, with nothing taken, when something else comes or f is no tool."""
     while BEFORE_NAME_ENDS.fullmatch(source.text) and len(source.text) < LONGEST_NAME and not source.closed:
         yield
     head = NAME.match(source.text[:LONGEST_NAME])
@@ -106,7 +106,7 @@ def read_keyword_call(source: Source, sink: Sink, tools: Tools) -> Steps[bool]:
 
 
 class _Parentheses:
-    """Looks for the parenthesis that closes a call whose opening one was read."""
+    """Looks for the parenthesis that closes a call; the opening one was read before."""
 
     def __init__(self) -> None:
         self._depth = 1
@@ -118,7 +118,7 @@ class _Parentheses:
         return self._depth == 0
 
     def scan(self, text: str, start: int) -> int:
-        """The index behind what was read."""
+        """Read from `start` to the closing parenthesis or the end; give the index of the first character not read."""
         for position in range(start, len(text)):
             character = text[position]
             if self._escaped:

@@ -1,4 +1,4 @@
-"""[TOOL_CALLS][{"name": …, "arguments": {…}}] of Mistral's first tokenizers, [TOOL_CALLS]name[ARGS]{…} of the later."""
+"""Mistral's [TOOL_CALLS][{"name": …, "arguments": {…}}] and, with newer tokenizers, [TOOL_CALLS]name[ARGS]{…}."""
 
 from __future__ import annotations
 
@@ -57,12 +57,15 @@ class Mistral(ToolFormat):
         )
 
     def new_id(self) -> str:
-        """Nine letters and digits: Mistral's templates refuse any other."""
+        """An id of nine letters and digits: Mistral's templates refuse all others."""
         return "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
 
 
 class MistralNamed(Mistral):
-    """The form with [ARGS]: Mistral Small 3.2, Devstral, Ministral 3. Both forms are read; a grammar writes this."""
+    """The form with [ARGS]: Mistral Small 3.2, Devstral, Ministral 3.
+
+    Both forms are read; a grammar allows this one alone.
+    """
 
     def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
         calls = [[text(tool.name), token("[ARGS]"), arguments_of(tool)] for tool in tools]

@@ -1,6 +1,6 @@
 """Qwen3-Coder's <tool_call><function=name><parameter=key>value</parameter></function></tool_call>.
 
-Values of strings are passed on as they come; others, told by the tool's schema, when they are whole.
+The tool's schema says which values are strings: these are passed on as they come, others when they are complete.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class QwenXml(ToolFormat):
             sink.arguments("}")
             sink.close()
             yield from source.follows(self.outer_end)
-        elif (yield from source.follows(self.outer_end)):  # models forget the inner one
+        elif (yield from source.follows(self.outer_end)):  # models forget the inner end
             sink.arguments("}")
             sink.close()
 
@@ -69,7 +69,7 @@ class QwenXml(ToolFormat):
 
 
 class SeedOss(QwenXml):
-    """The same within <seed:tool_call>."""
+    """The same format within <seed:tool_call>."""
 
     outer, outer_end = "<seed:tool_call>", "</seed:tool_call>"
     markers = (outer, FUNCTION)
@@ -84,7 +84,7 @@ def is_string(schema: Any) -> bool:
 
 
 def _read_value(source: Source, sink: Sink, string: bool) -> Steps[bool]:
-    """A value up to </parameter>, the line breaks around it left out, passed on as JSON. False when it does not end."""
+    """Pass on a value up to </parameter> as JSON, without the line breaks around it. False when it does not end."""
     while len(source.text) < 1 and not source.closed:
         yield
     if source.text.startswith("\n"):
@@ -114,7 +114,7 @@ def _escaped(text: str) -> str:
 
 
 def _as_json(text: str) -> str:
-    """JSON stays as it is; Python's words are JSON's; all else is a string."""
+    """The text itself if it is JSON; Python's words as those of JSON; any other text as a string."""
     words = {"True": "true", "False": "false", "None": "null"}
     try:
         strict_json.parse(text)

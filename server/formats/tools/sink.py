@@ -1,4 +1,4 @@
-"""What a tool parser finds: content, and calls whose arguments come in pieces."""
+"""Collects what a tool parser finds: content, and calls whose arguments come in pieces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class CallDelta:
     """The opening of a call, with its id and name, or a piece of its arguments."""
 
     index: int
-    """Of the call in its message, from 0."""
+    """The index of the call in its message, from 0."""
     arguments: str = ""
     id: str | None = None
     name: str | None = None
@@ -22,8 +22,8 @@ class CallDelta:
 class Sink:
     """Collects what is found between two calls of `drain`.
 
-    White space before and after calls is not content. What of a call cannot be read stays as it was written: in the
-    content, or in its arguments once it was opened.
+    White space before and after calls is not content. Text of a call that cannot be read is kept as it was written: in
+    the call's arguments if the call was opened, otherwise in the content.
     """
 
     def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Sink:
 
     @property
     def all_complete(self) -> bool:
-        """Whether there were calls, and every one came to its end with arguments that are JSON."""
+        """Whether there were calls, and each was closed with arguments that are JSON."""
         return self._opened > 0 and self._complete == self._opened
 
     def content(self, text: str) -> None:
@@ -65,7 +65,7 @@ class Sink:
             self._calls.append(CallDelta(self._opened - 1, piece))
 
     def close(self) -> None:
-        """The open call is whole."""
+        """The open call is complete."""
         try:
             strict_json.parse("".join(self._arguments))
         except ValueError:
@@ -73,19 +73,19 @@ class Sink:
         self._complete += 1
 
     def call(self, name: str, arguments: str) -> None:
-        """A call that was read in one go."""
+        """Add a call that was read as a whole."""
         self.open(name)
         self.arguments(arguments)
         self.close()
 
     def finish(self) -> None:
-        """The text is over: white space at its end is content where there were no calls."""
+        """The text is over. Without calls, white space at its end is content."""
         if not self._opened and self._space:
             self._content.append(self._space)
         self._space = ""
 
     def drain(self) -> tuple[str, tuple[CallDelta, ...]]:
-        """Content and calls since the last time."""
+        """Content and calls since the last call of drain."""
         content, calls = "".join(self._content), tuple(self._calls)
         self._content, self._calls = [], []
         return content, calls

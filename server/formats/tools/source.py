@@ -1,6 +1,6 @@
-"""Text that comes in pieces, for parsers written as generators: where one lacks text it yields, and goes on with more.
+"""Text that comes in pieces, for parsers written as generators: a parser that needs more text yields.
 
-Every decision waits until the text that decides it is there, so the result does not depend on where the text was cut.
+A parser decides nothing before it has the text that decides it, so the result does not depend on where text was cut.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
-"""A parser that may have to wait for more text, and what it returns in the end."""
+"""A parser that yields whenever it needs more text, and returns a Result in the end."""
 
 LONGEST_NAME = 256
-"""Characters that a tool's name and what stands around it may have: text without an end is held back no longer."""
+"""Most characters of a tool's name and its surroundings. Text is held back no longer than that."""
 
 
 class Source:
-    """The text that came and was not taken yet."""
+    """The text that has come and was not taken yet."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -26,12 +26,12 @@ class Source:
         self._taken: list[str] = []
 
     def mark(self, text: str) -> None:
-        """Forget what was taken; what follows is remembered behind `text`."""
+        """Forget the text taken so far; `taken` begins anew, with `text`."""
         self._taken = [text]
 
     @property
     def taken(self) -> str:
-        """All text since the mark: what a call that turned out to be none gives back."""
+        """All text taken since the mark. It becomes content when what seemed to be a call is none."""
         return "".join(self._taken)
 
     def take(self, count: int) -> str:
@@ -41,12 +41,12 @@ class Source:
         return taken
 
     def give_back(self, text: str) -> None:
-        """Put the end of what was taken back."""
+        """Put back `text`, the end of what was taken."""
         self.text = text + self.text
         self._taken[-1] = self._taken[-1].removesuffix(text)
 
     def follows(self, literal: str) -> Steps[bool]:
-        """Whether `literal` comes next, behind white space; both are taken then, and nothing otherwise."""
+        """Whether `literal` comes next, behind white space. If so, both are taken, otherwise nothing."""
         while True:
             text = self.text.lstrip()
             if text.startswith(literal):
@@ -57,8 +57,8 @@ class Source:
             yield
 
     def until(self, literals: tuple[str, ...], limit: int = LONGEST_NAME) -> Steps[tuple[str, str] | None]:
-        """The text before the first of `literals` and that literal, both taken; None, and nothing taken, when none
-        comes within `limit` characters."""
+        """Take the text up to the first of `literals`, and the literal; give both. None, with nothing taken, when no
+        literal comes within `limit` characters."""
         longest = max(map(len, literals))
         while True:
             found = first_of(self.text[: limit + longest], literals)
@@ -70,20 +70,20 @@ class Source:
             yield
 
     def word(self) -> Steps[str]:
-        """The next character that is not white space, which is not taken; empty at the end of the text."""
+        """The next character that is not white space; empty at the end of the text. Takes nothing."""
         while not (text := self.text.lstrip()) and not self.closed:
             yield
         return text[:1]
 
 
 def first_of(text: str, literals: tuple[str, ...]) -> tuple[int, str] | None:
-    """Where the first of the literals begins, and which it is."""
+    """Where the first of the literals in the text begins, and which it is."""
     found = [(start, literal) for literal in literals if (start := text.find(literal)) >= 0]
     return min(found) if found else None
 
 
 def held_back(text: str, literals: tuple[str, ...]) -> int:
-    """How many characters at the end of the text may begin one of the literals."""
+    """How many characters at the end of the text may be the beginning of a literal."""
     longest = max(map(len, literals))
     tail = text[-longest:]
     return max(

@@ -1,4 +1,4 @@
-"""JSON as the standard has it: no NaN, and nothing that UTF-8 cannot write."""
+"""JSON by the standard: without NaN, and without text that UTF-8 cannot write."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def parse(text: str) -> Any:
 
 
 def write(value: Any) -> str:
-    """Characters as they are, except halves of surrogate pairs. Raises ValueError for NaN and what JSON has not."""
+    """JSON that escapes nothing but halves of surrogate pairs. Raises ValueError for values JSON does not have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if writable(text) else json.dumps(value, allow_nan=False)
 
 
 def writable(text: str) -> bool:
-    """Whether UTF-8 can write it: an escape in JSON or Python can spell half of a surrogate pair."""
+    """Whether UTF-8 can write the text. An escape in JSON or Python may have spelled half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

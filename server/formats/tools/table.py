@@ -1,4 +1,4 @@
-"""All tool formats, and which one a chat template speaks."""
+"""All tool formats, and which of them a chat template uses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quire.server.formats.tools.qwen_xml import QwenXml, SeedOss
 
 
 def _other_calls(text: str) -> bool:
-    """Templates that use Hermes' marker for what is not Hermes' format: GLM 4.5, Apriel 1.5."""
+    """Whether a template uses Hermes' marker for another format, as those of GLM 4.5 and Apriel 1.5 do."""
     return "<arg_key>" in text or "<tool_calls>[" in text
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A format under its name for --tool-call-parser (vLLM's, where it has one)."""
+    """A format and its name for --tool-call-parser, which is vLLM's name where vLLM has one."""
 
     name: str
     format: ToolFormat
@@ -39,11 +39,11 @@ TABLE = (
     Row("pythonic", Pythonic(), lambda text: "func_name1(params_name1=" in text or "<|tool_call_start|>" in text),
     Row("llama3_json", LlamaJson(), lambda text: '{"name": function name, "parameters":' in text),
 )
-"""The first row that fits a template counts."""
+"""A template uses the format of the first row that fits."""
 
 
 def tool_format(choice: str, template: str) -> ToolFormat | None:
-    """The format that --tool-call-parser names: one of the table, "none", or "auto" for what the template shows."""
+    """The format that --tool-call-parser names. "auto" means the template's, "none" gives None."""
     for row in TABLE:
         if row.spoken_by(template) if choice == "auto" else row.name == choice:
             return row.format
