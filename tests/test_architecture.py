@@ -38,6 +38,7 @@ SHARED = {
     "quire.engine.errors",
     "quire.engine.config",
     "quire.engine.batch",
+    "quire.engine.checkpoint.families",
     "quire.engine.checkpoint.files",
     "quire.engine.checkpoint.kv_plan",
     "quire.engine.text.tokenizer",

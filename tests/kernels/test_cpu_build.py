@@ -92,7 +92,8 @@ def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
 def test_one_openmp_runtime_in_the_process() -> None:
     code = (
-        "import re, torch; from quire.kernels import cpu; x = torch.ones(500, 2000); cpu.rms_norm(x, x[0], 1e-5); x @ x.T;"
+        "import re, torch; from quire.kernels import cpu; x = torch.ones(500, 2000);"
+        "cpu.rms_norm(x, x[0], 1e-5); x @ x.T;"
         "maps = open('/proc/self/maps').read(); print(len(set(re.findall(r'\\S*lib(?:g|i)?omp\\S*', maps))))"
     )
     done = python(code)
