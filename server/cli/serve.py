@@ -99,7 +99,7 @@ class Service:
         try:
             hosting = await asyncio.to_thread(import_module, "quire.server.cli.hosting")
             async with hosting.running_app(self._config, self._client) as app:
-                announce = partial(self._announce, app.state.serving.info, machine)
+                announce = partial(self._announce, app.state.runtime.info, machine)
                 self._server = hosting.HttpServer(app, self._config, announce)
                 return await self._serve(self._server)
         except asyncio.CancelledError:
