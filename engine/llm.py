@@ -18,9 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.engine.checkpoint.files import read_generation_defaults, resolve_model
 from quire.engine.client.in_process import InProcessClient
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, load
 from quire.engine.errors import EngineError, InvalidRequest
-from quire.engine.settings import load
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.detokenizer import TextStream
 from quire.engine.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from quire.engine.config import PREFIX, Settings, is_list, load, presets, split
 from quire.engine.errors import ConfigError
-from quire.engine.settings import PREFIX, Settings, is_list, load, presets, split
 from quire.server.cli.unknown_flags import dashed, unknown_arguments
 
 
