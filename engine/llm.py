@@ -18,9 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from quire.engine.checkpoint.files import read_generation_defaults, resolve_model
 from quire.engine.client.in_process import InProcessClient
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, load
 from quire.engine.errors import EngineError, InvalidRequest
-from quire.engine.settings import load
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.detokenizer import TextStream
 from quire.engine.text.tokenizer import Tokenizer
@@ -58,10 +57,11 @@ class Generation:
 
 
 class LLM:
-    """A model in this process. `options` are EngineConfig's fields. Raises ConfigError for what cannot start.
+    """A model in this process. `options` are EngineConfig's fields; QUIRE_* variables set those that are not given.
 
-    Usable from scripts and notebooks alike: the engine has a thread and an event loop of its own. On a CPU the variable
-    OMP_WAIT_POLICY=passive can make sampled batches faster, and PyTorch code of yours in this process slower.
+    Raises ConfigError for a bad option, and what starting the engine raises. Works in scripts and notebooks alike,
+    because the engine has a thread and an event loop of its own. On a CPU the variable OMP_WAIT_POLICY=passive can make
+    sampled batches faster, and other PyTorch code in this process slower.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -79,7 +79,8 @@ class LLM:
         self._thread.start()
         self._client = InProcessClient(config)
         self.close = weakref.finalize(self, _end, self._client, self._loop, self._thread, self._pid)
-        """Ends the engine; then the object is of no use. Calls itself when the object is garbage or the script ends."""
+        """Stop the engine; the object cannot be used afterwards. Also called when the object is collected or the
+        interpreter exits."""
         self.info = self._run(self._client.start())
 
     def generate(
@@ -124,13 +125,13 @@ class LLM:
         return self._answer(list(zip(texts, encoded, strict=True)), sampling_params, use_tqdm)
 
     def _encode(self, prompt: Any, index: int) -> _Encoded:
-        """vLLM's dictionaries of one entry are known too."""
+        """The text, or None, and the token ids of a prompt. Accepts vLLM's dictionaries with one entry, too."""
         if isinstance(prompt, Mapping):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         try:
-            return None, [operator.index(token) for token in prompt]  # numpy's and torch's numbers too
+            return None, [operator.index(token) for token in prompt]  # accepts numpy's and torch's integers
         except TypeError:
             message = f"prompt {index} must be a text or a list of token ids, got {type(prompt).__name__}"
             raise InvalidRequest(message, param="prompts") from None
@@ -140,7 +141,7 @@ class LLM:
     ) -> list[Generation]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or self.default_sampling_params] * len(prompts)
-        params = [_of_sound_types(each) for each in params]
+        params = [_type_checked(each) for each in params]
         if len(params) != len(prompts):
             raise InvalidRequest(f"sampling_params: {len(params)} for {len(prompts)} prompts", param="sampling_params")
         self._check([ids for _, ids in prompts])
@@ -192,7 +193,7 @@ class LLM:
         return generation
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run on the engine's loop and wait; an interrupt of the waiting thread cancels the work."""
+        """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""
         if not self.close.alive or self._pid != os.getpid():
             work.close()
             raise EngineError("this LLM was closed" if not self.close.alive else "this LLM is another process's")
@@ -204,8 +205,9 @@ class LLM:
             raise
 
 
-def _of_sound_types(params: SamplingParams) -> SamplingParams:
-    """What comes over HTTP has been checked; a float for an int, given here, would end the engine."""
+def _type_checked(params: SamplingParams) -> SamplingParams:
+    """Raise InvalidRequest for values of wrong types. Over HTTP pydantic checks them; here a float in place of an int
+    would crash the engine."""
     try:
         return msgspec.convert(msgspec.to_builtins(params), SamplingParams)
     except (msgspec.ValidationError, TypeError) as error:
@@ -213,7 +215,7 @@ def _of_sound_types(params: SamplingParams) -> SamplingParams:
 
 
 def _end(client: InProcessClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
-    if pid != os.getpid():  # a fork has no engine: threads stay behind
+    if pid != os.getpid():  # a forked process has no engine, because threads are not forked
         return
     asyncio.run_coroutine_threadsafe(client.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
@@ -221,7 +223,7 @@ def _end(client: InProcessClient, loop: asyncio.AbstractEventLoop, thread: threa
 
 
 class _Answer:
-    """One answer while it grows."""
+    """Builds one Completion from the engine's outputs."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], params: SamplingParams, index: int) -> None:
         self.completion = Completion(index)
@@ -235,7 +237,7 @@ class _Answer:
         )
 
     def add(self, output: RequestOutput) -> bool:
-        """Take an output in. True: a stop string ended the answer before the engine did."""
+        """Append an output. True when a stop string ended the answer while the engine still generates."""
         completion = self.completion
         delta = self._text.push_output(output)
         completion.text += delta.text

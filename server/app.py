@@ -100,7 +100,7 @@ def _runtime(config: ServerConfig, client: EngineClient, info: EngineInfo, model
         info=info,
         started=model.created,
         metrics=metrics,
-        live_view=LiveView(client, metrics.recent),
+        live_view=LiveView(client, metrics.rolling),
         request_log=RequestLog(config.request_history),
     )
 

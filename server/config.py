@@ -1,4 +1,4 @@
-"""How a server is set up: the engine's settings and a few of its own."""
+"""How a server is set up: the engine's settings and its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client's connection: uvicorn's, with bounds on what it may send and on how long it may take, to read as well."""
+"""uvicorn's HTTP connection, with limits on the size of a request's head and on the time to send and to read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.server.errors import INVALID, error_body
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request line and its headers."""
+"""Largest size of a request line and its headers."""
 BODY_PIECE = 16 * 1024
-"""Bytes of a body that must come within the read timeout, again and again."""
+"""Bytes of a body that must arrive in each read timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Bounds:
     write_timeout: float
     """Seconds that an answer may wait for its reader."""
     client: EngineClient
-    """Counts those that have not read for so long."""
+    """Its `slow_readers` counts clients that exceeded the write timeout."""
 
 
 class Connection(HttpToolsProtocol):
-    """Reading and answering are uvicorn's; this one ends what takes too long, with a timer and not a task.
+    """Adds deadlines to uvicorn's connection, by timers instead of tasks, which would cost more.
 
-    uvicorn has no deadline for a request that trickles in, lets its headers grow without limit, and waits for ever for
-    a client that does not read.
+    uvicorn has no deadline for a request that arrives slowly, no limit on the size of headers, and waits for ever for a
+    client that does not read.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Connection(HttpToolsProtocol):
         """Runs while what was sent is not read."""
         self._refusal = (400, "Invalid HTTP request")
 
-    # What a client sends
+    # Receiving
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):
         if self._in_head and self._received > MAX_HEAD_BYTES:
             self._refuse(431, f"The headers are larger than {MAX_HEAD_BYTES} bytes")
         elif self._reading is None and not self._answering:
-            self._expect_head()  # blank lines, say, before a request that may never begin
+            self._expect_head()  # such as blank lines before a request that may never begin
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -128,7 +128,7 @@ class Connection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """An OpenAI error body, if an answer may still begin; the connection is closed in any case."""
+        """Send an OpenAI error body, unless a response has begun; close the connection in any case."""
         status, message = self._refusal
         if (self._in_head and not self._answering) or (self._answering and not self.cycle.response_started):
             body = error_body(message, INVALID, None, None)
@@ -136,10 +136,10 @@ class Connection(HttpToolsProtocol):
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
-    # What a client reads
+    # Sending
 
     def pause_writing(self) -> None:
-        """The transport's buffer is full: the application waits from here on, and tokens gather in its stream."""
+        """The transport's buffer is full. The application waits, and tokens gather in its OutputStream."""
         super().pause_writing()
         self._unread = self.loop.call_later(self._bounds.write_timeout, self._cut_off)
 

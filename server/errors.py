@@ -41,14 +41,14 @@ TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (EngineError, 500, SERVER),
     (QuireError, 500, SERVER),
 )
-"""The first row that fits counts."""
+"""Base class, HTTP status and OpenAI's error type; the first matching row counts."""
 RETRY_AFTER_SECONDS = "1"
 MAX_DETAILS = 10
 UNEXPECTED = "The server had an error while processing your request. The log says more"
 
 
 def install(app: FastAPI) -> None:
-    """Answer what routes raise on purpose with an OpenAI error body; all else UnexpectedErrorMiddleware answers."""
+    """Answer the typed errors that routes raise with an OpenAI error body. UnexpectedErrorMiddleware answers others."""
     app.add_exception_handler(QuireError, _quire_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -66,7 +66,7 @@ def stream_error(error: Exception) -> bytes:
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    # Plain ASCII: a message may repeat half a surrogate pair of the caller's, which has no UTF-8.
+    # ASCII, because a message may quote half a surrogate pair from the request, which UTF-8 cannot encode.
     return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
 
 
@@ -105,7 +105,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 
 def _without_doubles(details: Sequence[Any]) -> list[Any]:
-    """One detail per place: a union of types complains once for each of them."""
+    """One detail per place: pydantic reports each member of a union of types."""
     by_place = {_where(one["loc"]): one for one in reversed(details)}
     return list(reversed(by_place.values()))
 
@@ -144,8 +144,11 @@ async def _http_exception(request: Request, error: Exception) -> Response:
 
 
 class UnexpectedErrorMiddleware:
-    """ASGI middleware that answers 500. Starlette's own place for this is outside of all middleware: web pages of other
-    origins would not be let read the answer."""
+    """ASGI middleware that answers unexpected exceptions with 500.
+
+    Starlette's own handler for them runs outside all middleware: its answer would lack the CORS headers, and web pages
+    of other origins could not read it.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

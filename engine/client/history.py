@@ -1,7 +1,8 @@
 """What happened to each request and in each step: recorded by the engine, kept by whoever holds its client.
 
-A step's record comes with its outputs and is shared by all requests that were in it, so a token costs a reference. What
-is here outlives engines, and is bounded: the requests that ended last, and so many steps of each.
+The engine sends a step's record with the step's outputs. All requests of the step share the record, so a token costs
+one reference. The history outlives engines and is bounded: it keeps the requests that ended last, and a limited number
+of steps of each.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from time import monotonic
 from typing import Literal
 
 from quire.engine.batch import Batch
-from quire.engine.types import Request, RequestOutput, StepRecord
+from quire.engine.types import Phase, Request, RequestOutput, StepRecord
 
-Phase = Literal["queued", "prefill", "decode", "preempted", "recompute", "recovering", "delivery"]
+TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
+"""The scheduler's phases, and three that only the client knows: prefill again after a preemption or a crash, waiting
+for a new engine after a crash, and waiting for the last output to arrive."""
 KEPT_REQUESTS = 1000
 KEPT_STEPS = 2000
-"""Of one request; later ones are only counted."""
+"""Per request; later steps are only counted."""
 KEPT_IN_ALL = 100_000
-"""Steps of ended requests, some 500 bytes each at most; beyond it the oldest requests keep their phases alone."""
+"""Steps of all ended requests together, at most some 500 bytes each. Beyond that the requests that ended first lose
+their steps and keep their phases."""
 
 
 def step_record(batch: Batch, number: int, times: tuple[float, float, float, float]) -> StepRecord:
-    """`times`: began, decided, computed, ended."""
+    """The record of one step of the engine.
+
+    `times` are those of time.monotonic() at which the step began, was scheduled, was computed and was applied.
+    """
     admitted = {admission.slot for admission in batch.admissions}
     chunks = [
         (row.request_id, row.start, row.count)
@@ -37,22 +44,22 @@ def step_record(batch: Batch, number: int, times: tuple[float, float, float, flo
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step and who was in it."""
+    """A step, and the requests that took part in it."""
 
     record: StepRecord
     engine: int
-    """Which of the engines, from 0."""
+    """Number of the engine process, from 0; each crash adds one."""
     ids: tuple[str, ...]
 
 
 @dataclass(slots=True)
 class Timeline:
-    """One request's way through the engine. `marks` are the times at which its phases began, in order."""
+    """What happened to one request. `marks` are the times at which its phases began, in order."""
 
     id: str
     prompt_tokens: int
     submitted: float
-    marks: list[tuple[float, Phase]]
+    marks: list[tuple[float, TimelinePhase]]
     steps: list[Step] = field(default_factory=list)
     more_steps: int = 0
     chunks: list[tuple[Step, int, int]] = field(default_factory=list)
@@ -64,23 +71,23 @@ class Timeline:
     finish_reason: str | None = None
 
     def phases(self, now: float) -> dict[str, float]:
-        """Seconds of each; together the time from its submission to its end, or to now."""
+        """Seconds spent in each phase. They sum to the time from the submission to the end, or to `now` while open."""
         found: dict[str, float] = {}
-        for phase, began, end in self.spans(now):
+        for phase, began, end in self.intervals(now):
             found[phase] = found.get(phase, 0.0) + end - began
         return found
 
-    def spans(self, now: float) -> list[tuple[Phase, float, float]]:
-        """Its phases in order, each with its begin and its end."""
+    def intervals(self, now: float) -> list[tuple[TimelinePhase, float, float]]:
+        """The phases in order, each with the times of its begin and its end."""
         ends = [*(at for at, _ in self.marks[1:]), now if self.ended is None else self.ended]
         return [(phase, began, end) for (began, phase), end in zip(self.marks, ends, strict=True)]
 
-    def count(self, phase: Phase) -> int:
-        """How often it came to that."""
+    def count(self, phase: TimelinePhase) -> int:
+        """How often the request entered `phase`."""
         return sum(each == phase for _, each in self.marks)
 
-    def enter(self, phase: Phase, at: float) -> None:
-        """Times never run backwards, whatever the clocks of two processes say."""
+    def enter(self, phase: TimelinePhase, at: float) -> None:
+        """Begin a phase. Marks never run backwards, though two processes read the clock."""
         if self.marks[-1][1] != phase:
             self.marks.append((max(at, self.marks[-1][0]), phase))
 
@@ -94,7 +101,7 @@ class History:
 
     def __init__(self, keep: int = KEPT_REQUESTS) -> None:
         self.keep = keep
-        """Ended requests to remember."""
+        """How many ended requests to remember."""
         self.listeners: list[Callable[[Step], None]] = []
         """Called with every step."""
         self.end_listeners: list[Callable[[Timeline], None]] = []
@@ -107,7 +114,7 @@ class History:
         self._engine = 0
 
     def of(self, job: str) -> list[Timeline]:
-        """The sequences of one answer: all whose ids begin with its own."""
+        """The timelines of one answer's sequences, whose ids begin with the answer's id `job`."""
         return [each for each in [*self._open.values(), *self._ended.values()] if each.id.startswith(f"{job}-")]
 
     @property
@@ -116,7 +123,7 @@ class History:
 
     @property
     def ended(self) -> list[Timeline]:
-        """The one that ended last comes last."""
+        """Timelines of ended requests; the one that ended last comes last."""
         return [self._ended[request_id] for request_id in self._order]
 
     def submitted(self, request: Request) -> None:
@@ -124,7 +131,7 @@ class History:
         self._open[request.id] = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
 
     def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None) -> None:
-        """Outputs of a step, or without a record of adds and aborts."""
+        """Take in the outputs of a step. Without a record they come from adding or aborting requests."""
         if record is not None:
             self._take(outputs, record)
         for output in outputs:
@@ -161,7 +168,7 @@ class History:
             listener(step)
 
     def engine_died(self, *, for_good: bool = False) -> None:
-        """What was open waits for another engine; or, for good, has ended with this one."""
+        """Open requests wait for another engine; with `for_good` they end with this one."""
         self._engine += 1
         now = monotonic()
         for timeline in list(self._open.values()):
@@ -171,7 +178,7 @@ class History:
                 timeline.enter("recovering", now)
 
     def end(self, request_id: str, reason: str) -> None:
-        """A request is over, if it is open."""
+        """End a request. Does nothing when it is not open."""
         timeline = self._open.pop(request_id, None)
         if timeline is None:
             return

@@ -1,4 +1,4 @@
-"""An engine, the app and a socket, brought up together: what serve, chat and run share."""
+"""Starts an engine, the app and an HTTP server together: what serve, chat and run share."""
 
 from __future__ import annotations
 
@@ -35,13 +35,16 @@ PRIVATE_SERVER: dict[str, object] = {
     **{"requests_per_minute": None, "tokens_per_minute": None},
     **{"ssl_certfile": None, "ssl_keyfile": None, "ssl_ca_certs": None},
 }
-"""Settings of a server that nobody else can reach."""
+"""Settings for a server that only this process can reach: it needs no keys, limits or TLS."""
 
 _DRAIN_SECONDS = 0.05
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, told when to stop instead of catching signals itself, and telling when it listens."""
+    """A uvicorn server that catches no signals, calls `on_ready` when it listens, and drains before it stops.
+
+    sse-starlette finds a stopping server by its signal handlers, so it never ends a stream of this one.
+    """
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
         """Raises ConfigError for certificates that cannot be used."""
@@ -57,12 +60,12 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 log_level=config.uvicorn_log_level,
                 access_log=not config.disable_access_log,
-                timeout_keep_alive=75,  # longer than the minute of most proxies, who would use one just closed
+                timeout_keep_alive=75,  # longer than the minute of most proxies, which might reuse a closed connection
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
         if not config.disable_access_log:
-            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # whatever the level of what else it says
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # whatever --uvicorn-log-level says
         self._app = app
         self._on_ready = on_ready
         self._patience = config.shutdown_timeout
@@ -76,12 +79,14 @@ class HttpServer(uvicorn.Server):
             self._on_ready()
 
     async def drain(self) -> None:
-        """Take no more generations, but say so; stop when those under way have ended, or time is up: then they end with
-        an error."""
+        """Refuse new generations with 503, and stop when the open ones have ended.
+
+        Those still open after --shutdown-timeout end with an error.
+        """
         client = self._app.state.runtime.client
         self._app.state.admission.drain()
         ends = time.monotonic() + self._patience
-        while client.num_open and time.monotonic() < ends:  # noqa: ASYNC110 - noticed soon enough
+        while client.num_open and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(_DRAIN_SECONDS)
         client.end_all(Overloaded(SHUTTING_DOWN))
         self.config.timeout_graceful_shutdown = max(1, round(ends - time.monotonic()))
@@ -93,7 +98,7 @@ class HttpServer(uvicorn.Server):
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """None: plain HTTP. Raises ConfigError naming the setting."""
+    """The context for HTTPS; None for plain HTTP. Raises ConfigError naming the setting that is wrong."""
     files = {name: getattr(config, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
     if config.ssl_certfile is None:
         if any(files.values()):
@@ -118,10 +123,10 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 @asynccontextmanager
 async def running_app(config: ServerConfig, client: ProcessClient) -> AsyncIterator[FastAPI]:
-    """The app of a client that has been launched, with its engine ready; both end with the block.
+    """The app, with the engine of a launched client ready; both end with the block.
 
-    Its lifespan is entered here and not by uvicorn, which would log what starting the engine raises; this raises it,
-    and ConfigError for doors that cannot be built, before the model is loaded.
+    The app's lifespan is entered here and not by uvicorn, which would log an error of the engine's start instead of
+    raising it. Raises ConfigError for unusable certificates and keys before the model is loaded.
     """
     try:
         tls_context(config)
@@ -133,7 +138,7 @@ async def running_app(config: ServerConfig, client: ProcessClient) -> AsyncItera
 
 
 def _build(config: ServerConfig, client: ProcessClient) -> FastAPI:
-    """What the app needs of the model's files is read while the engine loads the weights. Raises ModelError."""
+    """Read the model files that the app needs, while the engine loads the weights. Raises ModelError."""
     path = resolve_model(config.model, config.revision)
     tokenizer_path = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
     return create_app(
@@ -147,11 +152,11 @@ def _build(config: ServerConfig, client: ProcessClient) -> FastAPI:
 
 @contextmanager
 def local_server(config: ServerConfig) -> Iterator[str]:
-    """A server of `config`'s model in a thread, behind a Unix socket that nobody else can reach: its path.
+    """Serve `config`'s model from a thread, on a private Unix socket whose path is yielded.
 
     Raises what starting the engine raises.
     """
-    # Keys guard doors that others can reach; this one has a path only we know.
+    # The socket is in a directory that only this user can read, so no keys are needed.
     config = config.model_copy(update=PRIVATE_SERVER)
     client = ProcessClient(config)
     client.launch()
@@ -173,7 +178,7 @@ def local_server(config: ServerConfig) -> Iterator[str]:
 
 
 def _host(config: ServerConfig, client: ProcessClient, listener: socket, ready: Future[HttpServer]) -> None:
-    """A thread's work: start the engine, serve on `listener`, stop both. `ready` gets the server, or what failed."""
+    """Start the engine, serve on `listener`, stop both. Runs in a thread; `ready` gets the server or the error."""
 
     async def host() -> None:
         async with running_app(config, client) as app:

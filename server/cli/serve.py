@@ -1,7 +1,7 @@
 """`quire serve`: a model behind the OpenAI API, until Ctrl-C, SIGTERM or SIGHUP.
 
-What takes long goes first and side by side: the port is bound (so a taken one is told of at once), the engine process
-starts, and while it loads the model this process imports the API.
+The order saves time: the port is bound first, so that a taken port is reported at once; then the engine process starts,
+and while it loads the model this process imports the API.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to the address but not listening: who connects before the model is loaded is refused.
+    """A socket that is bound but does not listen: connections are refused until the model is loaded.
 
-    Raises ConfigError, naming the address, when it is taken or not ours.
+    Raises ConfigError, naming the address, when it is taken or not this machine's.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -75,7 +75,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Service:
-    """One run of the server: start, serve, drain. `run()` gives the exit status."""
+    """One run of the server: start, serve, drain. `run()` returns the exit status."""
 
     def __init__(self, config: ServerConfig, listener: socket.socket, started: float) -> None:
         self._config = config
@@ -90,7 +90,7 @@ class Service:
         main_task = asyncio.current_task()
         assert main_task is not None
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
         for number in numbers:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number, main_task)
@@ -118,14 +118,14 @@ class Service:
         return 0 if server.started else 1
 
     async def _watch(self, server: HttpServer) -> None:
-        """A server whose engine is gone for good ends, so that whoever runs it can start it anew."""
-        while self._client.alive:  # noqa: ASYNC110 - noticed soon enough
+        """Stop the server when its engine cannot be brought back, so that a process manager restarts both."""
+        while self._client.alive:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(WATCH_SECONDS)
         server.should_exit = True
 
     def _on_signal(self, number: signal.Signals, main_task: asyncio.Task[int]) -> None:
         if number == signal.SIGHUP and self._signals:
-            return  # a terminal that closes sends more than one, and nobody asked for haste
+            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
         self._signals += 1
         if self._server is None:
             main_task.cancel()
@@ -147,14 +147,14 @@ class Service:
 
 
 def url(host: str, port: int, *, tls: bool = False) -> str:
-    """Where to reach a server that listens there: a wildcard address is reached by this machine's own."""
+    """The URL of a server that listens on `host`; for a wildcard address that of the loopback interface."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     scheme = "https" if tls else "http"
     return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
 
 
 def announcement(config: ServerConfig, info: EngineInfo, base: str, seconds: float, planned: int | None = None) -> str:
-    """What was loaded, how the memory is spent, and a first request to paste."""
+    """The text that says what was loaded and how the memory is used, with a first request to paste."""
     names = ", ".join(config.model_names)
     body = {"model": config.model_names[0], "prompt": "Once upon a time", "max_tokens": 100, "stream": True}
     weights = info.weight_bytes / 2**20

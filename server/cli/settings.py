@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from quire.engine.config import PREFIX, Settings, is_list, load, presets, split
 from quire.engine.errors import ConfigError
-from quire.engine.settings import PREFIX, Settings, is_list, load, presets, split
 from quire.server.cli.unknown_flags import dashed, unknown_arguments
 
 
@@ -76,12 +76,13 @@ def number(
             raise argparse.ArgumentTypeError(f"must be {'above' if above else 'at least'} {low:g}{most}, got {text}")
         return value
 
-    read.__name__ = kind.__name__  # argparse names it in its message
+    read.__name__ = kind.__name__  # argparse shows this name in its error message
     return read
 
 
 def _form(field: FieldInfo) -> dict[str, Any]:
-    """How argparse takes a field: as text, for the model to judge; nothing at all when the flag is not given."""
+    """Arguments of add_argument for a field. argparse keeps values as text, which the model validates, and sets nothing
+    when the flag is not given."""
     kinds = [kind for kind in (get_args(field.annotation) or (field.annotation,)) if kind is not type(None)]
     form: dict[str, Any] = {"default": argparse.SUPPRESS}
     if bool in kinds:

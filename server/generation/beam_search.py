@@ -155,7 +155,7 @@ class BeamSearch(Generation):
         finally:
             stream.close()
             self._streams.discard(stream)
-        self._metrics.recent.now()
+        self._metrics.rolling.now()
         if step == 0:
             first = self._choices[index * spec.params.n]
             first.cached_tokens = max((output.cached_tokens for output in outputs.values()), default=0)

@@ -17,13 +17,16 @@ from quire.server.encoding import encode_json
 from quire.server.version import VERSION
 
 ENGINE, REQUESTS = 1, 2
-"""Process ids: groups of tracks."""
+"""Process ids, which a viewer shows as groups of tracks."""
 STEPS = 1
 Event = dict[str, Any]
 
 
 async def record(history: History, seconds: float) -> bytes:
-    """Watch the engine for so long; JSON. What takes long is done in a thread, on copies of what goes on changing."""
+    """Record the engine for some seconds and return the trace as JSON.
+
+    A thread builds the trace, because that takes long; it works on copies of timelines that still change.
+    """
     steps: list[Step] = []
     began = time.monotonic()
     history.listeners.append(steps.append)
@@ -37,7 +40,7 @@ async def record(history: History, seconds: float) -> bytes:
 
 
 def trace(steps: Sequence[Step], timelines: Sequence[Timeline], began: float, ended: float) -> dict[str, Any]:
-    """The trace of what happened between two times of time.monotonic()."""
+    """A trace of what happened between `began` and `ended`, times of time.monotonic()."""
     seen = [each for each in timelines if (each.ended or ended) > began and each.submitted < ended]
     window = _Window(began, ended)
     events = [*_names(), *_engine(steps, window), *_requests(seen, window)]
@@ -53,7 +56,7 @@ def trace(steps: Sequence[Step], timelines: Sequence[Timeline], began: float, en
 
 
 def phase_totals(events: Sequence[Event]) -> dict[str, float]:
-    """Microseconds of the engine's phases; together the recording's length."""
+    """Microseconds of each phase of the engine; they sum to the recording's length."""
     found: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":
@@ -62,7 +65,7 @@ def phase_totals(events: Sequence[Event]) -> dict[str, float]:
 
 
 class _Window:
-    """Cuts spans to the recording."""
+    """Clamps times to the recording, and gives them in microseconds from its begin."""
 
     def __init__(self, began: float, ended: float) -> None:
         self.began = began
@@ -85,8 +88,10 @@ def _names() -> list[Event]:
 
 
 def _engine(steps: Sequence[Step], window: _Window) -> list[Event]:
-    """Steps end to end, each with what it did, and what lay between them. Where steps overlap, on a GPU, a step's slice
-    begins when the one before has ended."""
+    """Slices for the steps, the phases of each, and the time between steps.
+
+    Steps overlap on a GPU: a step's slice then begins when the step before it has ended.
+    """
     events: list[Event] = []
     last = window.began
     for step in steps:
@@ -130,7 +135,7 @@ def _requests(timelines: Sequence[Timeline], window: _Window) -> list[Event]:
             "finish_reason": timeline.finish_reason or "",
         }
         events += _span(name, name, timeline.submitted, ended, window, args, outer=True)
-        for phase, begin, end in timeline.spans(ended):
+        for phase, begin, end in timeline.intervals(ended):
             events += _span(name, phase, begin, end, window, {})
     return sorted(events, key=lambda event: event["ts"])
 

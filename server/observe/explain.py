@@ -1,4 +1,4 @@
-"""Where a request's time went, and what else the engine did meanwhile: the history of its sequences as JSON."""
+"""Where a request's time went, and with whom it shared the engine: the history of its sequences as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.server.observe.request_log import RequestRecord
 
 
 def explanation(record: RequestRecord, history: History, is_mine: Callable[[str], bool]) -> dict[str, Any]:
-    """`is_mine` tells whose ids may be named among batch mates; others are counted."""
+    """`is_mine` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted."""
     now = time.monotonic() if record.ended is None else record.ended
     timelines = sorted(history.of(record.job or ""), key=lambda each: each.submitted)
     return {
@@ -31,9 +31,10 @@ def explanation(record: RequestRecord, history: History, is_mine: Callable[[str]
 
 
 def phases(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> dict[str, float]:
-    """Seconds from the request's arrival to its end, or to now, along the sequence that ended last.
+    """Seconds that each phase took, from the request's arrival to its end or to `now`, of the sequence that ended last.
 
-    prepare: until it was submitted to the engine; answer: from the engine's end of it to the response's.
+    "prepare" lasts until the sequence is submitted to the engine; "answer" from the end of the sequence in the engine
+    to the end of the response.
     """
     if not timelines:
         return {"prepare": now - record.arrived}
@@ -82,7 +83,7 @@ def _sequence(timeline: Timeline, record: RequestRecord, now: float, is_mine: Ca
 def _batches(
     timeline: Timeline, since: Callable[[float], float], is_mine: Callable[[str], bool]
 ) -> list[dict[str, Any]]:
-    """Its steps, those in a row with the same batch mates together."""
+    """The steps of a sequence; successive steps with the same batch mates are one entry."""
     found = []
     for (engine, ids), steps in groupby(timeline.steps, key=lambda step: (step.engine, step.ids)):
         run: list[Step] = list(steps)

@@ -1,4 +1,4 @@
-"""One snapshot of the engine for all who watch: taken about twice a second, and only while somebody does."""
+"""Server-sent events that show the engine live: one snapshot, about twice a second, serves all open streams."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ from quire.server.observe.rolling_stats import KEPT_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
 ENGINE_SHARE = 0.005
-"""Of the engine's time that snapshots may take: where one costs more, they come less often."""
+"""Largest share of the engine's time that snapshots may take; expensive snapshots are taken less often."""
 OVERLAP_SECONDS = 4
-"""Each state tells the last complete seconds again, for live_view that missed one."""
+"""Each `state` repeats the last complete seconds, for streams that missed an event."""
 
 encode_json = msgspec.json.Encoder().encode
 
 
 class LiveView:
-    """Hands the same events to every watcher; one that reads slowly misses some."""
+    """Gives the same events to every stream; a stream that is read slowly skips some. No snapshots without streams."""
 
-    def __init__(self, client: EngineClient, recent: RollingStats) -> None:
+    def __init__(self, client: EngineClient, rolling: RollingStats) -> None:
         self.event = b""
-        """The latest."""
+        """The latest `state` event."""
         self._client = client
-        self._recent = recent
-        self._all: set[LiveViewStream] = set()
+        self._rolling = rolling
+        self._streams: set[LiveViewStream] = set()
         self._task: asyncio.Task[None] | None = None
 
     def hello(self, facts: dict[str, object]) -> bytes:
-        """The first event: what does not change, and the last minutes."""
+        """The first event of a stream: `facts`, which do not change, and the statistics of the last minutes."""
         now = int(time.time())
-        history = [each.as_dict() for each in self._recent.since(now - KEPT_SECONDS)]
+        history = [each.as_dict() for each in self._rolling.since(now - KEPT_SECONDS)]
         return _event("hello", {**facts, "now": now, "kept_seconds": KEPT_SECONDS, "history": history})
 
-    def join(self, watcher: LiveViewStream) -> None:
-        self._all.add(watcher)
+    def join(self, stream: LiveViewStream) -> None:
+        self._streams.add(stream)
         if self._task is None:
             self._task = asyncio.create_task(self._publish())
 
-    def leave(self, watcher: LiveViewStream) -> None:
-        self._all.discard(watcher)
+    def leave(self, stream: LiveViewStream) -> None:
+        self._streams.discard(stream)
 
     def close(self) -> None:
-        """End every stream: a server that waits for its open requests must not wait for these."""
-        for watcher in list(self._all):
-            watcher.close()
+        """End every stream; otherwise a server that waits for its open requests would wait for ever."""
+        for stream in list(self._streams):
+            stream.close()
 
     async def _publish(self) -> None:
-        """Until nobody watches any more. Should it fail, streams end rather than stand still."""
+        """Publish a state again and again while there are streams. A failure ends the streams, so that none hangs."""
         try:
-            while self._all:
-                view = await self._look()
-                self.event = _event("state", self._state(view, time.time()))
-                for watcher in self._all:
-                    watcher.wake()
-                cost = 0.0 if view is None else view.seconds
+            while self._streams:
+                snapshot = await self._snapshot()
+                self.event = _event("state", self._state(snapshot, time.time()))
+                for stream in self._streams:
+                    stream.wake()
+                cost = 0.0 if snapshot is None else snapshot.seconds
                 await asyncio.sleep(max(PERIOD_SECONDS, cost / ENGINE_SHARE))
         except BaseException:
             self.close()
@@ -69,15 +69,15 @@ class LiveView:
         finally:
             self._task = None
 
-    async def _look(self) -> EngineSnapshot | None:
-        """None when the engine is in a long step, or none is there."""
+    async def _snapshot(self) -> EngineSnapshot | None:
+        """None when the engine is in a long step, or is being replaced."""
         if not self._client.responsive:
             return None
         pending = self._client.snapshot()
         await asyncio.wait([pending], timeout=PERIOD_SECONDS)
         return pending.result() if pending.done() and not pending.cancelled() else None
 
-    def _state(self, view: EngineSnapshot | None, now: float) -> dict[str, object]:
+    def _state(self, snapshot: EngineSnapshot | None, now: float) -> dict[str, object]:
         client = self._client
         return {
             "now": now,
@@ -88,16 +88,16 @@ class LiveView:
             "quarantined": client.quarantined,
             "resident_bytes": resident_bytes(),
             "stats": msgspec.structs.asdict(client.stats),
-            "history": [each.as_dict() for each in self._recent.since(int(now) - OVERLAP_SECONDS)],
-            "engine": None if view is None else self._engine(view),
+            "history": [each.as_dict() for each in self._rolling.since(int(now) - OVERLAP_SECONDS)],
+            "engine": None if snapshot is None else self._engine(snapshot),
         }
 
-    def _engine(self, view: EngineSnapshot) -> dict[str, object]:
+    def _engine(self, snapshot: EngineSnapshot) -> dict[str, object]:
         age = self._client.age
         return {
-            "requests": [{**msgspec.structs.asdict(each), "age": age(each.id)} for each in view.sequences],
-            "pages": base64.b64encode(view.pages).decode("ascii"),
-            "resident_bytes": view.resident_bytes,
+            "requests": [{**msgspec.structs.asdict(each), "age": age(each.id)} for each in snapshot.sequences],
+            "pages": base64.b64encode(snapshot.pages).decode("ascii"),
+            "resident_bytes": snapshot.resident_bytes,
         }
 
 
@@ -105,29 +105,29 @@ class LiveViewStream:
     """One stream of events; `close` ends it."""
 
     def __init__(self, live_view: LiveView) -> None:
-        self._watchers = live_view
-        self._news = asyncio.Event()
+        self._live_view = live_view
+        self._changed = asyncio.Event()
         self._open = True
 
     async def events(self, facts: dict[str, object]) -> AsyncIterator[bytes]:
         """Server-sent events: `hello`, then `state` again and again."""
-        self._watchers.join(self)
+        self._live_view.join(self)
         try:
-            yield self._watchers.hello(facts)
+            yield self._live_view.hello(facts)
             while self._open:
-                await self._news.wait()
-                self._news.clear()
+                await self._changed.wait()
+                self._changed.clear()
                 if self._open:
-                    yield self._watchers.event
+                    yield self._live_view.event
         finally:
-            self._watchers.leave(self)
+            self._live_view.leave(self)
 
     def wake(self) -> None:
-        self._news.set()
+        self._changed.set()
 
     def close(self) -> None:
         self._open = False
-        self._news.set()
+        self._changed.set()
 
 
 def _event(name: str, data: dict[str, object]) -> bytes:

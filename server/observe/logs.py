@@ -13,9 +13,9 @@ from quire.server.observe.request_log import RequestRecord
 
 access = logging.getLogger("quire.access")
 QUIET = OPEN_PATHS | {"/metrics"}
-"""Asked for all the time by machines; not logged."""
+"""Paths that monitoring requests all the time; they are not logged."""
 FIELDS = ("request_id", "answer_id", "tenant", "method", "path", "status", "milliseconds")
-"""What records may carry beside their message, by logging's `extra`."""
+"""Fields that log records may carry beside their message, through logging's `extra`."""
 
 
 class JsonFormatter(logging.Formatter):
@@ -33,7 +33,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up(config: ServerConfig) -> None:
-    """Of this process. What the engine's process writes itself, when it fails, stays as it is."""
+    """Set up logging in this process. What a failing engine process writes to stderr keeps its own form."""
     handler = logging.StreamHandler(sys.stderr)
     if config.log_format == "json":
         handler.setFormatter(JsonFormatter())
@@ -43,7 +43,7 @@ def set_up(config: ServerConfig) -> None:
 
 
 def log_request(record: RequestRecord) -> None:
-    """One line when its response is complete; never its prompt or answer."""
+    """Log one line for a complete response, never the prompt or the answer."""
     if record.path in QUIET or record.ended is None:
         return
     extra = {

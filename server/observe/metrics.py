@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.engine.client.client import EngineClient
-from quire.engine.client.history import Timeline
+from quire.engine.client.history import Timeline, TimelinePhase
 from quire.engine.config import EngineConfig
 from quire.engine.types import EngineInfo
 from quire.server.observe.rolling_stats import RollingStats
@@ -27,7 +27,7 @@ REQUEST_SECONDS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-PHASES = (
+PHASES: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
     ("vllm:request_queue_time_seconds", "Seconds until its first step.", ("queued",)),
     ("vllm:request_prefill_time_seconds", "Seconds from its first step to its first token.", ("prefill",)),
     (
@@ -41,7 +41,7 @@ PHASES = (
         ("prefill", "decode", "preempted", "recompute", "recovering"),
     ),
 )
-"""Name, help text and the phases of engine/client/history.py that it adds up."""
+"""Name, help text, and the phases of a timeline whose seconds the metric sums."""
 FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition", "timeout", "queue_timeout")
 GAUGES = (
     ("vllm:num_requests_running", "Requests in the running batch.", "running"),
@@ -67,7 +67,7 @@ class Metrics:
     def __init__(self, client: EngineClient, model_name: str, max_model_len: int) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineCollector(client, model_name))
-        self.recent = RollingStats(client)
+        self.rolling = RollingStats(client)
         labels = ("model_name",)
         lengths = length_buckets(max_model_len)
 
@@ -116,11 +116,11 @@ class Metrics:
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
-        self.recent.now().first_token.add(seconds)
+        self.rolling.now().first_token.add(seconds)
 
     def next_token(self, seconds: float) -> None:
         self._next_token.observe(seconds)
-        self.recent.now().between_tokens.add(seconds)
+        self.rolling.now().between_tokens.add(seconds)
 
     def choice_ended(
         self,
@@ -132,7 +132,7 @@ class Metrics:
         generation_tokens: int,
         max_tokens: int | None,
     ) -> None:
-        """One choice has ended. decode_seconds is the time from its first token to its last."""
+        """Count a choice that has ended. `decode_seconds` is the time from its first token to its last."""
         self._success[reason].inc()
         self._seconds.observe(seconds)
         self._prompt.observe(prompt_tokens)
@@ -149,7 +149,7 @@ class Metrics:
         self._longest.observe(longest)
 
     def tell_cache(self, info: EngineInfo, config: EngineConfig) -> None:
-        """How the KV cache is cut; as in vLLM, in the labels of a metric that is always 1."""
+        """Show how the KV cache is divided, in the labels of a metric that is always 1, as vLLM does."""
         facts = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,

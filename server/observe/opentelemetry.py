@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 NAME = "llm_request"
-"""As vLLM's."""
+"""The answer's span; vLLM uses the same name."""
 
 
 class OpenTelemetrySpans:
-    """A span for each answer, below the caller's by its traceparent, and one below it for each phase of each sequence.
+    """Writes a span for each answer, and below it one for each phase of each sequence.
 
-    Attributes are named as in OpenTelemetry's conventions for generative AI, and vLLM's where these have none.
+    The caller's span, named by its traceparent header, is the parent of the answer's. Attributes have the names of
+    OpenTelemetry's conventions for generative AI, or vLLM's where the conventions have none.
     """
 
     def __init__(self, exporter: SpanExporter, history: History) -> None:
@@ -30,7 +31,7 @@ class OpenTelemetrySpans:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        # What is given here wins over the environment, which should win.
+        # The SDK prefers what is given here to the environment; the operator's choice should win.
         named = "OTEL_SERVICE_NAME" in os.environ or "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
         facts = {"service.version": VERSION} | ({} if named else {"service.name": "quire"})
         self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
@@ -39,7 +40,7 @@ class OpenTelemetrySpans:
         self._history = history
 
     def ended(self, record: RequestRecord) -> None:
-        """Write the spans of a request that is over; of none that made no answer."""
+        """Write the spans of an ended request, if it made an answer."""
         if record.job is None or record.ended is None:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -53,14 +54,14 @@ class OpenTelemetrySpans:
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span)
         for timeline in timelines:
-            for phase, begin, end in timeline.spans(record.ended):
+            for phase, begin, end in timeline.intervals(record.ended):
                 part = self._tracer.start_span(phase, inside, start_time=_nanoseconds(record, begin))
                 part.set_attribute("quire.sequence", timeline.id)
                 part.end(_nanoseconds(record, end))
         span.end(_nanoseconds(record, record.ended))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the spans that are still queued."""
         self._provider.shutdown()
 
     def _parent(self, record: RequestRecord) -> Context | None:
@@ -72,7 +73,7 @@ class OpenTelemetrySpans:
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Raises ConfigError for an address that is none, and where the packages are missing."""
+    """Raises ConfigError when `endpoint` is no HTTP address, or the packages of the extra otel are missing."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(
@@ -89,7 +90,7 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 def _nanoseconds(record: RequestRecord, at: float) -> int:
-    """Of the Unix clock."""
+    """A time of time.monotonic() as nanoseconds of the Unix clock."""
     return int((record.created + at - record.arrived) * 1e9)
 
 

@@ -1,4 +1,4 @@
-"""What is known of an HTTP request beside its answer: its id, who sent it, when it came and went."""
+"""The log of HTTP requests: the id, sender, times and status of each, without its content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SOUND = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Times are of time.monotonic()."""
+    """One HTTP request. Times are those of time.monotonic(), but `created` is of the Unix clock."""
 
     request_id: str
     """The caller's X-Request-Id, or one of ours."""
@@ -34,12 +34,12 @@ class RequestRecord:
     status: int | None = None
     ended: float | None = None
     job: str | None = None
-    """Id of the answer (chatcmpl-…, cmpl-…), which its sequences' ids begin with."""
+    """Id of the answer (chatcmpl-…, cmpl-…); the ids of its sequences begin with it."""
     model: str | None = None
 
 
 class RequestLog:
-    """The records of answers that were begun last. A caller sees those made with its own key, an admin all."""
+    """The records of the latest `keep` answers. A caller sees those made with its own key, an admin sees all."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
@@ -47,7 +47,7 @@ class RequestLog:
         self._order: deque[RequestRecord] = deque()
 
     def begin(self, scope: Scope, job: str, model: str) -> None:
-        """An answer is on its way."""
+        """Note that the request of `scope` is being answered, with the answer's id and the model."""
         record: RequestRecord = scope["request_record"]
         record.job, record.model, record.owner = job, model, tenant_of(scope).name
         if self._keep:
@@ -57,7 +57,7 @@ class RequestLog:
             del self._jobs[self._order.popleft().job or ""]
 
     def find(self, name: str, caller: Scope) -> RequestRecord | None:
-        """By the answer's id, or by X-Request-Id: of several with the same one, the last. None: not for this caller."""
+        """The record with this answer id, or the latest with this X-Request-Id; None when the caller may see none."""
         record = self._jobs.get(name)
         if record is None:
             named = (each for each in reversed(self._order) if each.request_id == name)
@@ -65,7 +65,7 @@ class RequestLog:
         return record if record is not None and may_see(caller, record) else None
 
     def may_name(self, sequence: str, caller: Scope) -> bool:
-        """Whether a sequence of the engine belongs to an answer of this caller's."""
+        """Whether a sequence of the engine belongs to an answer that the caller may see."""
         record = self._jobs.get("-".join(sequence.split("-")[:2]))
         return record is not None and may_see(caller, record)
 
@@ -76,10 +76,10 @@ def may_see(caller: Scope, record: RequestRecord) -> bool:
 
 
 class RequestLogMiddleware:
-    """ASGI middleware, the outermost: every request gets a record, every response its X-Request-Id."""
+    """The outermost ASGI middleware: gives every request a record, and every response its X-Request-Id."""
 
     def __init__(self, app: ASGIApp, ended: Sequence[Callable[[RequestRecord], None]]) -> None:
-        """`ended` are told of each record when its response is complete, or has failed."""
+        """Each function in `ended` is called with the record when its response is complete or has failed."""
         self._app = app
         self._ended = ended
 
@@ -108,7 +108,7 @@ class RequestLogMiddleware:
 
 
 def request_id(given: str | None) -> str:
-    """The caller's, if it is fit for logs and headers; otherwise one of ours."""
+    """The caller's id if it is safe in logs and headers; otherwise a new one."""
     if given is not None and _SOUND.fullmatch(given):
         return given
     return f"req-{secrets.token_hex(16)}"

@@ -1,4 +1,4 @@
-"""The last minutes of a server in bins of one second: for charts that begin before somebody looks.
+"""Statistics of a server's last minutes in bins of one second, so that a chart shows what was before it was opened.
 
 Percentiles come from logarithmic buckets 10 % wide (as HdrHistogram and DDSketch do), so a bin costs the same however
 many tokens fall into it.
@@ -20,7 +20,7 @@ PERCENTILES = (0.5, 0.95)
 
 
 class LatencyHistogram:
-    """A distribution of durations, to about 5 %."""
+    """A distribution of durations, exact to about 5 %."""
 
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
@@ -29,7 +29,7 @@ class LatencyHistogram:
         self._buckets[round(math.log(max(seconds, _LEAST)) / _WIDTH)] += 1
 
     def percentiles(self) -> list[float] | None:
-        """In seconds, as PERCENTILES says; None when nothing was added."""
+        """The PERCENTILES, in seconds; None when nothing was added."""
         total = self._buckets.total()
         return [self._quantile(share * total) for share in PERCENTILES] if total else None
 
@@ -61,7 +61,7 @@ class Bin:
 
 
 class RollingStats:
-    """Observes what streams get; seconds in which nothing came have no bin."""
+    """Counts tokens and durations by the second. A second without tokens has no bin."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -69,19 +69,19 @@ class RollingStats:
         self._generated = self._prompt = 0
 
     def since(self, second: int) -> list[Bin]:
-        """Complete bins from that second of the Unix clock on, oldest first."""
+        """The complete bins since `second` of the Unix clock, oldest first."""
         now = int(time.time())
         return [each for each in self._bins if second <= each.second < now]
 
     def now(self) -> Bin:
-        """The bin of this second, with the tokens that came since the last call: ask when some came."""
+        """The bin of the current second, with the tokens since the last call added. Call it when tokens came."""
         second = int(time.time())
         if not self._bins or self._bins[-1].second < second:
             self._bins.append(Bin(second))
             while self._bins[0].second < second - KEPT_SECONDS:
                 self._bins.popleft()
         current, stats = self._bins[-1], self._client.stats
-        # The engine's own counters: right however its outputs were merged on their way.
+        # The engine's own counters stay right when its outputs are merged on their way.
         current.generated += stats.generation_tokens - self._generated
         current.prompt += stats.prompt_tokens - self._prompt
         self._generated, self._prompt = stats.generation_tokens, stats.prompt_tokens

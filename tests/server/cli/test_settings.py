@@ -11,9 +11,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import PRESETS, EngineConfig, load
 from quire.engine.errors import ConfigError
-from quire.engine.settings import PRESETS, load
 from quire.server.cli import unknown_flags
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig

@@ -64,12 +64,12 @@ async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
 
 
 async def test_tokens_per_second_are_the_engines_own_count(slow: Api) -> None:
-    engine, recent = slow.engine, slow.app.state.runtime.metrics.recent
+    engine, rolling = slow.engine, slow.app.state.runtime.metrics.rolling
     began = int(time.time())
     await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 7, "n": 3})
     await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "n": 2, "use_beam_search": True})
     await asyncio.sleep(1.1)  # until the second in which the last came is over
-    bins = recent.since(began)
+    bins = rolling.since(began)
     assert sum(each.generated for each in bins) == engine.stats.generation_tokens > 21
     assert any(each.first_token.percentiles() for each in bins)
 
@@ -113,7 +113,7 @@ async def test_a_watcher_whose_body_is_refused_is_let_go(api: Api) -> None:
     call = api.http.request("GET", "/v1/engine/events", content=b"[" * 101)
     response = await asyncio.wait_for(call, 60)
     assert response.text.startswith("event: hello")
-    assert not api.app.state.runtime.live_view._all
+    assert not api.app.state.runtime.live_view._streams
 
 
 async def test_a_silent_or_dead_engine_is_told_of(api: Api) -> None:
