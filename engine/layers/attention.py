@@ -30,7 +30,7 @@ class PageTensor:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """The shape of one layer's attention, and the switches that tell families apart."""
+    """The shape of one layer's attention, and the switches by which families differ."""
 
     hidden_size: int
     num_heads: int

@@ -17,7 +17,7 @@ from quire.kernels.backend import Backend, DenseMlp, LinearContext
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
-    """The shape of one layer's MLP, and the switches that tell families apart."""
+    """The shape of one layer's MLP, and the switches by which families differ."""
 
     hidden_size: int
     intermediate_size: int

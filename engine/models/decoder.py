@@ -32,7 +32,7 @@ KVCache = list[Pages]
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder's shape, and the switches that tell families apart."""
+    """A decoder's shape, and the switches by which families differ."""
 
     vocab_size: int
     hidden_size: int
@@ -54,7 +54,7 @@ class DecoderSpec:
     qk_norm: bool = False
     """RMSNorm of every query and key head before the rotation."""
     post_norms: bool = False
-    """RMSNorm of what attention and the MLP give, too, before it joins the stream."""
+    """RMSNorm of what attention and the MLP give as well, before it joins the residual stream."""
     norm_offset: float = 0.0
     """Added to the weights of all norms."""
     gelu: bool = False
@@ -63,7 +63,7 @@ class DecoderSpec:
     softcap: float | None = None
     """Attention scores s become c * tanh(s / c)."""
     logit_softcap: float | None = None
-    """So do logits."""
+    """The same for logits."""
 
     @property
     def num_layers(self) -> int:
@@ -88,7 +88,7 @@ def base_spec(config: ModelConfig) -> dict[str, Any]:
 
 
 _FEW_TOKENS = 64
-"""Up to as many, all layers run in one call; more take long enough to tell of progress after each."""
+"""A step of up to so many tokens runs all fused layers in one call; a longer one reports progress after each layer."""
 _NORM = "model.norm"
 
 
@@ -183,7 +183,7 @@ class Decoder:
         done = 0
         if self._fused is not None and metadata.linear.adapters is None:
             together = self.spec.num_layers if len(token_ids) <= _FEW_TOKENS else 1
-            end = self.spec.num_layers - (kept is not None)  # from there on only some rows are of use
+            end = self.spec.num_layers - (kept is not None)  # the last layer may go on with some rows alone
             for done in range(0, end, together):
                 some = range(done, min(done + together, end))
                 x, residual = self._fused(x, residual, metadata, kv_cache, some)

@@ -3,10 +3,10 @@
 FlashAttention's tiling (Dao, 2023) over a paged KV cache, with the query heads of one key-value head packed into a
 tile's rows: row r is token r // GROUP, head r % GROUP. The online softmax runs in base 2.
 
-What bits depend on is written out: every multiply-add that a compiler might fuse in one kernel and not in another is a
-tl.fma, a tile that needs no mask computes what it would compute with one, and keys that a row does not see leave its
-sums as they were, to the bit. With splits of a fixed length a row so gives the same bits from a decode step (splits
-stored, then reduced) as from a prefill (splits merged in registers).
+Everything that bits depend on is explicit: every multiply-add that a compiler might fuse in one kernel and not in
+another is a tl.fma, a tile that needs no mask computes what it would compute with one, and keys that a row does not see
+leave its sums as they were, to the bit. So with splits of a fixed length a row gives the same bits from a decode step
+(splits stored, then reduced) as from a prefill (splits merged in registers).
 """
 
 from __future__ import annotations

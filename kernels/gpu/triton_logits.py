@@ -1,7 +1,7 @@
-"""Changing logits in place on the device, before a pick: Triton kernels that wait for nothing.
+"""Triton kernels that change logits in place, before a pick, without making the host wait.
 
-engine/worker/sampler.py's `adjust` is the twin and the judge. `tokens` [slots, most tokens] int32 are the token ids of
-every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so far.
+`adjust` in engine/worker/sampler.py does the same on the host and is the judge. `tokens` [slots, most tokens] int32 are
+the token ids of every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so far.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from quire.kernels.gpu.triton_sizes import cdiv
 
 _BLOCK = tl.constexpr(1024)
 _PROMPT = tl.constexpr(1 << 30)
-"""Set in the count of a token that the prompt has; below it, how often the output has it."""
+"""The bit of a token's count that is set where the prompt has the token; the bits below count it in the output."""
 
 
 @triton.jit(do_not_specialize=["stride"])

@@ -1,10 +1,11 @@
-"""Picking tokens on the device: Triton kernels that wait for nothing and sort nothing. engine/worker/sampler.py is the
-twin and the judge: the same token for the same logits, parameters, seed and position.
+"""Triton kernels that pick tokens without making the host wait and without sorting. engine/worker/sampler.py is the
+judge: the same logits, parameters, seed and position give the same token.
 
 A token's weight is e^(its scaled logit less the largest), in fixed point: sums of these are exact whatever their order,
-so that neither chunks nor batches can move a pick. A filter is a least weight, held as the bits of its float32 (which
-order as it does) and found by bisection: the largest at which what is kept still suffices. It is looked for among the
-candidates that a histogram by powers of two leaves, or, in a flat distribution, in all of the vocabulary.
+so that neither chunks nor batches can change a pick. A filter keeps the tokens from a least weight up: the largest at
+which what is kept still suffices, found by bisection over the bits of its float32, which order as the values do. It is
+looked for among the candidates that a histogram by powers of two leaves, or, in a flat distribution, in the whole
+vocabulary.
 """
 
 from __future__ import annotations
