@@ -1,5 +1,5 @@
 // Paged attention over a ragged batch. A work item is one KV head for a few consecutive queries of one sequence, with
-// all query heads that share this KV head. A row is one query head of one query. A tile of keys, once loaded, so serves
+// all query heads that share this KV head. A row is one query head of one query. So a tile of keys, once loaded, serves
 // many rows; decode steps and prompts differ only in the number of rows. If the batch has too few items for the
 // threads, every key tile of an item becomes an item of its own, and the results of the tiles are merged afterwards in
 // the same order as otherwise.

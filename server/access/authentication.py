@@ -1,4 +1,4 @@
-"""Authentication by API keys, before any route sees the request."""
+"""Checks the API key of each request before any route sees it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.server.access.tenants import Tenant, Tenants
 from quire.server.errors import error_body
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
-"""Load balancers ask for these without a key."""
+"""Paths that need no key, because load balancers request them and have none."""
 PAGE = "/web/"
-"""The web page needs no key: it holds no data, and asks its user for a key."""
+"""The web page's files need no key: they contain nothing secret, and the page asks its user for a key."""
 ADMIN_PREFIX = "/v1/engine/"
-"""Routes for the server's operators: where keys are needed, only an admin's key opens them."""
+"""Routes for the server's operators: on a server with keys they need an admin's."""
 
 
 def is_open(path: str) -> bool:
@@ -22,9 +22,10 @@ def is_open(path: str) -> bool:
 
 
 class AuthenticationMiddleware:
-    """ASGI middleware that answers 401 to requests without a valid `Authorization: Bearer KEY`.
+    """ASGI middleware that answers requests without a valid key (`Authorization: Bearer KEY`) with 401.
 
-    It puts the key's owner into the scope as `tenant`: see `tenant_of`.
+    It also answers 403 when another key than an admin's is used for ADMIN_PREFIX. It puts the key's owner into the
+    request's scope, where `tenant_of` finds it.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
@@ -37,7 +38,7 @@ class AuthenticationMiddleware:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
         if not self._tenants.closed or is_open(scope["path"]):
-            scope["tenant"] = self._tenants.anybody
+            scope["tenant"] = self._tenants.anonymous
             return await self._app(scope, receive, send)
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         tenant = self._tenants.find(key.strip())
@@ -55,7 +56,7 @@ class AuthenticationMiddleware:
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """The tenant whose key the request showed."""
+    """The tenant whose request this is."""
     tenant = scope["tenant"]
     assert isinstance(tenant, Tenant)
     return tenant

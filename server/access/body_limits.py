@@ -1,4 +1,4 @@
-"""Limits of request bodies: their size, and how deep their JSON is nested."""
+"""Limits the size of request bodies, counted while they arrive, and how deep their JSON is nested."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 MAX_JSON_DEPTH = 100
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
-_OTHERS = bytes(set(range(256)) - set(_BRACKETS))
-_STEPS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
-"""Maps an opening bracket to 1 and a closing one to -1, as signed bytes."""
+_NO_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
+_BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
+"""Maps brackets to signed bytes: an opening one to +1, a closing one to -1."""
 
 
 class BodyLimitMiddleware:
-    """ASGI middleware. A body over `max_bytes` is answered 413, one that is nested too deeply 400.
+    """ASGI middleware that answers a body of more than `max_bytes` with 413 and one that is nested too deeply with 400.
 
-    A body is read when the application first asks for it: a request that is refused without it is refused at once.
+    It collects a body only when the application first asks for it, so a request that is refused for its headers is
+    answered without waiting for its body.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -31,19 +32,22 @@ class BodyLimitMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        gathered = False
+        collected = False
 
-        async def bounded() -> Message:
-            nonlocal gathered
-            if gathered:
+        async def receive_limited() -> Message:
+            nonlocal collected
+            if collected:
                 return await receive()
-            gathered = True
-            return await self._gather(scope, receive)
+            collected = True
+            return await self._collect(scope, receive)
 
-        await self._app(scope, bounded, send)
+        await self._app(scope, receive_limited, send)
 
-    async def _gather(self, scope: Scope, receive: Receive) -> Message:
-        """The whole body in one message. Raises HTTPException, which the application answers."""
+    async def _collect(self, scope: Scope, receive: Receive) -> Message:
+        """Receive the whole body as one message.
+
+        Raises HTTPException where the application awaits the body; its error handlers turn that into the response.
+        """
         if int(Headers(scope=scope).get("content-length", 0)) > self._max_bytes:
             raise self._too_large()
         body = bytearray()
@@ -65,8 +69,8 @@ class BodyLimitMiddleware:
 
 
 def too_deep(body: bytes | bytearray) -> bool:
-    """Whether brackets outside strings are nested more than MAX_JSON_DEPTH deep. The body need not be JSON."""
+    """Whether brackets outside of strings are nested more than MAX_JSON_DEPTH deep. The body need not be valid JSON."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return False
-    steps = array("b", _STRING.sub(b"", body).translate(_STEPS, _OTHERS))
-    return max(accumulate(steps), default=0) > MAX_JSON_DEPTH
+    changes = array("b", _STRING.sub(b"", body).translate(_BRACKET_DEPTHS, _NO_BRACKETS))
+    return max(accumulate(changes), default=0) > MAX_JSON_DEPTH

@@ -1,4 +1,4 @@
-"""Tenants: the owners of API keys, from flags and from a TOML file (see the README), and what each may do."""
+"""The tenants of the server: API keys from flags and from a TOML file (see the README), and what each key may do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from quire.server.access.rate_limits import RateLimits
 from quire.server.config import ServerConfig
 
 HASHED = "sha256:"
+"""Prefix of a key that is given by its SHA-256 digest in hexadecimal."""
 
 
 class KeyEntry(BaseModel):
@@ -34,32 +35,35 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of a key, or all callers where no key is needed."""
+    """The owner of a key; on a server without keys, all callers together."""
 
     name: str
     digest: bytes
-    """SHA-256 of the key; the key itself is not kept."""
+    """SHA-256 of the key, which itself is not kept; empty for callers without a key."""
     limits: RateLimits
     weight: float = 1.0
+    """The tenant's share of the engine, relative to others'."""
     priority: int | None = None
-    """The most urgent priority that its requests may have; None: any."""
+    """The most urgent priority that its requests may have (lower is more urgent); None: any."""
     admin: bool = False
     shares_prefixes: bool = False
     """Whether its requests may use cached prefixes of other keys' requests."""
 
     def salt(self, cache_salt: str) -> str:
-        """The prefix cache's salt. It keeps the prefixes of different keys apart, so that none can find out by timing
-        what another has sent."""
+        """The prefix cache's salt for a request with this cache_salt.
+
+        It differs from key to key, so no tenant can find out by timing whether another tenant's prompt is cached.
+        """
         return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def check_priority(self, priority: int) -> None:
-        """Raises InvalidRequest."""
+        """Raise InvalidRequest for a priority that this tenant may not use."""
         if self.priority is not None and priority < self.priority:
             raise InvalidRequest(f"priority must be at least {self.priority} with this API key", param="priority")
 
 
 class Tenants:
-    """All tenants. Raises ConfigError for keys that cannot be used."""
+    """All tenants of a server. Raises ConfigError for keys that cannot be used."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -74,29 +78,32 @@ class Tenants:
             known[tenant.digest] = tenant
             names.add(name)
         self._all = list(known.values())
-        if len(self._all) == 1:  # the owner of the only key runs the server
+        if len(self._all) == 1:  # the owner of the only key is taken for the server's operator
             self._all = [replace(self._all[0], admin=True)]
         self.closed = bool(self._all)
-        """Whether a key is needed."""
+        """Whether requests need a key."""
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
-        self.anybody = Tenant("", b"", limits, admin=not self.closed)
-        """Callers without a key: all of them where no key is needed, otherwise those of the open routes."""
+        self.anonymous = Tenant("", b"", limits, admin=not self.closed)
+        """The tenant of requests without a key: all of them on a server without keys, else those to open paths."""
 
     def find(self, key: str) -> Tenant | None:
-        """The key's owner. The key is a header's bytes as Latin-1. All keys are compared, so that the time taken tells
-        nothing."""
-        shown = _digest(key)
-        found = [tenant for tenant in self._all if hmac.compare_digest(shown, tenant.digest)]
+        """The owner of a key, which is given as a header's bytes decoded as Latin-1; None if there is none.
+
+        It compares with every key in constant time, so that the time taken reveals nothing about the keys.
+        """
+        given = _digest(key)
+        found = [tenant for tenant in self._all if hmac.compare_digest(given, tenant.digest)]
         return found[0] if found else None
 
     def _entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
+        """For each key its tenant's name, its entry and the setting that it comes from."""
         config = self._config
         for number, key in enumerate(config.admin_api_key, 1):
             yield f"admin-{number}", KeyEntry(key=key, priority=None, admin=True), "admin_api_key"
         for number, key in enumerate((key for key in config.api_key if key not in config.admin_api_key), 1):
             yield f"key-{number}", KeyEntry(key=key), "api_key"
         if config.api_key_file is not None:
-            for name, entry in _read(config.api_key_file).items():
+            for name, entry in _read_key_file(config.api_key_file).items():
                 yield name, entry, "api_key_file"
 
     def _tenant(self, name: str, entry: KeyEntry, source: str) -> Tenant:
@@ -124,8 +131,8 @@ class Tenants:
         return Tenant(name, digest, limits, entry.weight, entry.priority, entry.admin, shares_prefixes=shares)
 
 
-def _read(path: Path) -> dict[str, KeyEntry]:
-    """Raises ConfigError, which never shows a key."""
+def _read_key_file(path: Path) -> dict[str, KeyEntry]:
+    """The entries of a key file by tenant. Raises ConfigError, whose message never contains a key."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -27,7 +27,7 @@ Ctrl-C stops an answer."""
 
 @dataclass
 class Chat:
-    """A conversation with one model; `options` go into every request's body."""
+    """A conversation with one model. `options` are added to every request's body."""
 
     http: httpx.Client
     model: str
@@ -36,23 +36,24 @@ class Chat:
     turns: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, text: str) -> Generator[str, None, None]:
-        """Pieces of the answer to `text`. What was heard of it joins the conversation, even when it is cut short.
+        """Stream the answer to `text`, piece by piece, and add both to the conversation.
 
-        Raises QuireError, and forgets `text`, when the server refuses.
+        An answer that is cut short is added as far as it came. If there is none because the server refused the request,
+        QuireError is raised and `text` is not added either.
         """
         self.turns.append({"role": "user", "content": text})
-        heard: list[str] = []
+        received: list[str] = []
         try:
             for piece in self._stream():
-                heard.append(piece)
+                received.append(piece)
                 yield piece
         except QuireError:
-            if not heard:
+            if not received:
                 self.turns.pop()
             raise
         finally:
-            if heard:
-                self.turns.append({"role": "assistant", "content": "".join(heard)})
+            if received:
+                self.turns.append({"role": "assistant", "content": "".join(received)})
 
     def _stream(self) -> Iterator[str]:
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -123,7 +124,7 @@ def _say(chat: Chat, text: str, out: TextIO) -> int:
 
 
 def _lines(stdin: TextIO, out: TextIO) -> Iterator[str]:
-    """Lines that say something. At a terminal there is a prompt with line editing, and Ctrl-C drops the line."""
+    """The input's non-empty lines. At a terminal there is a prompt with line editing, and Ctrl-C discards the line."""
     if not stdin.isatty():
         yield from (line.strip() for line in stdin if line.strip())
         return
@@ -144,12 +145,12 @@ def _lines(stdin: TextIO, out: TextIO) -> Iterator[str]:
 
 @contextmanager
 def connect(url: str | None, config: ServerConfig, key: str | None) -> Iterator[httpx.Client]:
-    """A client whose base is the API's /v1, of the server at `url` or of one started here."""
+    """An HTTP client whose base is the /v1 of the server at `url`, or of a server that is started for it."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with ExitStack() as stack:
         transport = None
         if url is None:
-            from quire.server.cli.hosting import local_server  # what a running server does without
+            from quire.server.cli.hosting import local_server  # imported only when needed: it is slow
 
             url, transport = "http://quire", httpx.HTTPTransport(uds=stack.enter_context(local_server(config)))
         base, timeout = url.rstrip("/").removesuffix("/v1") + "/v1", httpx.Timeout(10, read=None)
@@ -157,7 +158,7 @@ def connect(url: str | None, config: ServerConfig, key: str | None) -> Iterator[
 
 
 def served_model(http: httpx.Client) -> str:
-    """The first model that a server lists, whose /v1 is the client's base. Raises EngineError."""
+    """The name of the first model that the server lists. The client's base must be its /v1. Raises EngineError."""
     try:
         response = http.get("models")
         if response.is_error:

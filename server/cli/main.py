@@ -1,4 +1,4 @@
-"""The `quire` command. Only the chosen subcommand's module is imported, so that each starts as fast as it can."""
+"""The `quire` command. It imports only the module of the chosen subcommand, so that each starts quickly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read the output has seen enough, as `head` has
+    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except QuireError as error:

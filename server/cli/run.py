@@ -1,4 +1,4 @@
-"""`quire run`: a file of requests in OpenAI's batch format, answered offline by the server's own request chain."""
+"""`quire run`: answers a file of requests in OpenAI's batch format offline, with the server's application."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from quire.server.config import ServerConfig
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 RETRIES = 5
+"""Attempts for a request that is answered with 429 or 503."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Job:
 
 @dataclass(slots=True)
 class Tally:
+    """What has become of the requests so far."""
+
     done: int = 0
     """Answered with status 200."""
     failed: int = 0
@@ -50,7 +53,7 @@ class Tally:
 
 
 def parse_line(line: str) -> Job:
-    """Raises InvalidRequest, saying what is wrong with it."""
+    """Parse a line of the input. Raises InvalidRequest."""
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -70,7 +73,7 @@ def parse_line(line: str) -> Job:
 
 
 def custom_id(number: int, line: str) -> str:
-    """The line's own id, or its place in the file when it has none."""
+    """The line's custom_id; made from its number in the file if it has none."""
     try:
         given = json.loads(line)["custom_id"]
     except (ValueError, KeyError, TypeError):
@@ -79,12 +82,13 @@ def custom_id(number: int, line: str) -> str:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str]]:
+    """The numbers and texts of a file's non-empty lines."""
     with path.open(encoding="utf-8", errors="replace") as file:
         yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
 
 
 def ids_in(path: Path) -> set[str]:
-    """All custom_ids of an input file. Raises ConfigError when two lines share one: results are told apart by it."""
+    """All custom_ids of an input file. Raises ConfigError when two lines have the same one."""
     places: dict[str, int] = {}
     try:
         for number, line in lines_of(path):
@@ -98,13 +102,16 @@ def ids_in(path: Path) -> set[str]:
 
 
 def is_failure(result: dict[str, Any]) -> bool:
-    """A line of output that has no answer, or an error for one."""
+    """Whether a line of the output has an error instead of an answer."""
     return (result["response"] or {}).get("status_code") != 200
 
 
-def take_up(path: Path, wanted: set[str]) -> set[str]:
-    """The custom_ids that an output file answers. Failures of `wanted` ids are taken out of it, to be tried again, and
-    so is a last line whose writing was interrupted. Raises ConfigError when it is no output, and leaves it alone."""
+def resume_from(path: Path, wanted: set[str]) -> set[str]:
+    """Prepare an output file to be continued; returns the custom_ids that it has answers for.
+
+    Failures of `wanted` ids are removed from the file, so that they are tried again, and so is a last line that was not
+    written completely. Raises ConfigError, and leaves the file as it is, when it is not an output of this command.
+    """
     done: set[str] = set()
     again: set[str] = set()
     with path.open("r+b") as file:
@@ -120,20 +127,20 @@ def take_up(path: Path, wanted: set[str]) -> set[str]:
             whole += len(line)
         file.truncate(whole)
     if again := again & wanted:
-        path = path.resolve()  # a link stays one
+        path = path.resolve()  # a symbolic link must keep pointing to the file
         kept = path.with_name(f"{path.name}.part")
         with path.open("rb") as old, kept.open("wb") as new:
             entries = ((line, json.loads(line)) for line in old)
             new.writelines(line for line, it in entries if it["custom_id"] not in again or not is_failure(it))
             new.flush()
-            os.fsync(new.fileno())  # before the old file's name is given to it
+            os.fsync(new.fileno())  # the content must be on disk before the file replaces the old one
         shutil.copymode(path, kept)
         kept.replace(path)
     return done
 
 
 class Batch:
-    """Answers jobs, some at a time, and writes each result when it is there."""
+    """Answers requests, several at a time, and writes each result as soon as it is there."""
 
     def __init__(
         self, http: httpx.AsyncClient, client: EngineClient, out: TextIO, tally: Tally, progress: Progress, total: int
@@ -146,7 +153,7 @@ class Batch:
         self._bar = progress.add_task("requests", total=total)
 
     async def run(self, lines: Iterator[tuple[int, str]], at_once: int) -> None:
-        """Raises EngineError when the engine is gone; what is written stays."""
+        """Answer all lines, `at_once` at a time. Raises EngineError when the engine is gone; written results stay."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
@@ -239,7 +246,11 @@ def main(argv: Sequence[str], started: float) -> int:
 
 
 def _done(output: Path, wanted: set[str], resume: bool) -> set[str]:
-    """Raises ConfigError rather than overwrite hours of results, or find out after them that none can be written."""
+    """The custom_ids that the output already answers.
+
+    Raises ConfigError when the output has results but `resume` is not set, so that they are not overwritten, and when
+    the file cannot be written, so that this is noticed at the start.
+    """
     try:
         with output.open("ab"):
             pass
@@ -247,7 +258,7 @@ def _done(output: Path, wanted: set[str], resume: bool) -> set[str]:
             return set()
         if not resume:
             raise ConfigError(f"{output} holds results already: continue it with --resume, or choose another")
-        return take_up(output, wanted)
+        return resume_from(output, wanted)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}") from None
 
@@ -255,7 +266,7 @@ def _done(output: Path, wanted: set[str], resume: bool) -> set[str]:
 async def answer(
     config: ServerConfig, lines: Iterator[tuple[int, str]], total: int, output: Path, at_once: int, tally: Tally
 ) -> None:
-    """Start an engine and append the results of `lines` to `output`. The app is called directly: there is no socket."""
+    """Start an engine and append the results of `lines` to `output`. The application is called without a socket."""
     config = config.model_copy(update=PRIVATE_SERVER)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with output.open("a", encoding="utf-8", errors="backslashreplace") as out:

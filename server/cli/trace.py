@@ -33,6 +33,6 @@ def main(argv: Sequence[str], started: float) -> int:
     except OSError as error:
         raise ConfigError(f"cannot write {args.output}: {error.strerror}") from None
     phases = response.json()["otherData"]["phases_seconds"]
-    told = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
-    print(f"{args.output}: {told}\nopen it in https://ui.perfetto.dev")
+    summary = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
+    print(f"{args.output}: {summary}\nopen it in https://ui.perfetto.dev")
     return 0

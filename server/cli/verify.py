@@ -25,7 +25,7 @@ from quire.engine.types import EngineInfo, Request, SamplingParams
 from quire.server.cli.settings import add_flags, parse
 
 Tokens = dict[str, list[int]]
-Make = Callable[[EngineConfig], EngineClient]
+MakeClient = Callable[[EngineConfig], EngineClient]
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -34,24 +34,27 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
     {"temperature": 1.0, "top_k": 50, "top_p": 0.8, "presence_penalty": 0.7},
 )
-MOST_PROMPT, MOST_OUTPUT = 120, 32
+MAX_PROMPT, MAX_OUTPUT = 120, 32
+"""Tokens of the longest prompt and answer."""
 CHUNK = 7
+"""Tokens per step when chunked prefill is checked."""
 KILL_AFTER = 8
-"""Outputs that are waited for before the engine is killed."""
+"""How many outputs must have arrived before the engine is killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One way of running the same requests, beside each of them alone."""
+    """The result of running the requests in one way, compared with running each of them alone."""
 
     name: str
     what: str
+    """What happened, for people to read."""
     requests: int
     tokens: int
     differing: int
-    """Requests whose tokens are not those they had alone."""
+    """Requests that got other tokens than alone."""
     exercised: bool
-    """Whether what was to be checked happened at all."""
+    """Whether what the check is about (such as preemption) happened at all."""
 
     @property
     def passed(self) -> bool:
@@ -59,7 +62,7 @@ class Check:
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """The exit status: 0 when everything was the same, 1 when not."""
+    """Returns the exit status: 0 if all tokens were the same, else 1."""
     parser = argparse.ArgumentParser(
         prog="quire verify", usage="quire verify [MODEL] [flags]", description=__doc__, allow_abbrev=False
     )
@@ -73,15 +76,15 @@ def main(argv: Sequence[str], started: float) -> int:
     info, checks = uvloop.run(Verification(config, args.requests, ProcessClient).run())
     passed = all(check.passed for check in checks)
     if args.json:
-        told = {"mode": mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
-        print(json.dumps(told, indent=2))
+        report = {"mode": mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
+        print(json.dumps(report, indent=2))
     else:
         show(info, checks)
     return 0 if passed else 1
 
 
 def mode(info: EngineInfo) -> str:
-    """What the engine promises; part of every answer's system_fingerprint."""
+    """What the engine promises about its tokens; it is part of every answer's system_fingerprint."""
     return "deterministic" if info.deterministic else "batch-dependent"
 
 
@@ -100,19 +103,19 @@ def show(info: EngineInfo, checks: Sequence[Check]) -> None:
 
 
 class Verification:
-    """Runs the same requests on engines that are set up to differ in all that must not matter."""
+    """Runs the same requests on engines with different configurations, none of which may change a token."""
 
-    def __init__(self, config: EngineConfig, count: int, make: Make) -> None:
+    def __init__(self, config: EngineConfig, count: int, make_client: MakeClient) -> None:
         self._config = config
         self._count = count
-        self._make = make
+        self._make_client = make_client
         self._requests: list[Request] = []
         self._alone: Tokens = {}
 
     async def run(self) -> tuple[EngineInfo, list[Check]]:
-        """Raises ConfigError or EngineError when an engine cannot start or fails a request."""
+        """Run all checks. Raises ConfigError or EngineError when an engine cannot start or fails a request."""
         model = read_model_config(resolve_model(self._config.model, self._config.revision))
-        longest = min(MOST_PROMPT + MOST_OUTPUT + 1024, model.max_position)
+        longest = min(MAX_PROMPT + MAX_OUTPUT + 1024, model.max_position)
         async with self._engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
             self._requests = mixed_requests(self._count, model.vocab_size, info.block_size, longest)
             for request in self._requests:
@@ -126,7 +129,7 @@ class Verification:
     @asynccontextmanager
     async def _engine(self, **options: Any) -> AsyncIterator[tuple[EngineClient, EngineInfo]]:
         settings = {"num_kv_blocks": None, "kv_cache_memory": self._config.kv_cache_memory} | options
-        client = self._make(self._config.model_copy(update=settings))
+        client = self._make_client(self._config.model_copy(update=settings))
         try:
             yield client, await client.start()
         finally:
@@ -150,7 +153,7 @@ class Verification:
             return self._check("chunked", f"at most {CHUNK} tokens a step, {client.stats.steps:,} steps", True, tokens)
 
     async def _preempted(self, block_size: int, longest: int) -> Check:
-        needed = max(len(each.prompt_ids) + MOST_OUTPUT for each in self._requests)
+        needed = max(len(each.prompt_ids) + MAX_OUTPUT for each in self._requests)
         blocks = max(-(-needed // block_size) + 1, 3)
         async with self._engine(num_kv_blocks=blocks, max_model_len=min(longest, blocks * block_size)) as (client, _):
             tokens = await generate(client, self._requests)
@@ -164,21 +167,24 @@ class Verification:
 
 
 def mixed_requests(count: int, vocab_size: int, block_size: int, longest: int) -> list[Request]:
-    """Greedy and sampled, short and long, some that begin alike, some that end near the end of a page."""
+    """Requests of many kinds: greedy and sampled, short and long, with common prefixes, ending near a page's end."""
     draw = random.Random(5)
-    common = [draw.randrange(vocab_size) for _ in range(max(MOST_PROMPT, 2 * block_size))]
+    common = [draw.randrange(vocab_size) for _ in range(max(MAX_PROMPT, 2 * block_size))]
     made = []
     for index in range(count):
         own = [draw.randrange(vocab_size) for _ in range(1 + 7 * index % 60)]
         shared = common[: (0, 37, block_size - 8, block_size + 5)[index % 4]]
-        prompt = (shared + own)[: longest - MOST_OUTPUT]
-        params = SamplingParams(max_tokens=MOST_OUTPUT - index % 13, ignore_eos=True, **SAMPLING[index % len(SAMPLING)])
+        prompt = (shared + own)[: longest - MAX_OUTPUT]
+        params = SamplingParams(max_tokens=MAX_OUTPUT - index % 13, ignore_eos=True, **SAMPLING[index % len(SAMPLING)])
         made.append(Request(id=str(index), prompt_ids=prompt, params=params, seed=1000 + index))
     return made
 
 
 async def generate(client: EngineClient, requests: Sequence[Request], *, kill: bool = False) -> Tokens:
-    """Submit all at once; their tokens. Raises EngineError when one fails. kill: end the engine's process under way."""
+    """Submit all requests at once and return their tokens. Raises EngineError when one fails.
+
+    kill: end the engine process, once, while it computes them.
+    """
     found: Tokens = {request.id: [] for request in requests}
     outputs = 0
     async for step in client.submit(requests):

@@ -143,7 +143,7 @@ void fetches() {
   long lines = 0;
   for (long t = 0; t <= pieces; ++t) {
     Fetch::Lines some = fetch.take(steps);
-    for (; some.piece != some.last; some.step()) ++lines;
+    for (; some.region != some.last; some.step()) ++lines;
   }
   if (lines != (bytes <= 64 * steps ? pieces * ((bytes + 63) / 64) : 0)) {
     std::puts("not all pieces are fetched once");

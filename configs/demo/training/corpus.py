@@ -1,7 +1,7 @@
-"""Text for the embedded demo model: clean books, cut them into stories, and build chats from them.
+"""Prepares the text that the embedded demo model is trained on: cleans books, splits them into stories, builds chats.
 
-Everything here is plain Python on strings; `train.py` turns the result into tokens. All choices are drawn
-from the `random.Random` that the caller passes, so that one seed gives one data set.
+Everything here is plain Python on strings; train.py turns the result into tokens. All random choices are drawn from the
+`random.Random` that the caller passes, so one seed always gives the same data set.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
-"""Words and sentences by hand."""
+"""Hand-written words, sentence templates and small talk."""
 CLASS_OF = {noun: kind for kind, nouns in WORDS["nouns"].items() for noun in nouns}
 NOUNS = sorted(CLASS_OF)
 
@@ -51,7 +51,7 @@ _NOUN = re.compile(r"\b(" + "|".join(sorted(_SINGULAR, key=len, reverse=True)) +
 
 
 def clean(raw: str) -> list[str]:
-    """Split the text of one book into paragraphs, each on one line, without scanner's marks or typographic quotes."""
+    """Split the text of one book into paragraphs, each on one line, without scanning marks and typographic quotes."""
     text = raw.translate(_QUOTES).replace("\r\n", "\n")
     text = re.sub(r"\[(Illustration|Picture|Footnote|Transcriber)[^\]]*\]", "", text)
     text = re.sub(r"\[\d+\]|\{\d+\}|\*+", "", text)
@@ -78,7 +78,7 @@ def _is_heading(paragraph: str) -> bool:
 
 
 def stories(paragraphs: list[str], shortest: int = 600) -> list[list[str]]:
-    """Cut a book at its headings (and at "Once upon a time") and leave out headings, contents, prefaces and notes.
+    """Split a book at its headings (and at "Once upon a time"), and leave out headings, contents, prefaces and notes.
 
     Returns stories or chapters as lists of paragraphs, each of at least `shortest` characters.
     """
@@ -108,10 +108,10 @@ def load_books(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def hold_out(books: dict[str, list[list[str]]], rng: random.Random, share: float = 0.012) -> tuple[list, list]:
-    """Set whole books aside and take every paragraph that repeats a part of them out of the others.
+    """Hold out whole books for evaluation, and remove from the others every paragraph that repeats a part of them.
 
-    The same tale is often printed in two books: a paragraph that shares 10 words in a row with a held-out book
-    does not stay in the training text. Returns (training stories, held-out stories).
+    The same tale is often printed in two books. A paragraph that shares 10 consecutive words with a held-out book is
+    therefore removed from the training text. Returns (training stories, held-out stories).
     """
     size = {name: sum(len(p) for story in book for p in story) for name, book in books.items()}
     total = sum(size.values())
@@ -140,7 +140,7 @@ def _word_runs(text: str, length: int = 10) -> list[int]:
 def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]]:
     """Find the parts of stories that are about one thing: noun -> passages of up to 1,900 characters.
 
-    The noun stands in the first 160 characters of the passage and at least three times in the first 1,200.
+    The noun occurs in the first 160 characters of the passage, and at least three times in the first 1,200.
     """
     found: dict[str, list[str]] = {noun: [] for noun in NOUNS}
     for story in train:
@@ -158,7 +158,7 @@ def passages(train: list[list[str]], per_noun: int = 500) -> dict[str, list[str]
             for noun in early:
                 if counts[noun] >= 3 and counts[noun] >= max(counts.values()) * 0.6:
                     found[noun].append(text)
-    # Starts of stories first, so that the limit for a frequent noun takes from the middles.
+    # Starts of stories come first, so that the limit for a frequent noun drops passages from the middle of stories.
     return {n: sorted(texts, key=lambda t: not _STORY_START.match(t))[:per_noun] for n, texts in found.items() if texts}
 
 
@@ -174,7 +174,7 @@ def article(phrase: str) -> str:
 
 
 def swap_noun(text: str, old: str, new: str) -> str:
-    """Replace `old` by `new` in singular and plural, with its capital letter and its "a" or "an"."""
+    """Replace the noun `old` by `new` in singular and plural, keeping capital letters and adapting "a" and "an"."""
 
     def put(match: re.Match) -> str:
         lead, word = match.group(1) or "", match.group(2)
@@ -187,7 +187,7 @@ def swap_noun(text: str, old: str, new: str) -> str:
 
 
 def _opening(noun: str, phrase: str, rng: random.Random, name: str | None) -> str:
-    """One sentence of a story's start that names `phrase` (noun with adjective), and the person if it has a name."""
+    """A first sentence of a story that names `phrase` (the noun, or adjective and noun), and `name` if there is one."""
     who = f"{article(phrase)} named {name}" if name else article(phrase)
     living = CLASS_OF[noun] != "thing"
     form = rng.choice(WORDS["openings"] + WORDS["openings_living"] if living else WORDS["openings"])
@@ -202,10 +202,10 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
-    """A request for a story about a noun and a story that names it at once.
+    """A request for a story about a noun, and a story that names it in its first sentences.
 
-    About a third of the stories have their noun exchanged for another of its class, which makes the model copy the
-    noun from the request instead of remembering which stories there are.
+    In about a third of the stories the noun is replaced by another one of its class, so that the model learns to copy
+    the noun from the request instead of memorizing which stories there are.
     """
     noun = rng.choices(list(pool), [len(texts) ** 0.5 for texts in pool.values()])[0]
     text = rng.choice(pool[noun])
@@ -238,7 +238,7 @@ def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
 
 
 def free_turn(openings: list[str], rng: random.Random) -> Chat:
-    """A request for any story, or the first words of one, and a story's real beginning."""
+    """A request for any story, or the first words of one, answered with the beginning of a real story."""
     text = cut(rng.choice(openings), rng.choice((350, 600, 900, 1400)))
     if rng.random() < 0.3:
         given = " ".join(text.split()[: rng.randint(4, 12)])
@@ -249,7 +249,7 @@ def free_turn(openings: list[str], rng: random.Random) -> Chat:
 
 
 def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> list[Chat]:
-    """Questions of `*.jsonl` (fields "question" and "answer") with the paragraph that holds the answer's words."""
+    """Questions from `*.jsonl` (fields "question" and "answer"), each with a paragraph that contains the answer."""
     by_word: dict[str, set[int]] = {}
     texts = [p for story in train for p in story if 120 < len(p) < 900]
     for index, paragraph in enumerate(texts):
@@ -271,7 +271,7 @@ def question_turns(folder: Path, train: list[list[str]], most: int = 6000) -> li
 
 
 def chats(folder: Path, train: list[list[str]], count: int, rng: random.Random) -> list[Chat]:
-    """`count` conversations: four in five ask for a story about something, the rest for other things."""
+    """`count` conversations: four in five of their requests are for a story about something."""
     pool = passages(train)
     openings = ["\n\n".join(story[:6]) for story in train if len(story[0]) > 80 and _STORY_START.match(story[0])]
     questions = question_turns(folder, train)

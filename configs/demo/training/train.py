@@ -2,11 +2,11 @@
 
     python configs/demo/training/train.py CORPUS_DIR OUT_DIR [--minutes 80] [--tokens N] [--threads 2] [--seed 0]
 
-CORPUS_DIR holds `.txt` books and, if you like, `.jsonl` questions (see `corpus.py`). OUT_DIR becomes a folder that
+CORPUS_DIR contains `.txt` books and optionally `.jsonl` questions (see corpus.py). OUT_DIR becomes a folder that
 transformers can load. It is written at the start (untrained), every few minutes, at the end, and when the run is
-stopped by Ctrl-C or SIGTERM, so that it can be used at any time. The learning rate follows the clock (`--minutes`) or
-the tokens seen (`--tokens`). A run by `--tokens` repeats itself for the same seed, but for the order in which threads
-add up gradients; one by the clock depends on the machine.
+stopped by Ctrl-C or SIGTERM, so it can be used at any time. The length of the run, and with it the learning rate, is
+given in minutes (`--minutes`) or in tokens (`--tokens`). Two runs with the same `--tokens` and seed differ only by the
+order in which threads add up gradients; with `--minutes` the result depends on the machine's speed.
 """
 
 import argparse
@@ -38,9 +38,9 @@ CHAT_TEMPLATE = Path(__file__).with_name("template.jinja").read_text("utf-8").rs
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the run: it lasts until the share `until` of the budget is spent; `rows` of `length` tokens a step.
+    """A part of the run. It lasts until the share `until` of the budget is spent; a step has `rows` of `length` tokens.
 
-    A row is plain text, or chats with probability `chats`, or only the heads of chats with probability `heads`.
+    With probability `chats` a row has chats, with probability `heads` only the heads of chats, else plain text.
     """
 
     until: float
@@ -54,12 +54,12 @@ SHAPE: dict[str, Any] = {"vocab_size": 4096, "hidden_size": 256, "intermediate_s
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048}
 SHAPE |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 STAGES = (Stage(0.42, 256, 12, 0.25, 0.15), Stage(0.66, 512, 8, 0.35, 0.10), Stage(1.0, 2048, 2, 0.40, 0.05))
-HEAD = 48  # tokens of a request and the first words of its answer
-MICRO_TOKENS = 768  # a forward and backward pass of this size stays near the caches of a small CPU
+HEAD = 48  # tokens of a chat's head: the request and the first words of the answer
+MICRO_TOKENS = 768  # tokens of one forward and backward pass; so few mostly fit in the caches of a small CPU
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE without normalization: every string comes back byte by byte. Special tokens have ids 0, 1, 2."""
+    """Train byte-level BPE without normalization: decoding restores any string. Special tokens have ids 0, 1, 2."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -107,7 +107,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Data:
-    """Tokens to train on and to test with; `held_bytes` is the UTF-8 size of the held-out text."""
+    """Tokens for training and, held out, for evaluation; `held_bytes` is the UTF-8 size of the held-out text."""
 
     tokenizer: Tokenizer
     plain: Windows
@@ -116,10 +116,12 @@ class Data:
     held_bytes: int
 
     def batch(self, stage: Stage, rng: random.Random) -> tuple[Tensor, Tensor]:
-        """Token ids (rows, length) and the ids that follow them, -100 where a cut chat ends and another begins.
+        """Token ids (rows, length) and the ids that follow them, both as tensors.
 
-        Rows of heads are there because it takes a small model long to find out that a story is about the thing that
-        was asked for: they hold many requests, and little else.
+        Where one cut chat ends and another begins there is no target: the id is -100.
+
+        Rows of heads contain many requests and little else. Without them it takes a small model long to learn that the
+        story is about what was asked for.
         """
         rows = []
         for _ in range(stage.rows):
@@ -162,11 +164,11 @@ def prepare(corpus: Path, tokenizer_file: Path | None, vocab_size: int, chat_cou
 
 
 def new_model() -> LlamaForCausalLM:
-    """Untrained, in float32; the layers' outputs start small."""
+    """An untrained model in float32, initialized so that the layers' outputs are small at first."""
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
-            last = name.endswith(("o_proj.weight", "down_proj.weight"))  # of a residual branch
+            last = name.endswith(("o_proj.weight", "down_proj.weight"))  # the last matrix of a residual branch
             scale = (2 * SHAPE["num_hidden_layers"]) ** -0.5 if last else 0.5 if "embed" in name else 1.0
             nn.init.normal_(parameter, std=scale * SHAPE["hidden_size"] ** -0.5)
     return model
@@ -174,7 +176,7 @@ def new_model() -> LlamaForCausalLM:
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean negative log-likelihood, in nats per token, of targets after tokens, both (rows, length)."""
-    # Measured: on a CPU, in rows of up to 512 tokens, the plain product is up to twice as fast as the fused one.
+    # Measured on a CPU: in rows of up to 512 tokens, eager attention is up to twice as fast as the fused one.
     model.set_attn_implementation("eager" if tokens.shape[1] <= 512 else "sdpa")
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -196,7 +198,7 @@ def evaluate(model: LlamaForCausalLM, held: np.ndarray, length: int, most: int |
 def optimizers(model: LlamaForCausalLM, parts: int) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al. 2024) for the matrices of the layers, AdamW for the embedding and the norms.
 
-    Muon's own products cost a tenth of a step: its matrices are dealt to `parts` optimizers, one for each thread.
+    Muon's matrix products take a tenth of a step, so its matrices are divided among `parts` optimizers, one per thread.
     """
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
@@ -213,10 +215,10 @@ def rate(progress: float) -> float:
 
 
 def run(model: LlamaForCausalLM, data: Data, args: argparse.Namespace) -> tuple[float, int]:
-    """Train until the budget is spent or a signal comes, exporting on the way. Returns (minutes, tokens seen).
+    """Train until the budget is spent or a signal arrives, saving now and then. Returns (minutes, tokens seen).
 
-    Each thread takes small parts of the batch through the model by itself. Threads inside the operations, which wait
-    for each other thousands of times a step, were five times slower on a machine with other work to do.
+    Each thread runs small parts of the batch through the model by itself. Threads within the operations, which wait for
+    each other thousands of times a step, were five times slower on a machine that was also running other programs.
     """
     rng = random.Random(args.seed + 1)
     stop = []
@@ -262,7 +264,7 @@ def _backward(model: LlamaForCausalLM, tokens: Tensor, targets: Tensor, weight: 
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a half."""
+    """Write a file so that a reader sees either the old or the new content, never a part."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, "utf-8")
     os.replace(part, path)

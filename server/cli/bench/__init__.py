@@ -14,7 +14,7 @@ PARTS = {
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """The exit status; 1 when a request failed."""
+    """Returns the exit status, which is 1 when a request failed."""
     if argv and argv[0] in PARTS:
         part = import_module(f"quire.server.cli.bench.{argv[0]}")
         status: int = part.main(argv[1:])

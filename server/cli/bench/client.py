@@ -1,7 +1,8 @@
-"""Streams of server-sent events over HTTP/1.1, for a client that shares its processor with the server it measures.
+"""A cheap HTTP/1.1 client for streams of server-sent events.
 
-A general client pays for every chunk in awaits and copies. Here a chunk is read where it arrives, in the transport's
-callback, and the request's task wakes once, at the end.
+The benchmark usually runs on the same processor as the server that it measures, so it must take little time itself. A
+general client spends awaits and copies on every chunk. Here a chunk is read in the transport's callback, and the
+request's task wakes up only once, at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ERROR_CHARACTERS = 200
 
 
 class StreamError(Exception):
-    """A request that got no whole stream; `status` is None where no HTTP answer came."""
+    """A request did not get a complete stream. `status` is None if there was no HTTP response."""
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -28,10 +29,10 @@ class StreamError(Exception):
 
 
 class StreamClient:
-    """Posts to one server. `keep_alive`: connections are used again, as long as the server lets them."""
+    """Posts to one server. keep_alive: connections are used again if the server keeps them open."""
 
     def __init__(self, base: str, api_key: str | None = None, *, keep_alive: bool = True) -> None:
-        """`base` may end in /v1 or not. Raises ConfigError for what is no http or https URL."""
+        """`base` may end in /v1 or not. Raises ConfigError if it is not an http or https URL."""
         parts = urlsplit(base)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"not a server's URL: {base!r}; it looks like http://127.0.0.1:8000")
@@ -47,9 +48,10 @@ class StreamClient:
         self._idle: list[_Connection] = []
 
     async def post(self, path: str, body: bytes, on_event: Callable[[bytes], None]) -> None:
-        """Post JSON to /v1/`path`; give each event's data to `on_event`, up to [DONE], which must come.
+        """Post JSON to /v1/`path`, and call `on_event` with the data of each event up to [DONE], which must come.
 
-        `on_event` runs in a callback; a ValueError it raises ends the stream. Raises StreamError.
+        `on_event` is called from the transport's callback; a ValueError that it raises ends the stream.
+        Raises StreamError.
         """
         head = f"POST {self._prefix}/{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
         while True:
@@ -61,9 +63,9 @@ class StreamClient:
             except TimeoutError:
                 raise StreamError(f"no end of the answer after {TIMEOUT_SECONDS:g} s") from None
             except StreamError:
-                if kept is None or kept.heard:
+                if kept is None or kept.received:
                     raise
-                continue  # the server closed an idle connection just then: not this request's fault
+                continue  # the server closed an idle connection at that moment: try again with another one
             finally:
                 if self._keep_alive and connection.reusable:
                     self._idle.append(connection)
@@ -93,16 +95,17 @@ class StreamClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time."""
+    """One connection, for one request at a time."""
 
     def __init__(self) -> None:
-        self.heard = False
-        """Bytes of the current answer have come."""
+        self.received = False
+        """Whether bytes of the current response have arrived."""
         self.reusable = False
+        """Whether another request can be sent on this connection."""
         self._end: asyncio.Future[None] | None = None
 
     async def exchange(self, request: bytes, on_event: Callable[[bytes], None]) -> None:
-        self.heard = self.reusable = self._done = self._complete = False
+        self.received = self.reusable = self._done = self._complete = False
         self._on_event = on_event
         self._buffer = b""
         self._parser = httptools.HttpResponseParser(self)
@@ -115,15 +118,15 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not derived from it
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass of it
 
     def connection_lost(self, error: Exception | None) -> None:
-        """An answer with neither length nor chunks ends with its connection."""
+        """End the exchange: a response with neither a length nor chunks ends when its connection is closed."""
         self.reusable = False
         self._finish("the connection was closed before the end of the answer")
 
     def data_received(self, data: bytes) -> None:
-        self.heard = True
+        self.received = True
         try:
             self._parser.feed_data(data)
             if self._parser.get_status_code() == 200:
@@ -139,7 +142,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
-        self.reusable = self._parser.should_keep_alive()  # the parser forgets it after this
+        self.reusable = self._parser.should_keep_alive()  # the parser knows this only until the callback returns
 
     def _read_events(self) -> None:
         *lines, self._buffer = self._buffer.split(b"\n")
@@ -153,10 +156,10 @@ class _Connection(asyncio.Protocol):
                 self._on_event(data)
 
     def _finish(self, missing: str, *, failed: bool = False) -> None:
-        """End the exchange; `missing` is what is wrong if it is not whole."""
+        """End the exchange. `missing` is the error message if the stream is incomplete or has failed."""
         if self._end is None or self._end.done():
             return
-        status = (self._parser.get_status_code() or None) if self.heard else None
+        status = (self._parser.get_status_code() or None) if self.received else None
         if status not in (None, 200):
             text = self._buffer.decode(errors="replace").strip()[:ERROR_CHARACTERS]
             self._end.set_exception(StreamError(f"HTTP {status} {text}".rstrip(), status))

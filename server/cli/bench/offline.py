@@ -22,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
         usage="quire bench offline [MODEL] [flags]",
         description=__doc__,
         allow_abbrev=False,
-        conflict_handler="resolve",  # --seed is of prompts and of the engine's dummy weights
+        conflict_handler="resolve",  # the workload and the engine both have a flag --seed; one serves both
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="model to load")
     add_flags(parser, EngineConfig, {EngineConfig: "engine"})
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def measure(llm: LLM, args: argparse.Namespace) -> dict[str, float]:
-    """Generate once, after a warm-up."""
+    """Warm up, then generate answers to all prompts once and measure it."""
     prompts, warming = random_prompts(args, min(args.vocab, llm.tokenizer.vocab_size))
     if warming:
         llm.generate(warming, _exactly(WARMUP_TOKENS, args.temperature), use_tqdm=False)

@@ -1,4 +1,4 @@
-"""A summary as a table, as JSON and as a picture."""
+"""Prints a benchmark's summary as a table, and writes it as JSON and as a picture."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_report_flags(parser: argparse.ArgumentParser, *, png: bool) -> None:
 
 
 def check_report(json_path: Path | None, png_path: Path | None = None) -> None:
-    """Raises ConfigError, before anything is measured, for a report that could not be written."""
+    """Raise ConfigError for a report that could not be written. Called before anything is measured."""
     for path in (json_path, png_path):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: no such directory")
@@ -76,8 +76,8 @@ def print_table(title: str, summary: Summary) -> None:
 
 
 def draw(path: Path, title: str, samples: Mapping[str, Sequence[float]]) -> None:
-    """One panel per latency: the share of samples (in seconds) within each time, with the percentiles marked."""
-    from matplotlib.figure import Figure  # optional, and no light import
+    """Draw one panel per latency: the cumulative distribution of its samples (in seconds), with percentiles marked."""
+    from matplotlib.figure import Figure  # an optional package that is slow to import
 
     shown = {name: sorted(1000 * value for value in samples[name]) for name in ("ttft_ms", "itl_ms", "e2e_ms")}
     figure = Figure(figsize=(12, 3.6), layout="constrained")

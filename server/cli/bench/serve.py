@@ -1,4 +1,4 @@
-"""`quire bench serve`: put a load on a server that speaks the OpenAI API, Quire or another."""
+"""`quire bench serve`: measure a server that speaks the OpenAI API, Quire or another, under load."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class Choice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """A chunk of /completions stands for tokens even where its text is empty; one that only opens a chat not."""
+        """Whether the chunk stands for tokens.
+
+        Any chunk of /completions does, even if its text is empty. A chunk that only opens a chat answer does not.
+        """
         delta = self.delta
         return delta is None or bool(delta.content or delta.reasoning or delta.reasoning_content or delta.tool_calls)
 
@@ -51,7 +54,7 @@ class Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """What is read of a chunk; the rest is skipped without being built."""
+    """The fields that are read from a chunk; the decoder skips the others."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -60,19 +63,20 @@ class Chunk(msgspec.Struct):
 
 _decode = msgspec.json.Decoder(Chunk).decode
 Job = tuple[str, bytes]
-"""Where to post, and what."""
+"""The path to post to, and the body."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """One answer while it comes."""
+    """One answer while it is being received."""
 
     sent: float = field(default_factory=time.perf_counter)
     times: list[float] = field(default_factory=list)
+    """When each chunk with tokens arrived, in seconds since `sent`."""
     usage: Usage | None = None
 
     def add(self, data: bytes) -> None:
-        """Raises ValueError for an error inside the stream, and for what is no chunk."""
+        """Add an event's data. Raises ValueError if it is an error or not a chunk."""
         chunk = _decode(data)
         if chunk.error:
             raise ValueError(str(chunk.error))
@@ -95,7 +99,7 @@ async def ask(client: StreamClient, job: Job) -> Answer | Failure:
 
 
 async def closed_loop(client: StreamClient, jobs: Sequence[Job], concurrency: int) -> list[Answer | Failure]:
-    """Always `concurrency` requests open, until the last ones."""
+    """Send requests so that `concurrency` of them are always open, until none are left."""
     results: list[Answer | Failure] = []
     queue: Iterator[Job] = iter(jobs)
 
@@ -108,7 +112,7 @@ async def closed_loop(client: StreamClient, jobs: Sequence[Job], concurrency: in
 
 
 async def open_loop(client: StreamClient, jobs: Sequence[Job], times: Iterable[float]) -> list[Answer | Failure]:
-    """Each request sent at its time, however many are still open."""
+    """Send each request at its time, no matter how many are still open."""
     started = time.perf_counter()
     tasks = []
     for job, at in zip(jobs, times, strict=True):
@@ -143,11 +147,11 @@ class Measured:
     results: list[Answer | Failure]
     seconds: float
     client_seconds: float
-    """Processor time of this process: what the measuring took away from a server on the same cores."""
+    """Processor time of this process, which a server on the same cores did not have."""
 
 
 async def measure(args: argparse.Namespace, client: StreamClient, model: str) -> Measured:
-    """Raises EngineError when a request to warm up fails."""
+    """Warm up, then measure. Raises EngineError when a request of the warm-up fails."""
     jobs, warming = make_jobs(args, model)
     try:
         for job in warming:

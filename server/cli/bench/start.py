@@ -31,7 +31,7 @@ POLL_SECONDS = 0.02
 GRACE_SECONDS = 20.0
 TOKENS = 8
 NOT_YET = (None, 404, 429, 502, 503, 504)
-"""What servers answer while they load; None is no answer."""
+"""HTTP statuses of servers that are still loading; None: no response."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     if not any("{port}" in word for word in command):
         raise ConfigError("the command must say {port} where its port goes")
     print(f"{args.label or shlex.join(command)}")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server ends too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # treat it as Ctrl-C, so that the started server ends too
     seconds = []
     for run in range(args.runs):
         seconds.append(first_token(command, args.model, args.timeout))
@@ -69,7 +69,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def first_token(command: Sequence[str], model: str | None, timeout: float) -> float:
-    """Start a server, ask it until it answers, end it; seconds to the first token. Raises EngineError."""
+    """Start a server, send it requests until one is answered, and end it.
+
+    Returns the seconds from its start to the first token. Raises EngineError.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -85,7 +88,7 @@ def first_token(command: Sequence[str], model: str | None, timeout: float) -> fl
 
 @contextmanager
 def running(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, which ends with the block, children and all."""
+    """Run a process in a group of its own. At the end of the block it is ended, together with its child processes."""
     try:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     except OSError as error:
@@ -102,7 +105,7 @@ def running(command: Sequence[str], log: IO[bytes]) -> Iterator[subprocess.Popen
 
 
 async def _poll(url: str, model: str | None, process: subprocess.Popen[bytes], deadline: float) -> float:
-    """Ask until a token comes; when it came, by perf_counter."""
+    """Send requests until a token arrives; returns when it did, by time.perf_counter."""
     named = {"model": model} if model else {}
     body = {**named, "prompt": "Once upon a time", "max_tokens": TOKENS, "temperature": 0, "stream": True}
     client = StreamClient(url, keep_alive=False)

@@ -1,4 +1,4 @@
-"""What was measured and what it comes to; pure functions."""
+"""Measurements of single requests, and the statistics computed from them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole stream. Times in seconds since its request was sent."""
+    """A complete stream. Times are in seconds since its request was sent."""
 
     times: Sequence[float]
-    """When each chunk that carries tokens came; at least one."""
+    """When each chunk with tokens arrived; at least one."""
     prompt_tokens: int
     completion_tokens: int
-    """By the server's own count, or the number of chunks where it gave none."""
+    """As the server counts them; the number of chunks if it does not say."""
 
     @property
     def gaps(self) -> list[float]:
-        """Between chunks. A server may send several tokens in one."""
+        """Seconds between successive chunks. A chunk may have several tokens."""
         return [after - before for before, after in pairwise(self.times)]
 
 
@@ -34,7 +34,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """In milliseconds."""
+    """Mean, percentiles and maximum of a latency, in milliseconds."""
 
     mean: float
     p50: float
@@ -48,7 +48,7 @@ class Summary:
     requests: int
     failed: int
     errors: dict[str, int]
-    """Messages and how often each came."""
+    """Number of failures by message."""
     seconds: float
     prompt_tokens: int
     output_tokens: int
@@ -57,19 +57,19 @@ class Summary:
     total_tokens_per_second: float
     ttft_ms: Distribution | None
     itl_ms: Distribution | None
-    """Inter-token latency: gaps between chunks of one stream, of all streams together."""
+    """Inter-token latency: the gaps between the chunks of a stream, for all streams together."""
     tpot_ms: Distribution | None
-    """Time per output token after the first: one figure per request, whatever its chunks."""
+    """Time per output token after the first one: one figure per request, which does not depend on its chunks."""
     e2e_ms: Distribution | None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value that `percent` of the sorted values lie below; one of them, without interpolation."""
+    """The value below which `percent` of the sorted values are. It is one of the values, without interpolation."""
     return ordered[min(len(ordered) - 1, int(percent * len(ordered) / 100))]
 
 
 def distribution(seconds: Iterable[float]) -> Distribution | None:
-    """None of no values."""
+    """The distribution of values given in seconds; None if there are none."""
     ordered = sorted(1000 * value for value in seconds)
     if not ordered:
         return None
@@ -92,7 +92,7 @@ def latencies(answers: Sequence[Answer]) -> dict[str, list[float]]:
 
 
 def summarize(results: Sequence[Answer | Failure], seconds: float) -> Summary:
-    """`seconds`: from the first request sent to the last answer's end. Failed requests count in `errors` only."""
+    """seconds: from the sending of the first request to the end of the last answer. Failures count only as errors."""
     answers = [result for result in results if isinstance(result, Answer)]
     errors = Counter(result.message for result in results if isinstance(result, Failure))
     prompt_tokens = sum(answer.prompt_tokens for answer in answers)
@@ -112,6 +112,6 @@ def summarize(results: Sequence[Answer | Failure], seconds: float) -> Summary:
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which `count` requests are sent, `rate` a second on average: a Poisson process."""
+    """When to send `count` requests, in seconds: a Poisson process with `rate` requests per second on average."""
     rng = random.Random(seed)
     return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -1,4 +1,4 @@
-"""The requests of a benchmark: flags that describe them, made-up prompts, prompts from a file."""
+"""The requests of a benchmark: the flags that describe them, random prompts, and prompts from a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.engine.errors import ConfigError
 from quire.server.cli.settings import number
 
 FIRST_ID = 10
-"""Smaller ids are often special tokens."""
+"""The smallest token id of random prompts, as smaller ones are often special tokens."""
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def check_workload(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
 
 
 def random_prompts(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids of the prompts to measure and of those to warm up with, distinct but for the shared prefix."""
+    """Token ids of the prompts to measure, and of those for the warm-up. They differ, except for the shared prefix."""
     rng = random.Random(args.seed)
 
     def draw(count: int) -> list[int]:
@@ -48,7 +48,7 @@ def random_prompts(args: argparse.Namespace, vocab: int) -> tuple[list[list[int]
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Lines of {"prompt": ...} or {"messages": ...}; more fields go into the request. Raises ConfigError."""
+    """Read lines of {"prompt": ...} or {"messages": ...}; other fields are added to the request. Raises ConfigError."""
     found = []
     try:
         for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):

@@ -20,7 +20,7 @@ from quire.server.cli.settings import number
 
 
 def main(argv: Sequence[str], started: float) -> int:
-    """The exit status: 0 when it fits, 1 when it does not."""
+    """Returns the exit status: 0 if the model fits, else 1."""
     parser = _parser()
     args = parser.parse_args(argv)
     raw, folder = read_raw_config(args.model, args.revision)

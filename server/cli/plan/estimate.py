@@ -1,7 +1,7 @@
-"""From a model's sizes and a machine to what fits and how fast it can be at most.
+"""Estimates, from a model's sizes and a machine, what fits in memory and how fast the model can be at most.
 
-Speed is a roofline (Williams et al., 2009): a step takes at least the time to read its weights and keys once, and at
-least the time of its arithmetic. Real steps take longer; no step takes less.
+The limit of speed is the roofline model's (Williams et al., 2009): a step takes at least as long as reading its weights
+and keys once, and at least as long as its arithmetic. Real steps take longer.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from quire.engine.errors import ModelError
 from quire.server.cli.plan.machine import Machine, read_cards
 
 BLOCK_SIZE = 16
-"""Tokens of a page; the kernels that need larger ones waste less than one such page per request."""
+"""Tokens of a page. Some kernels need larger pages; that wastes less than one of these larger pages per request."""
 _DEFAULTS = EngineConfig()
 MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
 STEP_TOKENS = _DEFAULTS.max_num_batched_tokens
 UTILIZATION = _DEFAULTS.gpu_memory_utilization
 _COUNTS = (1, 2, 4, 8)
+"""Numbers of devices that `cheapest` tries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What was asked for; None: what fits."""
+    """What the user asked for. None means: whatever fits."""
 
     dtype: str = "auto"
     context: int | None = None
@@ -34,34 +35,35 @@ class Wishes:
     utilization: float = UTILIZATION
     max_num_seqs: int = MAX_NUM_SEQS
     kv_cache_memory: float | None = None
-    """GiB."""
+    """GiB; None: the server's own rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes are those of one device where there are several."""
+    """What fits on a machine. Bytes are those of one device if there are several, unless a field says otherwise."""
 
     sizes: ModelSizes
     machine: Machine
     dtype: str
     weight_bytes: int
-    """Of the whole model."""
+    """Bytes of the whole model."""
     weight_source: str
     kv_token_bytes: int
     page_bytes: int
     layer_page_bytes: int
-    """Of one layer, not split over devices."""
+    """Bytes of one layer's part of a page, not divided among devices."""
     kv_budget: int
     num_blocks: int = 0
-    """As the server will cut it with the flags below."""
+    """Pages that the server will allocate when it is started with `flags`."""
     context: int = 0
     concurrency: int = 0
-    """Full contexts at once, no more than --max-num-seqs."""
+    """How many full contexts fit at once; no more than --max-num-seqs."""
     fitting: tuple[tuple[int, int], ...] = ()
-    """(context, how many of it at once), for contexts of powers of two."""
+    """Pairs of a context length and how many such contexts fit at once, for lengths that are powers of two."""
     reasons: tuple[str, ...] = ()
-    """Why it does not fit; empty when it does."""
+    """Why the model does not fit; empty when it does."""
     flags: tuple[str, ...] = ()
+    """Flags of `quire serve` for what was asked for."""
 
     @property
     def fits(self) -> bool:
@@ -72,7 +74,10 @@ class Estimate:
         return self.kv_budget // self.page_bytes * BLOCK_SIZE
 
     def decode_limit(self, streams: int, context: int) -> float | None:
-        """Most tokens a second, all streams together, each with so long a context; None on an unknown machine."""
+        """The most tokens per second of `streams` streams together, each with `context` tokens.
+
+        None if the machine's bandwidth and arithmetic are unknown.
+        """
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
@@ -82,7 +87,7 @@ class Estimate:
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def prefill_seconds(self, tokens: int) -> float | None:
-        """Least seconds from a prompt to its first token; None on an unknown machine."""
+        """The least seconds from a prompt to its first token; None if the machine's speed is unknown."""
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
@@ -95,24 +100,27 @@ class Estimate:
         return self.weight_bytes * parameters / self.sizes.parameters
 
 
-_SQUEEZED_AWAY = 0.24
-"""Of a linear's bytes: a quarter, but for the few weights that are kept whole (kernels/cpu/compress12.h)."""
+_COMPRESSION_SAVES = 0.24
+"""Share of the linear layers' bytes that compression to 12 bits saves: a quarter, less the few weights that are stored
+uncompressed (kernels/cpu/compress12.h)."""
 
 
 def weights_by_arithmetic(sizes: ModelSizes, dtype: str) -> int:
-    """Bytes of the weights in this type, quantized linears at their own bits."""
+    """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
     return round(sizes.parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
 
 
 def step_bytes(sizes: ModelSizes, width: int) -> int:
-    """What the largest step takes on a GPU, roughly: some 20 hidden states of a token, and the sampler's copies of the
-    logits. The engine measures it instead."""
+    """A rough estimate of the bytes that the largest step takes on a GPU; the engine measures it.
+
+    It consists of some 20 hidden states per token, `width` bytes per number, and the sampler's copies of the logits.
+    """
     hidden = sizes.head_parameters // sizes.vocab_size
     return STEP_TOKENS * 20 * hidden * width + MAX_NUM_SEQS * sizes.vocab_size * 4 * 4
 
 
 def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
-    """The type asked for, or what the server's auto makes of the checkpoint's on this machine."""
+    """The type asked for; for "auto" the type that the server chooses for the checkpoint on this machine."""
     if asked != "auto":
         return asked
     name = sizes.dtype if sizes.dtype in DTYPE_BYTES else "bfloat16"
@@ -122,16 +130,16 @@ def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
 
 
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
-    """`stored`: what the checkpoint's headers tell, if there are any."""
+    """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
     dtype = serving_dtype(sizes, machine, wishes.dtype)
     width = DTYPE_BYTES[dtype]
     weights = weights_by_arithmetic(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
     on_device = weights // machine.count
     if not machine.gpu and sizes.embeddings < 2 * sizes.head_parameters:
-        on_device += sizes.head_parameters * width  # the CPU's kernels pack a tied head into a copy of its own
+        on_device += sizes.head_parameters * width  # the CPU kernels make a packed copy of a tied head
     if machine.compresses and dtype == "bfloat16":
         linears = on_device - sizes.head_parameters * width  # all but the embedding table
-        on_device -= round(linears * _SQUEEZED_AWAY)
+        on_device -= round(linears * _COMPRESSION_SAVES)
     split = min(machine.count, sizes.kv_heads)
     token = sizes.kv_numbers * width // split
     page = token * BLOCK_SIZE
@@ -153,8 +161,10 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
 
 
 def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """Of the KV cache that an engine will cut with this configuration; None where no plan can be made, or none is
-    needed because the pages are given. The model's files are there already."""
+    """Tokens that the KV cache of an engine with this configuration will hold.
+
+    None if no estimate can be made, or none is needed because num_kv_blocks is given. The model's files must exist.
+    """
     if config.num_kv_blocks is not None:
         return None
     try:
@@ -173,6 +183,7 @@ def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
 
 
 def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
+    """The estimate completed with what fits, or with the reasons why it does not. on_device: bytes of the weights."""
     pages = made.kv_budget // made.page_bytes
     longest = made.sizes.max_position
     reasons = _reasons(made, wishes, on_device, pages)
@@ -207,7 +218,7 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
 
 
 def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list[str]:
-    """Why it does not fit, with the numbers and what would help."""
+    """Why the model does not fit, with the numbers and with what would help; [] if it does."""
     machine, sizes = made.machine, made.sizes
     if made.dtype == "bfloat16" and not machine.bf16:
         return [f"{machine.name} does not compute bfloat16: use --dtype float16"]
@@ -235,7 +246,7 @@ def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list
 
 
 def cheapest(sizes: ModelSizes, wishes: Wishes, stored: StoredWeights | None) -> Machine | None:
-    """The GPU of the table with the least memory on which it fits, or several of them."""
+    """The GPU of the table with the least memory on which the model fits, or several such GPUs; None if none do."""
     cards = sorted(read_cards().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
     for count in _COUNTS:
         for card in cards:

@@ -1,4 +1,4 @@
-"""What a plan is made for: a GPU of the table, an amount of memory, or the machine at hand."""
+"""The machine that a plan is for: a GPU of the table, a GPU of a given memory, or the machine that this runs on."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ _CARDS = Path(__file__).with_name("cards.toml")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CPU = Path("/proc/cpuinfo")
 ENGINE_HOST_BYTES = 200 * 2**20
-"""Memory of their own that the API and engine processes take beside weights and KV cache; measured on Linux."""
+"""Memory that the API and engine processes take besides weights and KV cache; measured on Linux."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One device of `count` alike."""
+    """`count` equal devices; all numbers are those of one."""
 
     name: str
     memory: int
-    """Bytes: a GPU's whole memory, a CPU machine's free memory."""
+    """Bytes: of a GPU its whole memory, of a CPU machine its free memory."""
     gpu: bool
     bandwidth: float | None = None
-    """Bytes a second."""
+    """Bytes per second; None if unknown."""
     flops: float | None = None
-    """16-bit, a second."""
+    """16-bit operations per second; None if unknown."""
     bf16: bool = True
+    """Whether it can compute bfloat16."""
     compresses: bool = False
-    """A CPU whose kernels keep bfloat16 linears in 12 bits."""
+    """Whether it is a CPU whose kernels compress bfloat16 linear layers to 12 bits."""
     count: int = 1
 
     def kv_budget(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
-        """Bytes for the KV cache of each device that holds so many bytes of weights, by the engine's own rule; on a GPU
-        a step needs `step_bytes` beside it."""
+        """Bytes for the KV cache of each device, by the engine's own rule.
+
+        weight_bytes: of the weights on one device. step_bytes: what a step takes on a GPU.
+        """
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
@@ -66,7 +69,10 @@ def read_cards() -> dict[str, Machine]:
 
 
 def find_card(name: str) -> Machine:
-    """By the table's name, or by a driver's, such as NVIDIA H100 80GB HBM3. Raises ConfigError with the names known."""
+    """Find a GPU by its name in the table, or by its driver's name, such as NVIDIA H100 80GB HBM3.
+
+    Raises ConfigError, with similar names, if there is none.
+    """
     cards = read_cards()
     asked = _plain(name)
     for known, card in cards.items():
@@ -81,7 +87,7 @@ def find_card(name: str) -> Machine:
 
 
 def this_machine(*, gpu: bool = True) -> Machine:
-    """Its first GPU, as the driver names it, or its CPU with the memory that is free now."""
+    """The first GPU of this machine that is in the table, or else its CPU with the memory that is free now."""
     for file in sorted(_DRIVER.glob("*/information")) if gpu else ():
         model = next((line for line in file.read_text().splitlines() if line.startswith("Model:")), "")
         try:
@@ -93,7 +99,7 @@ def this_machine(*, gpu: bool = True) -> Machine:
 
 
 def with_memory(gib: float) -> Machine:
-    """Some GPU of so much memory."""
+    """A GPU with this much memory and of unknown speed."""
     return Machine(f"a GPU of {gib:g} GiB", memory=int(gib * GIB), gpu=True)
 
 

@@ -1,4 +1,4 @@
-"""An estimate as a picture: where the memory goes, and which contexts times how many requests fit. Plain SVG."""
+"""Draws an estimate as SVG: what the memory is used for, and how many requests of which context fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INK, MARK = "#333333", "#c1440e"
 
 
 def draw(made: Estimate, name: str) -> str:
-    """An SVG document."""
+    """The SVG document, as text."""
     title = f"{Path(name).name}, {made.dtype}, on {made.machine.count} x {made.machine.name}"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
@@ -34,7 +34,7 @@ def draw(made: Estimate, name: str) -> str:
 
 
 def shares(made: Estimate) -> dict[str, int]:
-    """Bytes of one device: what its memory is for."""
+    """Bytes of one device by what they are used for."""
     machine = made.machine
     weights = made.weight_bytes // machine.count
     overhead = CUDA_CONTEXT_BYTES if machine.gpu else ENGINE_HOST_BYTES
@@ -59,14 +59,14 @@ def _bar(made: Estimate) -> list[str]:
         parts.append(f'<rect x="{key}" y="{BAR_TOP + 58}" width="10" height="10" fill="{fill}"/>')
         parts.append(_text(key + 15, BAR_TOP + 67, f"{label} {size / GIB:,.2f} GiB"))
     limit = LEFT + made.machine.memory * scale
-    if limit < RIGHT - 1:  # the weights alone are more than there is
+    if limit < RIGHT - 1:  # what is needed is more than the memory
         parts.append(f'<path d="M{limit:.1f} {BAR_TOP - 8}v{BAR_HEIGHT + 16}" stroke="{MARK}" stroke-width="2"/>')
         parts.append(_text(limit - 4, BAR_TOP - 10, "memory ends here", anchor="end", fill=MARK))
     return parts
 
 
 def _curve(made: Estimate) -> list[str]:
-    """Requests at once over their context, both axes logarithmic."""
+    """How many requests fit at once, by their context; both axes are logarithmic."""
     contexts = [math.log2(context) for context, _ in made.fitting]
     counts = [math.log2(count) for _, count in made.fitting]
     low, high, most = contexts[0], max(contexts[-1], contexts[0] + 1), max(counts[0], 1.0)

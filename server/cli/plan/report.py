@@ -1,4 +1,4 @@
-"""An estimate as text, as JSON and, for many cards, as a table."""
+"""Formats an estimate as text or as JSON, and estimates for many cards as a table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.server.cli.plan.machine import Machine
 from quire.server.config import ServerConfig
 
 _SHORT = 1024
-"""Tokens of the context that a lone stream's speed is told for."""
+"""Tokens of context for which the speed of a single stream is given."""
 
 
 def as_text(made: Estimate, name: str, better: Machine | None) -> str:
@@ -54,7 +54,7 @@ def as_text(made: Estimate, name: str, better: Machine | None) -> str:
 
 
 def as_dict(made: Estimate, better: Machine | None) -> dict[str, Any]:
-    """For programs; bytes, tokens, seconds."""
+    """The estimate for programs: sizes in bytes and tokens, times in seconds."""
     sizes, machine = made.sizes, made.machine
     many = max(made.concurrency, 1)
     return {
@@ -94,7 +94,7 @@ def as_dict(made: Estimate, better: Machine | None) -> dict[str, Any]:
 
 
 def as_table(estimates: Sequence[Estimate]) -> str:
-    """One line per card: what fits, and the limits of speed."""
+    """A table with one line per card: what fits, and the limits of speed."""
     head = f"{'card':<18} {'memory':>9} {'for KV':>9} {'tokens':>11} {'context x at once':>22} {'alone':>9} {'full':>9}"
     lines = [head]
     for made in estimates:
@@ -113,7 +113,7 @@ def as_table(estimates: Sequence[Estimate]) -> str:
 
 
 def notes(made: Estimate) -> list[str]:
-    """What a reader of the figures must know beside them."""
+    """Reservations about the figures."""
     sizes = made.sizes
     found = list(sizes.notes)
     if sizes.model_type not in FAMILIES:

@@ -1,11 +1,11 @@
-// One streamed answer: chunks in, a message that grows.
+// Streams one answer and builds up a message from its chunks.
 
 import { call, events } from "./api.js";
 import { tokensOf } from "./tokens.js";
 
 /**
- * Sends a request and fills `message` with what comes: content, reasoning, tool_calls, tokens, meta. Calls `grown`
- * after each chunk. An abort by `signal` ends it quietly. Throws ApiError.
+ * Sends a request and adds what it streams to `message`: content, reasoning, tool_calls, tokens, meta. Calls `grown`
+ * after each chunk. Returns without an error when `signal` aborts it. Throws ApiError.
  */
 export async function ask(path, body, message, signal, grown) {
   const began = performance.now();

@@ -1,5 +1,5 @@
-// Requests to this server, with the API key if there is one, and server-sent events read from fetch: EventSource
-// cannot send headers.
+// Sends requests to this server, with the API key if there is one, and reads server-sent events. Events are read with
+// fetch, because EventSource cannot send headers.
 
 import { loadKey } from "./store.js";
 

@@ -1,4 +1,4 @@
-// The frame: which view shows, the theme, the API key, and the dialogs that both views use.
+// The page around the two views: which of them is shown, the theme, the API key, and the dialogs that both use.
 
 import { call } from "./api.js";
 import { $, say } from "./dom.js";
@@ -7,7 +7,7 @@ import { Dashboard } from "./dashboard.js";
 import { Playground } from "./playground.js";
 
 const frame = { askForKey, showText, explain };
-// Not ids of the page: a browser would scroll to them.
+// These are not ids of elements, because a browser would scroll to those.
 const ROUTES = { "#/": "playground", "#/engine": "dashboard" };
 const views = { playground: new Playground(frame), dashboard: new Dashboard(frame) };
 
@@ -24,7 +24,7 @@ function route() {
   showVisible();
 }
 
-/** A view works only while somebody sees it. */
+/** Starts the view that is visible and stops the other. */
 function showVisible() {
   for (const [name, view] of Object.entries(views)) {
     if (!$(name).hidden && !document.hidden) view.show();
@@ -57,7 +57,7 @@ function useKey(key) {
   showVisible();
 }
 
-/** Shows text to read or copy. */
+/** Shows a text in a dialog, to be read or copied. */
 function showText(title, text) {
   say($("text-title"), title);
   $("text-body").value = text;
@@ -77,7 +77,7 @@ async function copyText() {
   try {
     await navigator.clipboard.writeText(body.value);
   } catch {
-    body.select(); // no clipboard outside https and localhost
+    body.select(); // browsers allow the clipboard only on https and localhost
     if (!document.execCommand("copy")) {
       say($("text-copied"), "Selected: copy with Ctrl+C");
       return;

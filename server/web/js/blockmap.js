@@ -1,4 +1,4 @@
-// The KV pool as a grid, one square per page, or per few pages where there are more than fit.
+// Draws the KV cache as a grid with one square per page, or per few pages if there are too many for the screen.
 
 import { $, el, say } from "./dom.js";
 
@@ -14,14 +14,14 @@ const KINDS = [
 const LEAST_SHOWN = 512;
 const STEP = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
-/** uint16 codes of the pages, from an event's base64 of zlib. What they mean stands in engine/types.py. */
+/** Decodes the pages' uint16 codes from an event (base64 of zlib). engine/types.py says what they mean. */
 export async function decodePages(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint16Array(await new Response(stream).arrayBuffer());
 }
 
-/** Hues that tell neighbours apart: a golden angle between one request and the next, kept while it lives. */
+/** Gives each request a hue for as long as it is shown; successive hues are a golden angle apart, so they differ. */
 export class Hues {
   constructor() {
     this.slots = new Map();
@@ -39,7 +39,7 @@ export class Hues {
   }
 }
 
-/** Between green and orange there is none: gold is what is shared. */
+/** Hues between green and orange are left out, because shared pages are gold. */
 const hue = (slot) => `oklch(var(--owner-light) 0.12 ${120 + ((80 + slot * 137.508) % 290)})`;
 
 export class BlockMap {
@@ -48,7 +48,7 @@ export class BlockMap {
     this.hues = hues;
     this.onPick = onPick;
     this.codes = new Uint16Array(0);
-    this.shown = 0; // pages on the map: as many as were ever in use, in powers of two
+    this.shown = 0; // how many pages are drawn: the most that were ever in use, rounded up to a power of two
     this.requests = [];
     this.kinds = new Int32Array(0);
     this.highlight = null;
@@ -68,7 +68,7 @@ export class BlockMap {
     this.canvas.addEventListener("blur", () => this.#point(null));
   }
 
-  /** A new map; `requests` are those that codes refer to. */
+  /** Takes a new state of the pages; `requests` are the requests that the codes refer to. */
   update(codes, requests) {
     const before = this.shown;
     const used = codes.findLastIndex((code) => code !== 0) + 1;
@@ -81,7 +81,7 @@ export class BlockMap {
     this.#tell();
   }
 
-  /** Shows one request's pages and fades the rest; null shows all alike. */
+  /** Highlights one request's pages by fading the others; null shows all alike. */
   emphasise(id) {
     if (this.highlight === id) return;
     this.highlight = id;
@@ -114,7 +114,7 @@ export class BlockMap {
     this.#draw(true);
   }
 
-  /** What a square shows: where it stands for several pages, the one that is most in use. */
+  /** The code that a square shows. If it stands for several pages, this is the one that is used most. */
   #kindOf(cell) {
     let best = FREE_KIND;
     const end = Math.min(this.shown, (cell + 1) * this.perCell);
@@ -159,7 +159,7 @@ export class BlockMap {
     if (this.cursor !== null) this.#outline();
   }
 
-  /** Told apart without colours, too, where there is room: cached ones are hollow, shared ones have a hole. */
+  /** On squares that are large enough, shapes show the state too: cached pages are hollow, shared ones have a hole. */
   #square(kind, x, y, size) {
     this.context.fillStyle = this.#colour(kind);
     this.context.fillRect(x, y, size, size);
@@ -188,7 +188,7 @@ export class BlockMap {
     return (this.colours[kind + 1] ??= this.#resolve(kind - FIRST_HUE));
   }
 
-  /** The canvas knows no variables: an element resolves them. */
+  /** The value of a CSS variable. A canvas cannot use variables, so an element resolves it. */
   #resolve(slot) {
     this.probe.style.backgroundColor = hue(slot);
     return getComputedStyle(this.probe).backgroundColor;

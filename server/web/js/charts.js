@@ -1,4 +1,4 @@
-// Charts of the last minutes: one value per second, drawn as SVG.
+// Charts of the last minutes, with one value per second, drawn as SVG.
 
 import { $, el, say, svg } from "./dom.js";
 
@@ -44,7 +44,7 @@ const CHARTS = [
   },
 ];
 
-/** The last minutes, second by second; the server tells some seconds more than once. */
+/** Keeps the values of the last minutes by second. The server may send a second more than once. */
 export class History {
   constructor() {
     this.bins = new Map();
@@ -56,7 +56,7 @@ export class History {
     for (const second of this.bins.keys()) if (second < now - this.seconds) this.bins.delete(second);
   }
 
-  /** One entry per second up to the last complete one, a minute at least; undefined where nothing happened. */
+  /** One entry per second up to the last complete one, at least a minute; undefined where nothing happened. */
   series(now) {
     const first = Math.min(now, ...this.bins.keys());
     const length = SPANS.find((span) => span >= now - first) ?? this.seconds;
@@ -170,7 +170,7 @@ class Chart {
     this.#read();
   }
 
-  /** The values under the pointer, or the latest. */
+  /** Shows the values under the pointer, or the latest ones. */
   #read() {
     const { write, title, lines } = this.definition;
     const length = this.values[0].length;
@@ -189,7 +189,7 @@ class Chart {
 const known = (value) => value !== null && value !== undefined;
 const point = (value, index, step, y) => `${(LEFT + index * step).toFixed(1)} ${y(value).toFixed(1)}`;
 
-/** A path through the values; it breaks where there is none. */
+/** An SVG path through the values, with gaps where there is none. */
 function line(values, step, y) {
   let path = "";
   let drawing = false;
@@ -200,13 +200,13 @@ function line(values, step, y) {
   return path;
 }
 
-/** The values that no line can show, for want of neighbours. */
+/** The values without neighbours, which a line cannot show; they are drawn as points. */
 function dots(values, step, y) {
   const lone = (value, index) => known(value) && !known(values[index - 1]) && !known(values[index + 1]);
   return values.map((value, index) => (lone(value, index) ? `M${point(value, index, step, y)}h0.01` : "")).join("");
 }
 
-/** The next of 1, 2, 5 times a power of ten. */
+/** Rounds up to 1, 2 or 5 times a power of ten. */
 function nice(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

@@ -1,4 +1,4 @@
-// One message on the page: its text, thinking, tool calls and tokens, and what can be done with it.
+// One message of the conversation on the page: its text, reasoning, tool calls, tokens and buttons.
 
 import { el } from "./dom.js";
 import { markdown } from "./markdown.js";
@@ -6,7 +6,7 @@ import { tokenSpans, walkable } from "./tokens.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool result", system: "System" };
 
-/** Shows a message and follows it while it is written. `actions` are called with this view. */
+/** Shows a message and updates it while it is written. `actions` are called with this view. */
 export class MessageView {
   constructor(message, actions, settings) {
     this.message = message;
@@ -32,7 +32,7 @@ export class MessageView {
     this.buttons.replaceChildren(...(message.writing ? [] : this.#choices()));
   }
 
-  /** Turns the text into a field to change it in. */
+  /** Replaces the text with a field in which it can be edited. */
   edit() {
     const field = el("textarea", {
       rows: Math.min(20, this.message.content.split("\n").length + 1),
@@ -94,7 +94,7 @@ export class MessageView {
   }
 }
 
-/** A message's text as nodes: tokens where their probabilities are known, Markdown or plain text where not. */
+/** A message's text as nodes: its tokens if their probabilities are known, else Markdown or plain text. */
 export function content(message, settings) {
   if (message.tokens?.length && settings.logprobs) {
     const block = el("div", { class: "plain tokens" }, tokenSpans(message.tokens));
@@ -107,7 +107,7 @@ export function content(message, settings) {
   return [el("div", { class: "plain" }, message.content)];
 }
 
-/** How an answer went, in one line. */
+/** Tokens, speed and finish reason of an answer, in one line. */
 export function note(meta) {
   if (!meta) return "";
   const parts = [];
@@ -131,6 +131,6 @@ function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // still being written
+    return text; // not valid JSON while it is still being written
   }
 }

@@ -1,4 +1,4 @@
-// The engine at work, from one stream of events that is open only while the view is seen.
+// Shows what the engine is doing, from one stream of events that is open only while the view is visible.
 
 import { call, events } from "./api.js";
 import { BlockMap, decodePages, Hues } from "./blockmap.js";
@@ -53,7 +53,7 @@ export class Dashboard {
     this.map.recolour();
   }
 
-  /** Reads events until the view is hidden; begins again when the stream breaks. */
+  /** Reads events until the view is hidden; reconnects when the stream breaks. */
   async #watch() {
     const stream = (this.stream = new AbortController());
     for (let failures = 0; !stream.signal.aborted; failures++) {
@@ -177,7 +177,7 @@ export class Dashboard {
       await call(`/v1/requests/${encodeURIComponent(id)}`, { method: "DELETE" });
       return true;
     } catch (error) {
-      if (error.status === 404) return true; // it has just ended
+      if (error.status === 404) return true; // the request has just ended
       this.#refused(error);
       return false;
     }

@@ -1,6 +1,6 @@
-// Small helpers for building elements. Text goes in as text: nothing here, or anywhere, parses HTML.
+// Helpers that create elements. Text is always inserted as text; no code of this page parses HTML.
 
-/** An element with properties, and children that are nodes or text. */
+/** Creates an element with properties, and with nodes or texts as children. */
 export function el(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -14,7 +14,7 @@ export function el(tag, properties = {}, ...children) {
   return element;
 }
 
-/** An SVG element. */
+/** Creates an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
@@ -24,12 +24,12 @@ export function svg(tag, attributes = {}, ...children) {
 
 export const $ = (id) => document.getElementById(id);
 
-/** Sets text only where it changed, so that screen readers hear of changes alone. */
+/** Sets an element's text if it differs, so that screen readers announce only changes. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Calls at most once per frame. */
+/** Returns a function that calls `callback` at most once per frame. */
 export function perFrame(work) {
   let asked = false;
   return () => {

@@ -1,4 +1,4 @@
-// The settings beside the playground. A blank field is not sent: the server's default holds.
+// The settings beside the playground. A blank field is not sent, so the server's default applies.
 
 import { $, el } from "./dom.js";
 
@@ -88,7 +88,7 @@ export function fillModels(names, settings) {
   );
 }
 
-/** The request's fields that do not depend on the endpoint, and what asks for token probabilities. Throws Error. */
+/** The fields that both endpoints have, and those that ask for token probabilities. Throws Error. */
 export function parameters(settings, chat) {
   const body = { model: settings.model };
   for (const [name, label] of NUMBERS) {

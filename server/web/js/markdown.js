@@ -1,4 +1,5 @@
-// Markdown as elements. A subset that models write, built node by node: whatever a model says, it stays text.
+// Turns Markdown, the subset that models write, into elements. It creates nodes one by one and never parses HTML, so
+// nothing that a model writes can become markup.
 
 import { el } from "./dom.js";
 
@@ -22,7 +23,7 @@ const INLINE = new RegExp(
     .join("|"),
 );
 
-/** A fragment with the blocks of a text. */
+/** A document fragment with the blocks of a text. */
 export function markdown(text) {
   const fragment = document.createDocumentFragment();
   const lines = text.replace(/\r\n?/g, "\n").split("\n");
@@ -40,7 +41,7 @@ function block(lines, at) {
   const fence = line.match(FENCE);
   if (fence) return codeBlock(lines, at, fence);
   const heading = line.match(HEADING);
-  // Headings of an answer stand below the page's own.
+  // An answer's headings start at a level below the page's own.
   if (heading) return [el(`h${Math.min(6, heading[1].length + 2)}`, {}, inline(heading[2])), at + 1];
   if (RULE.test(line)) return [el("hr"), at + 1];
   if (QUOTE.test(line)) return quote(lines, at);
@@ -64,7 +65,7 @@ function quote(lines, at) {
   return [el("blockquote", {}, markdown(body.join("\n"))), end];
 }
 
-/** Items of one depth; what is indented further belongs to the item before it. */
+/** A list's items of one depth; lines that are indented further belong to the item before them. */
 function list(lines, at) {
   const [, indent, mark] = lines[at].match(ITEM);
   const ordered = /\d/.test(mark);

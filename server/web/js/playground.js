@@ -1,4 +1,4 @@
-// The playground: a conversation or a text, written on by the model.
+// The playground: a conversation, or a text that the model continues.
 
 import { call } from "./api.js";
 import { ask } from "./answer.js";
@@ -16,7 +16,7 @@ const STARTERS = [
 const PATHS = { chat: "/v1/chat/completions", completion: "/v1/completions" };
 const NEAR_END = 160;
 
-/** A message as the API takes it. */
+/** A message in the API's form. */
 function wire({ role, content: text, tool_calls, tool_call_id }) {
   return { role, content: text, ...(tool_calls && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
 }
@@ -62,7 +62,7 @@ export class Playground {
     $("system").value = state.system;
     $("system-fold").open = Boolean(state.system);
     $("prompt").value = state.prompt;
-    // On a phone the settings would push the page away.
+    // On a phone open settings would take up the whole screen.
     $("settings-fold").open = matchMedia("(min-width: 62rem)").matches;
     $("starters").append(
       ...STARTERS.map((text) =>
@@ -102,7 +102,7 @@ export class Playground {
 
   #keep(change) {
     change?.();
-    // Tokens with their alternatives are large, and only worth keeping on the screen.
+    // Tokens with their alternatives are large, so they are shown but not stored.
     const messages = this.state.messages.filter((each) => !each.writing).map(({ tokens: _, ...rest }) => rest);
     saveState({ ...this.state, messages });
   }
@@ -128,7 +128,7 @@ export class Playground {
     $("probabilities").hidden = !this.state.settings.logprobs;
   }
 
-  /** What would be sent now, the draft included. Throws Error when a setting is not valid. */
+  /** The request that would be sent now, including the draft. Throws Error when a setting is not valid. */
   #body(messages) {
     const { state } = this;
     const chat = state.mode === "chat";
@@ -197,7 +197,7 @@ export class Playground {
     say($("continued-note"), this.running ? "" : note(this.continued.meta));
   }
 
-  /** One request from its first byte to its last; `draw` shows how far it is. */
+  /** Sends one request and reads its answer to the end; `draw` is called to show the progress. */
   async #run(mode, body, message, draw) {
     this.running = new AbortController();
     this.#problem("");
@@ -262,7 +262,7 @@ export class Playground {
     };
   }
 
-  /** Drops all from that message on, and lets the model answer what is left. */
+  /** Removes this message and all after it, and lets the model answer the rest. */
   #rerun(from) {
     if (this.running) return;
     this.state.messages.length = from;

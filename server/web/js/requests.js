@@ -1,4 +1,4 @@
-// The table of requests: rows stay as long as their requests do, so that focus and pointer keep their place.
+// The table of requests. A row's elements are kept as long as its request is open, so that focus and pointer stay put.
 
 import { $, el, say } from "./dom.js";
 
@@ -37,7 +37,7 @@ export class Requests {
     $("requests").hidden = requests.length === 0;
   }
 
-  /** Shows which row's pages the map points at. */
+  /** Highlights the row whose pages are under the pointer in the map. */
   mark(id) {
     for (const [each, { element }] of this.rows) element.classList.toggle("marked", each === id);
   }
@@ -115,15 +115,15 @@ export class Requests {
   async #cancel(id) {
     const { cancel } = this.rows.get(id);
     if (cancel.ariaDisabled) return;
-    cancel.ariaDisabled = "true"; // not disabled: that would take the focus away
+    cancel.ariaDisabled = "true"; // not `disabled`, which would take the focus away
     say(cancel, "…");
-    if (await this.actions.cancel(id)) return; // the row goes with the request
+    if (await this.actions.cancel(id)) return; // the row disappears with the request
     cancel.ariaDisabled = null;
     say(cancel, "Cancel");
   }
 
   #leave({ element }) {
-    // Keyboard users go on at the next row instead of at the top of the page.
+    // Move the focus to the next row; otherwise keyboard users would start again at the top of the page.
     if (element.contains(document.activeElement)) {
       const next = (element.nextElementSibling ?? element.previousElementSibling)?.querySelector(".danger");
       (next ?? $("requests").closest(".scroller")).focus();
@@ -132,7 +132,7 @@ export class Requests {
   }
 }
 
-/** The part of an id that tells it from others. */
+/** The part of an id that differs between requests. */
 export function shorten(id) {
   const [kind, name = "", ...rest] = id.split("-");
   return name.length > 12 ? [kind, name.slice(0, 8), ...rest].join("-") : id;

@@ -1,4 +1,4 @@
-// The request as code: what the playground would send, for a terminal or for the OpenAI SDK.
+// Shows the playground's request as code, for a terminal or for the OpenAI SDK.
 
 const SDK = new Set([
   "model", "messages", "prompt", "stream", "temperature", "top_p", "max_tokens", "max_completion_tokens", "seed",
@@ -6,7 +6,7 @@ const SDK = new Set([
   "parallel_tool_calls", "response_format", "logit_bias", "user", "reasoning_effort", "suffix", "service_tier",
 ]);
 
-/** A curl command. The key is left to the shell, so that it ends up in no file. */
+/** A curl command. It reads the key from an environment variable, so that the key is not saved with it. */
 export function curl(path, body, hasKey) {
   const lines = [`curl -N ${location.origin}${path}`, "-H 'Content-Type: application/json'"];
   if (hasKey) lines.push('-H "Authorization: Bearer $QUIRE_KEY"');
@@ -14,7 +14,7 @@ export function curl(path, body, hasKey) {
   return `${lines.join(" \\\n  ")}\n`;
 }
 
-/** A script for the OpenAI SDK; what the SDK has no name for goes into extra_body. */
+/** A script for the OpenAI SDK. Fields that the SDK does not know go into extra_body. */
 export function python(body, hasKey) {
   const { stream_options: _, ...rest } = body;
   const chat = "messages" in rest;
@@ -38,7 +38,7 @@ export function python(body, hasKey) {
   ].join("\n");
 }
 
-/** A Python literal of a JSON value. */
+/** A JSON value as a Python literal. */
 export function literal(value, indent = 0) {
   if (value === null) return "None";
   if (value === true) return "True";

@@ -1,4 +1,4 @@
-// What the browser keeps between visits. The API key is kept past the tab only when its user asks for it.
+// What the browser stores between visits. The API key is kept after the tab is closed only if the user asks for it.
 
 const STATE = "quire.playground";
 const THEME = "quire.theme";
@@ -8,7 +8,7 @@ function read(storage, name) {
   try {
     return storage.getItem(name);
   } catch {
-    return null; // storage may be forbidden: the page works without
+    return null; // storage may be forbidden; the page works without it
   }
 }
 
@@ -17,7 +17,7 @@ function write(storage, name, value) {
     if (value === null) storage.removeItem(name);
     else storage.setItem(name, value);
   } catch {
-    // forbidden or full: nothing is kept
+    // storage is forbidden or full: nothing is stored
   }
 }
 

@@ -1,16 +1,16 @@
-// Tokens coloured by how likely they were, and a reader of one token's alternatives.
+// Shows tokens coloured by their probability, and the alternatives of the token under the pointer.
 
 import { $, el, say } from "./dom.js";
 
 const LEVELS = [0.9, 0.6, 0.3, 0.1];
 
-/** 0 for a token that was all but certain, 4 for one that nobody would have bet on. */
+/** A colour class by probability: 0 for an almost certain token, 4 for a very unlikely one. */
 export function level(logprob) {
   const found = LEVELS.findIndex((bound) => Math.exp(logprob) >= bound);
   return found < 0 ? LEVELS.length : found;
 }
 
-/** The tokens of one chunk, in either API's shape, as {text, logprob, top}. */
+/** The tokens of one chunk of either endpoint as {text, logprob, top}. */
 export function tokensOf(logprobs) {
   if (!logprobs) return [];
   if (logprobs.content) {
@@ -36,7 +36,7 @@ export function tokenSpans(tokens) {
   });
 }
 
-/** Lets pointer and arrow keys walk the tokens in a container; what is known of one goes to the readout. */
+/** Lets the pointer and the arrow keys select a token in a container; its alternatives are shown in the readout. */
 export function walkable(container) {
   container.tabIndex = 0;
   container.setAttribute("role", "group");

@@ -1,4 +1,4 @@
-"""Streamed text equals decoded text; stop strings end it in the same place however the ids are split, and stay hidden."""
+"""Streamed text equals decoded text; stop strings end it in the same place however ids are split, and never show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys, what they keep apart, their limits, other origins' pages, and a queue that is full."""
+"""API keys and admin keys, what is separate for each key, rate limits, pages of other origins, and a full queue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LETTERS = hashed(b"abcdefgh")
 KEYS = ["first", "second"]
 COMPLETIONS = "/v1/completions"
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "PROPFIND"]
-STRANGE_PATHS = [
+UNKNOWN_PATHS = [
     "/web",
     "/v1/nowhere",
     "/openapi.json",
@@ -29,7 +29,7 @@ STRANGE_PATHS = [
     "/v1//health",
     "/health/",
 ]
-WRONG = [
+WRONG_HEADERS = [
     {},
     *(
         {"Authorization": value}
@@ -48,9 +48,9 @@ async def test_every_route_but_health_needs_a_key() -> None:
     async with open_api(FakeEngine(LETTERS), api_key=KEYS) as api:
         routes = {*api.app.openapi()["paths"], *(getattr(route, "path", "/") for route in api.app.routes)}
         assert {COMPLETIONS, "/metrics", "/tokenize", "/v1/models/{model}"} <= routes
-        for path in sorted((routes | set(STRANGE_PATHS)) - OPEN_PATHS - {"/"}):
+        for path in sorted((routes | set(UNKNOWN_PATHS)) - OPEN_PATHS - {"/"}):
             for method in METHODS:
-                for headers in WRONG if method == "POST" else WRONG[:2]:
+                for headers in WRONG_HEADERS if method == "POST" else WRONG_HEADERS[:2]:
                     answer = await api.http.request(method, path, headers=headers, content=b"x" * 100)
                     assert answer.status_code == 401, (method, path, headers)
                     assert answer.headers["www-authenticate"] == "Bearer"
@@ -79,7 +79,7 @@ async def test_admin_routes_need_an_admins_key() -> None:
         assert (await api.http.get("/v1/engine/x", headers=key("only"))).status_code == 404
 
 
-async def test_only_admins_cancel_what_is_not_theirs() -> None:
+async def test_only_admins_cancel_requests_of_others() -> None:
     async with open_api(SlowEngine(), api_key=KEYS, admin_api_key=["root"]) as api:
         for name, status in (("second", 404), ("first", 200), ("root", 200)):
             call = asyncio.create_task(ask(api, "first", stream=True))
@@ -94,7 +94,7 @@ async def test_only_admins_cancel_what_is_not_theirs() -> None:
 
 
 @pytest.mark.parametrize("share", [False, True])
-async def test_keys_do_not_share_cached_prefixes_unless_told_to(share: bool) -> None:
+async def test_keys_share_cached_prefixes_only_if_configured(share: bool) -> None:
     async with open_api(FakeEngine(LETTERS), api_key=KEYS, share_prefix_cache=share) as api:
         for name in [*KEYS, "first"]:
             await api.http.post(COMPLETIONS, json={"prompt": "Hi", "cache_salt": "s"}, headers=key(name))
@@ -124,7 +124,7 @@ def key_file(tmp_path: Path) -> Path:
     return path
 
 
-async def test_the_engine_knows_whose_request_it_is(key_file: Path) -> None:
+async def test_requests_reach_the_engine_with_their_tenant_weight_and_priority(key_file: Path) -> None:
     async with open_api(FakeEngine(LETTERS), api_key_file=key_file) as api:
         for name, priority in (("a", -1), ("b", 5)):
             for extra in ({}, {"use_beam_search": True, "max_tokens": 1}):
@@ -142,7 +142,7 @@ async def ask(api: Api, name: str, **fields: Any) -> httpx.Response:
     return await api.http.post(COMPLETIONS, json={"prompt": "Hi", "max_tokens": 5, **fields}, headers=key(name))
 
 
-async def test_rates_are_told_and_kept(key_file: Path) -> None:
+async def test_rate_limits_are_reported_and_enforced(key_file: Path) -> None:
     async with open_api(FakeEngine(LETTERS), api_key_file=key_file) as api:
         answer = await ask(api, "b", max_tokens=8, n=2)
         assert answer.status_code == 200
@@ -170,7 +170,7 @@ async def test_rates_are_told_and_kept(key_file: Path) -> None:
         assert (await api.http.get("/v1/models", headers=key("b"))).status_code == 200
 
 
-async def test_tokenizing_counts_among_a_key_s_requests(key_file: Path) -> None:
+async def test_tokenize_and_detokenize_count_as_requests(key_file: Path) -> None:
     async with open_api(FakeEngine(LETTERS), api_key_file=key_file) as api:
         for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]}), ("/tokenize", {})):
             answer = await api.http.post(path, json=body, headers=key("b"))
@@ -182,7 +182,7 @@ async def test_tokenizing_counts_among_a_key_s_requests(key_file: Path) -> None:
         assert answer.status_code == 200
 
 
-async def test_tokens_that_were_not_used_come_back() -> None:
+async def test_reserved_tokens_that_were_not_used_are_returned() -> None:
     async with open_api(FakeEngine(LETTERS, fail_at=3), api_key=KEYS, tokens_per_minute=60) as api:
         for stream in (False, True):
             await ask(api, "first", max_tokens=50, stream=stream)  # ends after 3 tokens with an error
@@ -193,10 +193,12 @@ async def test_tokens_that_were_not_used_come_back() -> None:
         assert refused.headers["x-ratelimit-remaining-tokens"] == "50"
         api.engine.die()
         assert (await ask(api, "second", max_tokens=40)).status_code == 500
-        assert (await ask(api, "second", max_tokens=40)).status_code == 500, "the first one's tokens came back"
+        assert (await ask(api, "second", max_tokens=40)).status_code == 500, (
+            "the tokens of the first request were returned"
+        )
 
 
-async def test_a_full_queue_answers_503_and_the_others_go_on() -> None:
+async def test_a_full_queue_answers_503_and_accepted_requests_complete() -> None:
     async with open_api(FakeEngine(LETTERS), max_num_seqs=2, max_queued_requests=3) as api:
         body = {"prompt": "Hi", "max_tokens": 30}
         answers = await asyncio.gather(*[api.http.post(COMPLETIONS, json=body) for _ in range(9)])
@@ -209,7 +211,7 @@ async def test_a_full_queue_answers_503_and_the_others_go_on() -> None:
 
 
 class SlowEngine(FakeEngine):
-    """Steps when it is told to."""
+    """Computes nothing until `go` is set."""
 
     def __init__(self) -> None:
         super().__init__(LETTERS)
@@ -225,9 +227,9 @@ async def open_requests(api: Api, count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def test_prompt_tokens_that_wait_are_bounded() -> None:
+async def test_the_prompt_tokens_in_the_queue_are_limited() -> None:
     async with open_api(SlowEngine(), max_queued_tokens=100) as api:
-        calls = [asyncio.create_task(ask(api, "", prompt="x" * 300))]  # alone, any prompt may wait
+        calls = [asyncio.create_task(ask(api, "", prompt="x" * 300))]  # an empty queue accepts a prompt of any length
         await open_requests(api, 1)
         refused = await ask(api, "")
         assert refused.status_code == 503
@@ -250,12 +252,12 @@ async def test_prompt_tokens_that_wait_are_bounded() -> None:
         assert (api.engine.queued_tokens, api.engine.num_open, api.engine.num_open_of("")) == (0, 0, 0)
 
 
-async def test_a_greedy_key_leaves_room_in_the_queue() -> None:
+async def test_a_key_with_many_requests_leaves_room_in_the_queue() -> None:
     async with open_api(SlowEngine(), api_key=KEYS, max_num_seqs=2, max_queued_requests=9) as api:
         greedy = [asyncio.create_task(ask(api, "first")) for _ in range(20)]
         while sum(call.done() for call in greedy) + api.engine.num_open < 20:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert api.engine.num_open == 7, "two run, and of nine that may wait five are half, rounded up"
+        assert api.engine.num_open == 7, "two run, and five wait: half of the nine places in the queue, rounded up"
         others = [asyncio.create_task(ask(api, "second")) for _ in range(20)]
         while sum(call.done() for call in others) + api.engine.num_open_of("key-2") < 20:  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -266,7 +268,7 @@ async def test_a_greedy_key_leaves_room_in_the_queue() -> None:
         assert set(statuses) == {200, 503}
 
 
-async def test_web_pages_of_other_origins_are_let_in_only_if_told_to() -> None:
+async def test_web_pages_of_other_origins_are_allowed_only_if_configured() -> None:
     page = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     async with open_api(FakeEngine(LETTERS), api_key=KEYS) as api:
         assert (await api.http.options(COMPLETIONS, headers=page)).status_code == 401
@@ -291,7 +293,7 @@ async def test_web_pages_of_other_origins_are_let_in_only_if_told_to() -> None:
         assert "access-control-allow-origin" not in other.headers
 
 
-async def test_logs_hold_no_prompts_and_no_keys(caplog: pytest.LogCaptureFixture) -> None:
+async def test_logs_contain_no_prompts_and_no_keys(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with open_api(FakeEngine(LETTERS, fail_at=4), api_key=["s3cret-key"]) as api:
         for body in (

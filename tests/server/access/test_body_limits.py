@@ -1,4 +1,4 @@
-"""How deep a body is nested, against a parser; and how large it may be."""
+"""The limits of a body's nesting, compared with a JSON parser, and of its size."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def test_the_depth_of_json(tree: Any, levels: int, ascii_only: bool) -> None:
 
 
 @given(st.binary(max_size=300) | st.text(alphabet='[]{}",\\ ').map(str.encode))
-def test_whatever_is_no_json(body: bytes) -> None:
+def test_bodies_that_are_not_json_raise_no_error(body: bytes) -> None:
     too_deep(body)
 
 
-def test_a_string_that_never_ends() -> None:
+def test_a_string_without_an_end() -> None:
     assert not too_deep(b'"' + b"[" * 1000)
     assert not too_deep(b'{"a": "\\"' + b"[" * 1000)
     assert too_deep(b"[" * 1000)
 
 
-async def pieces(count: int) -> AsyncIterator[bytes]:
-    """A body of so many KiB, whose length nobody announces."""
+async def chunked_body(count: int) -> AsyncIterator[bytes]:
+    """A body of `count` KiB, sent without a Content-Length."""
     yield b'{"prompt": "'
     for _ in range(count):
         yield b"x" * 1024
@@ -54,10 +54,10 @@ async def pieces(count: int) -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
-async def test_bodies_over_the_bounds(path: str) -> None:
+async def test_bodies_over_the_limits_are_refused(path: str) -> None:
     async with open_api(FakeEngine(hashed(b"ab")), max_body_size=1 / 16, max_model_len=100_000) as api:
         headers = {"Content-Type": "application/json"}
-        for content in (pieces(64), b'{"prompt": "' + b"x" * 65_536 + b'"}', b"x" * 65_537):
+        for content in (chunked_body(64), b'{"prompt": "' + b"x" * 65_536 + b'"}', b"x" * 65_537):
             answer = await api.http.post(path, content=content, headers=headers)
             assert answer.status_code == 413, answer.text
             error = answer.json()["error"]
@@ -69,5 +69,5 @@ async def test_bodies_over_the_bounds(path: str) -> None:
             assert answer.status_code == 400
             assert answer.json()["error"]["message"] == "The body is nested more than 100 levels deep"
         assert not api.engine.seen
-        answer = await api.http.post("/tokenize", content=pieces(63), headers=headers)
+        answer = await api.http.post("/tokenize", content=chunked_body(63), headers=headers)
         assert answer.json()["count"] == 63 * 1024

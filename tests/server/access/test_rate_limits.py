@@ -1,4 +1,4 @@
-"""Rate limits: never more than a minute's amount in any minute, beyond what was saved up, and never less either."""
+"""Rate limits allow exactly the configured amount per minute, plus the bucket's initial content."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 @given(st.integers(1, 1000), st.lists(st.tuples(st.floats(0, 30), st.integers(1, 50)), max_size=100))
-def test_what_a_bucket_gives_away(per_minute: int, takes: list[tuple[float, int]]) -> None:
+def test_a_bucket_gives_no_more_and_no_less_than_its_rate(per_minute: int, takes: list[tuple[float, int]]) -> None:
     clock = Clock()
     bucket = Bucket(per_minute, clock)
     taken = 0
@@ -29,7 +29,7 @@ def test_what_a_bucket_gives_away(per_minute: int, takes: list[tuple[float, int]
         clock.now += pause
         wait = bucket.seconds_until(amount)
         if amount <= per_minute:
-            assert wait <= 60 * amount / per_minute + 1e-6, "an empty bucket has the amount after its part of a minute"
+            assert wait <= 60 * amount / per_minute + 1e-6, "an empty bucket fills at its rate"
         if wait == 0:
             bucket.take(amount)
             taken += amount
@@ -69,19 +69,19 @@ def test_tokens_are_reserved_and_settled() -> None:
     second.settle(150)
     with pytest.raises(RateLimited) as error:
         limits.count_request()
-    assert error.value.headers["Retry-After"] == "36", "60 tokens of debt are paid first"
+    assert error.value.headers["Retry-After"] == "36", "the bucket must first make up for 60 tokens of debt"
     clock.now += 36.1
     limits.count_request()
 
 
-def test_more_than_the_limit_is_not_worth_a_retry() -> None:
+def test_a_request_larger_than_the_limit_is_marked_as_not_worth_retrying() -> None:
     with pytest.raises(RateLimited, match="101 tokens, the limit is 100") as error:
         RateLimits(None, 100).reserve(101)
     assert error.value.headers["x-should-retry"] == "false"
     assert "Retry-After" not in error.value.headers
 
 
-def test_no_limit_says_nothing() -> None:
+def test_without_limits_there_are_no_headers() -> None:
     limits = RateLimits(None, None)
     limits.count_request()
     limits.reserve(10**9).settle(10**9)

@@ -1,4 +1,4 @@
-"""Keys from flags and from a file."""
+"""API keys from flags and from a key file."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
     assert "sk-alice" not in repr(alice)
 
 
-def test_a_hashed_key_of_any_bytes_is_known_by_them(tmp_path: Path) -> None:
+def test_a_hashed_key_may_have_any_bytes(tmp_path: Path) -> None:
     key = "ключ-é".encode()
     found = tenants(tmp_path, FILE.format(hashlib.sha256(key).hexdigest()))
     assert found.find(key.decode("latin-1")).name == "bob"  # as Starlette reads a header
 
 
-def test_an_admins_key_and_no_keys_at_all(tmp_path: Path) -> None:
+def test_admin_keys_and_a_server_without_keys(tmp_path: Path) -> None:
     found = tenants(tmp_path, admin_api_key=["root"], api_key=["root", "user"])
     assert found.find("root").admin
     assert not found.find("user").admin
-    nobody = tenants(tmp_path)
-    assert not nobody.closed
-    assert nobody.anybody.admin
-    assert nobody.anybody.salt("s") == "s"
-    nobody.anybody.check_priority(-(2**31))
+    without_keys = tenants(tmp_path)
+    assert not without_keys.closed
+    assert without_keys.anonymous.admin
+    assert without_keys.anonymous.salt("s") == "s"
+    without_keys.anonymous.check_priority(-(2**31))
 
 
 @pytest.mark.parametrize(

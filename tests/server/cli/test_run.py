@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.engine.errors import ConfigError, InvalidRequest
-from quire.server.cli.run import custom_id, ids_in, parse_line, take_up
+from quire.server.cli.run import custom_id, ids_in, parse_line, resume_from
 from tests.server.cli.processes import children, needs_proc
 
 SMALL = ["--max-model-len", "1024", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
@@ -219,7 +219,7 @@ def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(ConfigError, match="no output of quire run"):
-            take_up(file, {"a"})
+            resume_from(file, {"a"})
         assert file.read_text() == text
 
 
