@@ -1,4 +1,4 @@
-"""Why an engine exited, and whether by its own fault: the decision, and its facts, read from real processes."""
+"""Why an engine ended: the decision itself, and the facts that it is based on, taken from real processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
         (-63, None, 0, "was killed by signal 63", True),
     ],
 )
-def test_the_exit_cause(code: int, sender: int | None, oom: int | None, how: str, outside: bool) -> None:
+def test_the_cause_of_an_exit(code: int, sender: int | None, oom: int | None, how: str, outside: bool) -> None:
     death = exit_cause(code, sender=sender, oom_kills=oom)
     assert (death.how, death.outside) == (how, outside)
 
