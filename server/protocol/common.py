@@ -1,9 +1,9 @@
-"""What the request bodies share: nulls mean unset, and what becomes of parameters that are not honoured."""
+"""What all request bodies share: a null means unset, and a parameter that is not honoured is named or refused."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -65,7 +65,7 @@ class RequestBody(BaseModel):
 
 
 class RepetitionDetection(RequestBody):
-    """vLLM's RepetitionDetectionParams: end when the last tokens are min_count times the same pattern."""
+    """vLLM's RepetitionDetectionParams: an answer ends when its last tokens are min_count times the same pattern."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -73,15 +73,6 @@ class RepetitionDetection(RequestBody):
     """In tokens; 0 detects nothing."""
     min_pattern_size: int = Field(0, ge=0)
     min_count: int = Field(0, ge=0, lt=2**31)
-
-    def fits(self, ids: Sequence[int]) -> bool:
-        """Whether the last of these are min_count times the same pattern, by vLLM's check_sequence_repetition."""
-        sizes = range(max(1, self.min_pattern_size), self.max_pattern_size + 1)
-        return any(self._repeats(ids, size) for size in sizes if size * self.min_count <= len(ids))
-
-    def _repeats(self, ids: Sequence[int], size: int) -> bool:
-        """Whether the last size * min_count tokens have the period `size`."""
-        return all(ids[-i] == ids[-i - size] for i in range(1, size * (self.min_count - 1) + 1))
 
     @model_validator(mode="after")
     def in_order(self) -> RepetitionDetection:

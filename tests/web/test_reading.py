@@ -44,7 +44,7 @@ def url(chromium: Browser) -> Iterator[str]:
     thread = threading.Thread(target=running.run)
     thread.start()
     yield f"http://127.0.0.1:{port}"
-    app.state.serving.live_view.close()
+    app.state.runtime.live_view.close()
     running.should_exit = True
     thread.join(30)
 

@@ -56,7 +56,7 @@ export async function* events(response) {
       rest += value;
       const blocks = rest.split("\n\n");
       rest = blocks.pop();
-      for (const block of blocks) yield parse(block);
+      for (const block of blocks) if (!block.startsWith(":")) yield parse(block); // no comments
     }
   } finally {
     reader.cancel().catch(() => {});

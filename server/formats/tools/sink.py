@@ -1,0 +1,95 @@
+"""What a tool parser finds: content, and calls whose arguments come in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.server.formats.tools import strict_json
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """The opening of a call, with its id and name, or a piece of its arguments."""
+
+    index: int
+    """Of the call in its message, from 0."""
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+class Sink:
+    """Collects what is found between two calls of `drain`.
+
+    White space before and after calls is not content. What of a call cannot be read stays as it was written: in the
+    content, or in its arguments once it was opened.
+    """
+
+    def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
+        self._new_id = new_id
+        self._most_calls = most_calls
+        self._content: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._space = ""
+        self._arguments: list[str] = []
+        self._opened = 0
+        self._complete = 0
+
+    @property
+    def all_complete(self) -> bool:
+        """Whether there were calls, and every one came to its end with arguments that are JSON."""
+        return self._opened > 0 and self._complete == self._opened
+
+    def content(self, text: str) -> None:
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._content.append(shown)
+
+    def open(self, name: str) -> None:
+        """A call begins."""
+        self._space = ""
+        self._arguments = []
+        self._opened += 1
+        if self._kept:
+            self._calls.append(CallDelta(self._opened - 1, id=self._new_id(), name=name))
+
+    def arguments(self, piece: str) -> None:
+        """More of the open call's arguments, as JSON text."""
+        if not piece:
+            return
+        self._arguments.append(piece)
+        if self._kept:
+            self._calls.append(CallDelta(self._opened - 1, piece))
+
+    def close(self) -> None:
+        """The open call is whole."""
+        try:
+            strict_json.parse("".join(self._arguments))
+        except ValueError:
+            return
+        self._complete += 1
+
+    def call(self, name: str, arguments: str) -> None:
+        """A call that was read in one go."""
+        self.open(name)
+        self.arguments(arguments)
+        self.close()
+
+    def finish(self) -> None:
+        """The text is over: white space at its end is content where there were no calls."""
+        if not self._opened and self._space:
+            self._content.append(self._space)
+        self._space = ""
+
+    def drain(self) -> tuple[str, tuple[CallDelta, ...]]:
+        """Content and calls since the last time."""
+        content, calls = "".join(self._content), tuple(self._calls)
+        self._content, self._calls = [], []
+        return content, calls
+
+    @property
+    def _kept(self) -> bool:
+        return self._most_calls is None or self._opened <= self._most_calls
