@@ -14,6 +14,7 @@ import zmq
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
+from quire.engine.executor import Executor
 from quire.engine.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.messages import (
     Abort,
@@ -47,8 +48,7 @@ class Engine:
         heartbeat = heartbeat or NoHeartbeat()
         worker = start_worker(config, path, model, heartbeat.progress)
         plan = worker.plan
-        self.runner = worker.runner
-        self.grammars = worker.grammars
+        self.runner: Executor = worker.runner
         self.scheduler = Scheduler(
             num_blocks=plan.num_blocks,
             block_size=plan.block_size,
@@ -61,7 +61,7 @@ class Engine:
         )
         self.add, self.abort = self.scheduler.add, self.scheduler.abort
         self._heartbeat = heartbeat
-        self._steps = Steps(self.scheduler, self.runner.launch, worker.steps_ahead, heartbeat)
+        self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
         self.info = EngineInfo(
             model=config.model,
             dtype=worker.dtype,
@@ -118,7 +118,7 @@ def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
         _send(socket, Failed(error.message, error.param))
         return 1
     _send(socket, Ready(engine.info))
-    engine.grammars.prepare()
+    engine.runner.load_grammars()
     gc.freeze()  # what is there for good is not looked through for garbage, again and again
     while True:
         _receive(engine, socket)

@@ -10,20 +10,11 @@ freed while a step is under way may be handed out at once.
 
 from __future__ import annotations
 
+from quire.engine.batch import Admission, Batch, PageCopy, Row, StepOutput
 from quire.engine.blocks import BlockPool
 from quire.engine.fairness import FairQueue
 from quire.engine.sequence import Sequence, Status
-from quire.engine.types import (
-    Admission,
-    Batch,
-    EngineStats,
-    FinishReason,
-    PageCopy,
-    Request,
-    RequestOutput,
-    Row,
-    StepOutput,
-)
+from quire.engine.types import EngineStats, FinishReason, Request, RequestOutput
 
 
 class Scheduler:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
-from typing import Protocol
 
+from quire.engine.batch import Batch
 from quire.engine.client.history import step_record
+from quire.engine.executor import Executor, Pending
 from quire.engine.heartbeat import NoHeartbeat
 from quire.engine.scheduler import Scheduler
-from quire.engine.types import Batch, RequestOutput, StepOutput, StepRecord
-
-
-class Pending(Protocol):
-    """A step that a device computes."""
-
-    def result(self) -> StepOutput:
-        """What it computed; waits until that has come."""
+from quire.engine.types import RequestOutput, StepRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +23,16 @@ class _Launched:
 
 
 class Steps:
-    """Steps of a scheduler on a device that `launch` gives them to, in order.
+    """Runs the steps that a scheduler decides on an executor, in order.
 
-    ahead: how many steps may be under way while the next one is decided. With 0 each is learnt from at once. With 1 the
-    device has its next step before it ends the one it is at, so it never waits for Python; a stop condition is then
-    found one step late, and the token computed in vain is dropped.
+    ahead: how many steps may be under way while the next one is decided. With 0 the scheduler learns from each step at
+    once. With 1 the device gets its next step before it ends the current one, so it never waits for Python; the
+    scheduler then finds a stop condition one step late, and drops the token computed in vain.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, launch: Callable[[Batch], Pending], ahead: int, heartbeat: NoHeartbeat
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, ahead: int, heartbeat: NoHeartbeat) -> None:
         self._scheduler = scheduler
-        self._launch = launch
+        self._executor = executor
         self._ahead = ahead
         self._heartbeat = heartbeat
         self._under_way: deque[_Launched] = deque()
@@ -64,7 +55,7 @@ class Steps:
         self._heartbeat.begin_step([] if batch is None else batch.admitted_ids)
         if batch is not None:
             decided = monotonic()
-            self._under_way.append(_Launched(batch, self._launch(batch), began, decided))
+            self._under_way.append(_Launched(batch, self._executor.launch(batch), began, decided))
         if len(self._under_way) > (0 if batch is None else self._ahead):
             self._learn(self._under_way.popleft())
         elif not self.busy:

@@ -1,9 +1,11 @@
-"""The types that flow between server, engine and worker. All frozen; those that cross a process are msgspec structs."""
+"""What flows between server and engine: requests, outputs, and what the engine says of itself. All frozen structs.
+
+What a step is made of is in engine/batch.py.
+"""
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Literal
 
@@ -267,70 +269,3 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[tuple[str, int, int]]
     """(request, first token, tokens) of the rows that are no plain decode; those that are give an output each."""
     preempted: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A slot of the device gets a new owner: its tokens so far and how to sample."""
-
-    slot: int
-    token_ids: list[int]
-    num_prompt: int
-    params: SamplingParams
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence's share of a step: tokens start to start + count of its slot, whose token ids the device holds.
-
-    `new_blocks` extend the slot's block table (an admitted slot starts with an empty one). The token picked after the
-    last one is written to the slot on the device, so a later row may compute it before the host knows it.
-    """
-
-    request_id: str
-    slot: int
-    start: int
-    count: int
-    new_blocks: list[int]
-    sample: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """The keys and values of the first `tokens` tokens of page `source` go to page `target` too, in every layer."""
-
-    source: int
-    target: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step: decided by the scheduler, executed by the runner, told of to nobody else."""
-
-    rows: list[Row]
-    admissions: list[Admission] = field(default_factory=list)
-    copies: list[PageCopy] = field(default_factory=list)
-    """To be made in this order, before any row is computed."""
-    preempted: list[str] = field(default_factory=list)
-    """Requests that had to give their pages up for it."""
-
-    @property
-    def admitted_ids(self) -> list[str]:
-        """Of the requests that are in a step for the first time, or again after a preemption."""
-        slots = {admission.slot for admission in self.admissions}
-        return [row.request_id for row in self.rows if row.slot in slots] if slots else []
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """What a step computed, by request id."""
-
-    token_ids: dict[str, int]
-    """One for each row that samples."""
-    logprobs: dict[str, TokenLogprob] = field(default_factory=dict)
-    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
-    """For the prompt tokens of this step's chunk: the log probability of the token after each."""
-    errors: dict[str, str] = field(default_factory=dict)
-    """Why a row that samples has no token: its request ends."""

@@ -34,6 +34,7 @@ ALLOWED = {
 }
 """Parts, and the parts that each may import from. `control` is all of engine/ that has no part of its own."""
 SHARED = {
+    "quire.engine.batch",
     "quire.engine.types",
     "quire.engine.errors",
     "quire.engine.config",

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
 
-from quire.engine.types import Batch, Request, RequestOutput, StepRecord
+from quire.engine.batch import Batch
+from quire.engine.types import Request, RequestOutput, StepRecord
 
 Phase = Literal["queued", "prefill", "decode", "preempted", "recompute", "recovering", "delivery"]
 KEPT_REQUESTS = 1000

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.batch import Admission
 from quire.engine.errors import QuireError
 from quire.engine.text.grammar import GrammarCompiler, first_line
-from quire.engine.types import Admission
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.types import Batch
+from quire.engine.batch import Batch
 from quire.engine.worker.inputs import Picks, Slots
 from quire.engine.worker.transfer import upload
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.types import Admission, Batch, Row
+from quire.engine.batch import Admission, Batch, Row
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import AttentionMetadata
 

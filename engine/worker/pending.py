@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from quire.engine.types import Admission, Row, StepOutput, TokenLogprob
+from quire.engine.batch import Admission, Row, StepOutput
+from quire.engine.types import TokenLogprob
 from quire.engine.worker.grammar import SlotGrammars
 from quire.engine.worker.sampler import token_logprobs
 from quire.engine.worker.transfer import Download

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.batch import Admission, Batch, Row
 from quire.engine.models.decoder import Decoder, KVCache
-from quire.engine.types import Admission, Batch, Row
 from quire.engine.worker.device_sampler import choose_sampler
 from quire.engine.worker.grammar import SlotGrammars
 from quire.engine.worker.graphs import Capture, DecodeGraphs
@@ -84,6 +84,9 @@ class Runner:
         if self._headroom is not None:
             return self._headroom.grow()
         return self._graphs is not None and self._graphs.warm_up()
+
+    def load_grammars(self) -> None:
+        self._grammars.prepare()
 
     def _decode(self, rows: Tensor, pages: int) -> Tensor:
         """A step of one token per row, as a graph can hold it; see Slots.decode_inputs."""

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from quire.engine.batch import StepOutput
 from quire.engine.fairness import OUTPUT_COST, FairQueue
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence
-from quire.engine.types import Request, SamplingParams, StepOutput
+from quire.engine.types import Request, SamplingParams
 
 
 def request(

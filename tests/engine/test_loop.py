@@ -25,7 +25,7 @@ class Idle:
         self.left = max(0, self.left - 1)
         return self.left > 0
 
-    def view(self) -> EngineSnapshot:
+    def snapshot(self) -> EngineSnapshot:
         self.done.append("view")
         return EngineSnapshot(EngineStats(), [], b"", 0, 0.0)
 

@@ -14,8 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from quire.engine.batch import Batch, StepOutput
 from quire.engine.scheduler import Scheduler
-from quire.engine.types import Batch, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprob
+from quire.engine.types import Request, RequestOutput, SamplingParams, TokenLogprob
 
 BLOCK = 4
 NUM_BLOCKS = 12

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from quire.engine.batch import Batch, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.engine.snapshot import CACHED, EMPTY, FIRST_OWNER, MOST_SEQUENCES, SHARED, UNLISTED, take_snapshot
-from quire.engine.types import Batch, EngineSnapshot, Request, SamplingParams, StepOutput
+from quire.engine.types import EngineSnapshot, Request, SamplingParams
 
 PAGE = 4
 

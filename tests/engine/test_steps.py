@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.batch import Batch, StepOutput
 from quire.engine.config import EngineConfig
 from quire.engine.heartbeat import NoHeartbeat
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.steps import Steps
-from quire.engine.types import Batch, Grammar, Request, RequestOutput, SamplingParams, StepOutput, TokenLogprob
+from quire.engine.types import Grammar, Request, RequestOutput, SamplingParams, TokenLogprob
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_scheduler import BLOCK, CONTEXT, EOS, NUM_BLOCKS, PROMPTS, SLOTS, FakeDevice
 
@@ -141,7 +142,7 @@ def serve(traffic: list[Arrival], launch_on: AsyncDevice, ahead: int) -> dict[st
         max_num_batched_tokens=10,
         eos_token_ids=(EOS,),
     )
-    steps = Steps(scheduler, launch_on.launch, ahead, NoHeartbeat())
+    steps = Steps(scheduler, launch_on, ahead, NoHeartbeat())
     outputs: dict[str, list[RequestOutput]] = {}
     adds: dict[int, list[Request]] = {}
     aborts: dict[int, list[str]] = {}
@@ -207,14 +208,15 @@ def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
             assert len(launched) > self.number or self.number == 5, "nothing under way"
             return self.output
 
-    def launch(batch: Batch) -> Held:
-        launched.append(batch)
-        return Held(inner.execute(batch))
+    class Device:
+        def launch(self, batch: Batch) -> Held:
+            launched.append(batch)
+            return Held(inner.execute(batch))
 
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=1, max_num_batched_tokens=10
     )
-    steps = Steps(scheduler, launch, 1, NoHeartbeat())
+    steps = Steps(scheduler, Device(), 1, NoHeartbeat())
     scheduler.add(request("only", [0, 1, 2], max_tokens=5))
     outputs = []
     while steps.busy:
@@ -247,12 +249,12 @@ def requests() -> list[Request]:
 
 def answers(requests: list[Request], ahead: int, **options: object) -> tuple[dict[str, Answer], int]:
     engine = Engine(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options))
-    engine._steps = Steps(engine.scheduler, engine.runner.launch, ahead, NoHeartbeat())
+    engine._steps = Steps(engine.scheduler, engine.runner, ahead, NoHeartbeat())
     got = run(engine, requests)
     return got, engine.stats.preemptions
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_real_worker_learnt_from_late(requests: list[Request], ahead: int) -> None:
     wanted, _ = answers(requests, 0, max_num_seqs=8)
     got, _ = answers(requests, ahead, max_num_seqs=8)
@@ -270,7 +272,7 @@ def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
     second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
     wanted = run(engine, [second])["second"].ids
     first = request("first", [5, 6, 7], grammar=Grammar("regex", "[a-z]{40}"))
-    steps = Steps(engine.scheduler, engine.runner.launch, 2, NoHeartbeat())
+    steps = Steps(engine.scheduler, engine.runner, 2, NoHeartbeat())
     engine.add(first)
     steps.step()
     engine.abort("first")

@@ -88,7 +88,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn on the CPU, with the pages and the layout it asks for."""
     library = FakeFlashAttn()
     monkeypatch.setattr(flash, "_load", lambda: library)
-    monkeypatch.setattr(flash, "cannot_serve", lambda *_: None)
+    monkeypatch.setattr(flash.Flash, "cannot_serve", lambda *_: None)
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
@@ -136,7 +136,7 @@ def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyP
     wanted = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, FakeCapture(), enable_prefix_caching=False)
     engine.scheduler.pool.allocate(36)  # four pages are left
-    engine._steps = Steps(engine.scheduler, engine.runner.launch, 1, NoHeartbeat())
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     got: dict[str, Answer] = {each.id: Answer() for each in traffic()}
     for each in traffic():
         engine.add(each)

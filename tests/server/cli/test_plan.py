@@ -19,8 +19,8 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
-from quire.kernels import cpu
-from quire.kernels.cpu.native import ISAS, Arena
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.native import ISAS
 from quire.server.cli import main as cli
 from quire.server.cli.plan.estimate import BLOCK_SIZE, Wishes, estimate, predicted_tokens
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, find_card, read_cards
@@ -167,13 +167,11 @@ def test_the_engine_gets_what_was_planned(
     if path is None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SHAPES[shape]))
         path = str(tmp_path)
-    # Not what an earlier engine of this process left of its last mapping.
-    if not isinstance(library := cpu._load(), str):
-        monkeypatch.setattr(library, "weights", Arena())
     before = resident_bytes()
     monkeypatch.setattr("quire.engine.worker.memory.available_host_bytes", lambda: GIB - (resident_bytes() - before))
     config = EngineConfig(model=path, load_format="dummy", dtype="bfloat16", **options)
-    compresses = cpu.available() and cpu.isa() == ISAS["avx512_bf16"]
+    cpu = Cpu()
+    compresses = cpu.missing is None and cpu.isa == ISAS["avx512_bf16"]
     planned = predicted_tokens(
         config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False, compresses=compresses)
     )

@@ -1,0 +1,69 @@
+"""One step: what the scheduler decides, and what comes back. Structs, so that a process per device can be sent them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.engine.types import SamplingParams, TokenLogprob
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A slot of the device gets a new owner: its tokens so far and how to sample."""
+
+    slot: int
+    token_ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    seed: int
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One sequence's share of a step: tokens start to start + count of its slot, whose token ids the device holds.
+
+    `new_blocks` extend the slot's block table (an admitted slot starts with an empty one). The token picked after the
+    last one is written to the slot on the device, so a later row may compute it before the host knows it.
+    """
+
+    request_id: str
+    slot: int
+    start: int
+    count: int
+    new_blocks: list[int]
+    sample: bool
+
+
+class PageCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The keys and values of the first `tokens` tokens of page `source` go to page `target` too, in every layer."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one step computes. The scheduler decides it, an executor computes it; it never reaches the API process."""
+
+    rows: list[Row]
+    admissions: list[Admission] = []
+    copies: list[PageCopy] = []
+    """Made in this order, before any row is computed."""
+    preempted: list[str] = []
+    """Requests that had to give up their pages for it."""
+
+    @property
+    def admitted_ids(self) -> list[str]:
+        """The requests that are in a step for the first time, or again after a preemption."""
+        slots = {admission.slot for admission in self.admissions}
+        return [row.request_id for row in self.rows if row.slot in slots] if slots else []
+
+
+class StepOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step computed, by request id."""
+
+    token_ids: dict[str, int]
+    """One for each row that samples."""
+    logprobs: dict[str, TokenLogprob] = {}
+    prompt_logprobs: dict[str, list[TokenLogprob]] = {}
+    """For the prompt tokens of this step's chunk: the log probability of the token after each."""
+    errors: dict[str, str] = {}
+    """Why a row that samples has no token: its request ends."""

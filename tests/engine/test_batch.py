@@ -1,0 +1,37 @@
+"""Batches and what comes of them can be sent to another process."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.engine.batch import Admission, Batch, PageCopy, Row, StepOutput
+from quire.engine.types import Grammar, SamplingParams, ThinkingBudget, TokenLogprob
+
+PARAMS = SamplingParams(
+    temperature=0.5,
+    logit_bias={5: 1.5, 7: -100.0},
+    allowed_token_ids=(3, 5),
+    bad_words_ids=((4,), (5, 6)),
+    max_tokens=None,
+    grammar=Grammar("regex", "a|b"),
+    thinking=ThinkingBudget(6, end_id=3, begin_id=None),
+    stop="end",
+)
+
+
+def test_a_batch_survives_the_way_to_another_process() -> None:
+    batch = Batch(
+        rows=[Row("a", 0, 0, 17, [4, 9], False), Row("b", 2, 40, 1, [], True)],
+        admissions=[Admission(0, [1, 2, 3], 3, PARAMS, 2**63 - 1)],
+        copies=[PageCopy(1, 4, 16)],
+        preempted=["c"],
+    )
+    sent = msgspec.msgpack.encode(batch)
+    assert msgspec.msgpack.decode(sent, type=Batch) == batch
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(Batch(batch.rows)), type=Batch) == Batch(batch.rows)
+
+
+def test_so_does_what_comes_of_it() -> None:
+    logprob = TokenLogprob(5, -0.25, 1, [(5, -0.25), (6, -1.5)])
+    output = StepOutput({"b": 5}, {"b": logprob}, {"a": [logprob, logprob]}, {"c": "why"})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
