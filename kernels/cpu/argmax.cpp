@@ -1,4 +1,4 @@
-// The greedy pick: the first of the largest values of each row.
+// Greedy sampling: for each row of logits the index of its largest value, the first one where several are equal.
 #include "kernels.h"
 
 namespace {
@@ -32,7 +32,7 @@ EXPORTED void argmax_f32(const float* x, int64_t* out, long rows, long size, int
         if (most > best) best = most, block = i;
       }
       long at = block;
-      while (at + 1 < size && row[at] != best) ++at;  // ends at once unless a value is not a number
+      while (at + 1 < size && row[at] != best) ++at;  // finds it within the stretch, unless a value is NaN
       out[r] = at;
     }
   });

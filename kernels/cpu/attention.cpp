@@ -1,67 +1,71 @@
-// Paged attention over a ragged batch. A piece of work is one kv_head of a few consecutive queries of one sequence
-// with all their heads of the group, so that a tile of keys, once loaded, serves many rows: a decode step and a prompt
-// differ in the number of rows only. Where the batch has too few pieces for the threads, every key tile becomes a
-// piece of its own, and the tiles' results are merged afterwards in the same order.
+// Paged attention over a ragged batch. A work item is one KV head for a few consecutive queries of one sequence, with
+// all query heads that share this KV head. A row is one query head of one query. A tile of keys, once loaded, so serves
+// many rows; decode steps and prompts differ only in the number of rows. If the batch has too few items for the
+// threads, every key tile of an item becomes an item of its own, and the results of the tiles are merged afterwards in
+// the same order as otherwise.
 #include "kernels.h"
 
 #include "attention_tile.h"
 
 namespace {
 
-constexpr long kPieceRows = 48;
-constexpr long kSmall = 400000;  // of work, about 7 microseconds: waking threads takes 3
+constexpr long kItemRows = 48;  // rows of a work item, at most
+// With less work (see split_work) one thread does it all. This much takes it about 7 microseconds; waking threads
+// takes 3.
+constexpr long kOneThreadWork = 400000;
 
 struct Batch {
   void* out;
   const void *query, *keys, *values;
   const int32_t *starts, *contexts, *table;
-  long table_stride, key_stride, value_stride;  // elements between rows of the table, between pages
+  long table_stride, key_stride, value_stride;  // elements from one row of the table, or one page, to the next
   int heads, kv_heads, dim;
-  Softmax how;
+  Softmax softmax;
 
   int group() const { return heads / kv_heads; }
   int width() const { return (dim + 15) / 16 * 16; }
 };
 
-// `count` queries from token `first`, the first of them at `position`, and one tile or, where tile < 0, all of them.
-struct Piece {
+struct WorkItem {
   int sequence, kv_head;
-  long first, count, position;
-  long tile;
-  long partial_row;  // where a lone tile's results go
+  long first, count;  // the first query, as a token of the batch, and how many queries
+  long position;      // of the first query in its sequence
+  long tile;          // the only tile to compute; < 0: all
+  long partial_row;   // with a single tile: the row of the TileResults for its first row
 };
 
-long first_tile(const Batch& batch, const Piece& piece) {
-  const long earliest = batch.how.window > 0 ? piece.position - batch.how.window + 1 : 0;
+long first_tile(const Batch& batch, const WorkItem& item) {
+  const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
   return earliest > 0 ? earliest / kTile : 0;
 }
-long end_tile(const Piece& piece) { return (piece.position + piece.count - 1) / kTile + 1; }
+long end_tile(const WorkItem& item) { return (item.position + item.count - 1) / kTile + 1; }
 
-// A copy of a block of values, rows padded to `width`, with zeros after the first `valid` tokens.
+// Copies a block of values, with rows padded to `width` and with zeros for the tokens after the first `valid`.
 template <class T>
 void clean_values(const T* from, T* to, int dim, int width, int valid) {
   constexpr int kP = kPack<T>;
   const auto* words = reinterpret_cast<const uint32_t*>(from);
   auto* copy = reinterpret_cast<uint32_t*>(to);
   for (int slot = 0; slot < kBlock; slot += kP, words += dim, copy += width) {
-    const uint32_t keep = valid >= slot + kP ? 0xffffffffu : valid > slot ? 0xffffu : 0;  // of a pair, the first is low
+    // Of a pair of bfloat16 the first token's value is in the low half.
+    const uint32_t keep = valid >= slot + kP ? 0xffffffffu : valid > slot ? 0xffffu : 0;
     for (int d = 0; d < dim; ++d) copy[d] = words[d] & keep;
     for (int d = dim; d < width; ++d) copy[d] = 0;
   }
 }
 
-// Finds the tile's blocks up to key `end` of the sequence. A block that is not full, or whose values have no whole
-// number of 16 dimensions, is cleaned into `copies`.
+// Finds the tile's blocks, as far as the item's last query sees them. If a block is not full, or the number of
+// dimensions is not a multiple of 16, its values are copied to `copies` with zeros in the gaps.
 template <class T>
-void find_blocks(const Batch& batch, const Piece& piece, long tile, T* copies, TileBlocks& blocks) {
-  const int32_t* pages = batch.table + piece.sequence * batch.table_stride;
-  const long end = piece.position + piece.count, begin = tile * kTile;
-  const long offset = piece_offset(piece.kv_head, batch.dim);
-  const long context = batch.contexts[piece.sequence];
+void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies, TileBlocks& blocks) {
+  const int32_t* pages = batch.table + item.sequence * batch.table_stride;
+  const long end = item.position + item.count, begin = tile * kTile;
+  const long offset = head_offset(item.kv_head, batch.dim);
+  const long context = batch.contexts[item.sequence];
   blocks.dim = batch.dim;
   blocks.width = batch.width();
-  // Blocks before the window may have been given to others: never looked at.
-  const long earliest = batch.how.window > 0 ? piece.position - batch.how.window + 1 : 0;
+  // Pages before the window may meanwhile belong to another sequence, so they must not be read.
+  const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
   for (int b = 0; b < kTileBlocks && begin + b * kBlock < end; ++b) {
     if (begin + (b + 1) * kBlock <= earliest) continue;
     const long page = pages[begin / kBlock + b], valid = context - begin - b * kBlock;
@@ -77,158 +81,162 @@ void find_blocks(const Batch& batch, const Piece& piece, long tile, T* copies, T
   }
 }
 
-// Which keys come after this tile: those of the piece's next one, or of the next piece. Fetched, never needed.
+// Finds the keys that are read after this tile: those of the item's next tile, or of the next item. They are only
+// prefetched, so a wrong guess costs time but changes no result.
 template <class T>
-void find_after(const Batch& batch, const Piece& piece, long tile, const Piece* next, TileBlocks& blocks) {
-  const Piece& owner = next && tile + 1 >= end_tile(piece) ? *next : piece;
-  const long begin = (&owner == &piece ? tile + 1 : first_tile(batch, owner)) * kTileBlocks;
+void find_next_keys(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, TileBlocks& blocks) {
+  const WorkItem& owner = next && tile + 1 >= end_tile(item) ? *next : item;
+  const long begin = (&owner == &item ? tile + 1 : first_tile(batch, owner)) * kTileBlocks;
   const long last = (batch.contexts[owner.sequence] - 1) / kBlock;
   const int32_t* pages = batch.table + owner.sequence * batch.table_stride;
-  const T* keys = static_cast<const T*>(batch.keys) + piece_offset(owner.kv_head, batch.dim);
+  const T* keys = static_cast<const T*>(batch.keys) + head_offset(owner.kv_head, batch.dim);
   for (int b = 0; b < kTileBlocks; ++b) {
     const long page = pages[begin + b < last ? begin + b : last];
-    blocks.after[b] = reinterpret_cast<const uint32_t*>(keys + page * batch.key_stride);
+    blocks.next_keys[b] = reinterpret_cast<const uint32_t*>(keys + page * batch.key_stride);
   }
 }
 
-// All rows of the piece over one tile; done(row, count, partials, values) takes the results of `count` rows from `row`.
+// Computes all rows of the item over one tile, up to kRows at a time. Calls done(row, count, partials, values) with the
+// results of `count` rows from `row` on.
 template <class T, class Done>
-void attend_piece(const Batch& batch, const Piece& piece, long tile, const Piece* next, T* copies, float* values,
+void attend_item(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, T* copies, float* values,
                   const Done& done) {
   TileBlocks blocks;
-  find_blocks(batch, piece, tile, copies, blocks);
-  find_after<T>(batch, piece, tile, next, blocks);
+  find_blocks(batch, item, tile, copies, blocks);
+  find_next_keys<T>(batch, item, tile, next, blocks);
   const int group = batch.group();
-  const long rows = piece.count * group;
+  const long rows = item.count * group;
   long query = 0, head = 0;
   for (long row = 0; row < rows; row += kRows) {
     const int count = static_cast<int>(rows - row < kRows ? rows - row : kRows);
     Rows some;
     for (int r = 0; r < count; ++r) {
-      const long at = ((piece.first + query) * batch.heads + piece.kv_head * group + head) * batch.dim;
+      const long at = ((item.first + query) * batch.heads + item.kv_head * group + head) * batch.dim;
       some.query[r] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(batch.query) + at);
-      some.at[r] = piece.position + query - tile * kTile;
+      some.at[r] = item.position + query - tile * kTile;
       if (++head == group) {
         head = 0;
         ++query;
       }
     }
     Partial partial[kRows];
-    attend_rows<T>(count, some, blocks, batch.how, partial, values);
+    attend_rows<T>(count, some, blocks, batch.softmax, partial, values);
     done(row, count, partial, values);
   }
 }
 
 template <class T>
-void write_rows(const Batch& batch, const Piece& piece, long row, int count, const Partial* sums, const float* values) {
+void write_rows(const Batch& batch, const WorkItem& item, long row, int count, const Partial* sums,
+                const float* values) {
   const int group = batch.group();
   for (int r = 0; r < count; ++r, values += batch.width()) {
-    const long token = piece.first + (row + r) / group, head = piece.kv_head * group + (row + r) % group;
+    const long token = item.first + (row + r) / group, head = item.kv_head * group + (row + r) % group;
     T* out = static_cast<T*>(batch.out) + (token * batch.heads + head) * batch.dim;
-    // Adding 0 turns -0, which an unmerged row may hold, into the 0 that merging makes of it.
+    // Adding 0 turns -0 into 0. Merging does so too, and a row must have the same bits with and without merging.
     for (int d = 0; d < batch.dim; d += 16)
       vstore_first(out + d, vdiv(vadd(vload(values + d), vset(0.0f)), vset(sums[r].total)), batch.dim - d);
   }
 }
 
 template <class T>
-void run_whole(const Batch& batch, const Piece& piece, const Piece* next) {
-  const long rows = piece.count * batch.group(), width = batch.width();
+void run_all_tiles(const Batch& batch, const WorkItem& item, const WorkItem* next) {
+  const long rows = item.count * batch.group(), width = batch.width();
   char* memory = scratch(kTile * width * sizeof(T) + (kRows + rows) * width * sizeof(float) + rows * sizeof(Partial));
   T* copies = reinterpret_cast<T*>(memory);
   float* values = reinterpret_cast<float*>(copies + kTile * width);
   float* sums = values + kRows * width;
   auto* partials = reinterpret_cast<Partial*>(sums + rows * width);
-  const long first = first_tile(batch, piece), end = end_tile(piece);
+  const long first = first_tile(batch, item), end = end_tile(item);
   const auto write = [&](long row, int count, const Partial* all, const float* from) {
-    write_rows<T>(batch, piece, row, count, all, from);
+    write_rows<T>(batch, item, row, count, all, from);
   };
   const auto add = [&](long row, int count, const Partial* next, const float* from) {
     merge(count, partials + row, sums + row * width, next, from, static_cast<int>(width));
   };
-  if (end - first == 1) return attend_piece<T>(batch, piece, first, next, copies, values, write);
+  if (end - first == 1) return attend_item<T>(batch, item, first, next, copies, values, write);
   for (long r = 0; r < rows; ++r) partials[r] = {-kInfinity, 0.0f};
   for (long i = 0; i < rows * width; ++i) sums[i] = 0.0f;
-  for (long tile = first; tile < end; ++tile) attend_piece<T>(batch, piece, tile, next, copies, values, add);
+  for (long tile = first; tile < end; ++tile) attend_item<T>(batch, item, tile, next, copies, values, add);
   for (long r = 0; r < rows; ++r) write(r, 1, partials + r, sums + r * width);
 }
 
-// Where pieces are single tiles: each row's partial and its values, to be merged later.
-struct Workspace {
+// Results of work items that are single tiles, by row, kept until they are merged.
+struct TileResults {
   std::vector<Partial> partials;
   std::vector<float> values;
 };
 
 template <class T>
-void run_tile(const Batch& batch, const Piece& piece, Workspace& space) {
+void run_tile(const Batch& batch, const WorkItem& item, TileResults& results) {
   const long width = batch.width();
   char* memory = scratch(kTile * width * sizeof(T) + kRows * width * sizeof(float));
   T* copies = reinterpret_cast<T*>(memory);
   float* values = reinterpret_cast<float*>(copies + kTile * width);
   const auto keep = [&](long row, int count, const Partial* next, const float* from) {
-    for (int r = 0; r < count; ++r) space.partials[piece.partial_row + row + r] = next[r];
-    __builtin_memcpy(&space.values[(piece.partial_row + row) * width], from, count * width * sizeof(float));
+    for (int r = 0; r < count; ++r) results.partials[item.partial_row + row + r] = next[r];
+    __builtin_memcpy(&results.values[(item.partial_row + row) * width], from, count * width * sizeof(float));
   };
-  attend_piece<T>(batch, piece, piece.tile, nullptr, copies, values, keep);
+  attend_item<T>(batch, item, item.tile, nullptr, copies, values, keep);
 }
 
 template <class T>
-void merge_tiles(const Batch& batch, const Piece& piece, long tiles, Workspace& space) {
-  const long rows = piece.count * batch.group(), width = batch.width();
+void merge_tiles(const Batch& batch, const WorkItem& item, long tiles, TileResults& results) {
+  const long rows = item.count * batch.group(), width = batch.width();
   auto* sums = reinterpret_cast<float*>(scratch(width * sizeof(float)));
   for (long r = 0; r < rows; ++r) {
     Partial sum = {-kInfinity, 0.0f};
     for (long d = 0; d < width; ++d) sums[d] = 0.0f;
     for (long t = 0; t < tiles; ++t) {
-      const long from = piece.partial_row + t * rows + r;
-      merge(1, &sum, sums, &space.partials[from], &space.values[from * width], static_cast<int>(width));
+      const long from = item.partial_row + t * rows + r;
+      merge(1, &sum, sums, &results.partials[from], &results.values[from * width], static_cast<int>(width));
     }
-    write_rows<T>(batch, piece, r, 1, &sum, sums);
+    write_rows<T>(batch, item, r, 1, &sum, sums);
   }
 }
 
 template <class T>
-void run_split(const Batch& batch, const std::vector<Piece>& pieces, int threads) {
-  std::vector<Piece> whole = pieces, split;
-  Workspace space;
+void run_tiles_apart(const Batch& batch, const std::vector<WorkItem>& items, int threads) {
+  std::vector<WorkItem> whole = items, split;
+  TileResults results;
   long rows = 0;
-  for (Piece& piece : whole) {
-    piece.partial_row = rows;
-    for (long tile = first_tile(batch, piece); tile < end_tile(piece); ++tile) {
-      Piece part = piece;
+  for (WorkItem& item : whole) {
+    item.partial_row = rows;
+    for (long tile = first_tile(batch, item); tile < end_tile(item); ++tile) {
+      WorkItem part = item;
       part.tile = tile;
       part.partial_row = rows;
       split.push_back(part);
-      rows += piece.count * batch.group();
+      rows += item.count * batch.group();
     }
   }
-  space.partials.resize(rows);
-  space.values.resize(rows * batch.width());
-  parallel_for(threads, static_cast<long>(split.size()), [&](long i) { run_tile<T>(batch, split[i], space); });
-  const int mergers = rows * batch.width() < 32768 ? 1 : threads;
-  parallel_for(mergers, static_cast<long>(whole.size()), [&](long i) {
-    merge_tiles<T>(batch, whole[i], end_tile(whole[i]) - first_tile(batch, whole[i]), space);
+  results.partials.resize(rows);
+  results.values.resize(rows * batch.width());
+  parallel_for(threads, static_cast<long>(split.size()), [&](long i) { run_tile<T>(batch, split[i], results); });
+  const int merge_threads = rows * batch.width() < 32768 ? 1 : threads;
+  parallel_for(merge_threads, static_cast<long>(whole.size()), [&](long i) {
+    merge_tiles<T>(batch, whole[i], end_tile(whole[i]) - first_tile(batch, whole[i]), results);
   });
 }
 
-// One kv_head after the other, so that its keys stay in L2; of each, the longest pieces first, so that the threads end
-// at nearly the same time. `work` is in multiply-adds, where a key read counts as 4.
-std::vector<Piece> cut(const Batch& batch, int sequences, long& work) {
-  std::vector<Piece> pieces;
-  const long queries = kPieceRows / batch.group() > 1 ? kPieceRows / batch.group() : 1;
+// Splits the batch into work items. Items of one KV head come one after the other, so that its keys stay in L2, and the
+// longest first, so that all threads end at nearly the same time. `work` is the sum of multiply-adds, where reading a
+// number of a key counts as 4.
+std::vector<WorkItem> split_work(const Batch& batch, int sequences, long& work) {
+  std::vector<WorkItem> items;
+  const long queries = kItemRows / batch.group() > 1 ? kItemRows / batch.group() : 1;
   for (int s = 0; s < sequences; ++s) {
     const long begin = batch.starts[s], end = batch.starts[s + 1];
     const long before = batch.contexts[s] - (end - begin);
     for (int kv_head = 0; kv_head < batch.kv_heads; ++kv_head)
       for (long last = end; last > begin; last -= queries) {
         const long first = last - queries > begin ? last - queries : begin;
-        const Piece piece = {s, kv_head, first, last - first, before + first - begin, -1, 0};
-        const long keys = piece.position + piece.count - first_tile(batch, piece) * kTile;
-        work += keys * (piece.count * batch.group() + 4) * batch.dim;
-        pieces.push_back(piece);
+        const WorkItem item = {s, kv_head, first, last - first, before + first - begin, -1, 0};
+        const long keys = item.position + item.count - first_tile(batch, item) * kTile;
+        work += keys * (item.count * batch.group() + 4) * batch.dim;
+        items.push_back(item);
       }
   }
-  return pieces;
+  return items;
 }
 
 template <class T>
@@ -239,13 +247,13 @@ int attend(const Batch& batch, int sequences, long pages, int threads) {
       if (page < 0 || page >= pages) return 1;
     }
   long work = 0;
-  const std::vector<Piece> pieces = cut(batch, sequences, work);
-  if (work < kSmall) threads = 1;
-  if (threads > 1 && static_cast<long>(pieces.size()) < 4L * threads)
-    run_split<T>(batch, pieces, threads);
+  const std::vector<WorkItem> items = split_work(batch, sequences, work);
+  if (work < kOneThreadWork) threads = 1;
+  if (threads > 1 && static_cast<long>(items.size()) < 4L * threads)
+    run_tiles_apart<T>(batch, items, threads);
   else
-    parallel_for(threads, static_cast<long>(pieces.size()), [&](long i) {
-      run_whole<T>(batch, pieces[i], i + 1 < static_cast<long>(pieces.size()) ? &pieces[i + 1] : nullptr);
+    parallel_for(threads, static_cast<long>(items.size()), [&](long i) {
+      run_all_tiles<T>(batch, items[i], i + 1 < static_cast<long>(items.size()) ? &items[i + 1] : nullptr);
     });
   return 0;
 }

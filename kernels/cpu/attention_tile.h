@@ -1,8 +1,10 @@
-// Attention of a few rows over one tile of keys: scores, softmax within the tile, weighted values.
+// Attention of a few rows over one tile of keys: scores, softmax within the tile, weighted sum of the values. A row is
+// one query head of one query.
 //
-// The bitwise contract is kept here. Tiles are kTile keys, aligned to position 0. Within a tile a row's arithmetic
-// depends on nothing but its query, its keys and where they lie in the tile; a block that is left out because none of
-// the rows sees it would only have added zeros. Tiles are merged in order (attention.cpp).
+// A row's result must have the same bits whatever else is in the batch, and this file ensures it. Tiles have kTile
+// keys, the first one starting at position 0. Within a tile, a row's arithmetic depends only on its query, on its keys
+// and on where they are in the tile. A block that no row sees is left out; it would only have added zeros. Tiles are
+// merged in order (attention.cpp).
 #pragma once
 
 #include <type_traits>
@@ -11,25 +13,26 @@ constexpr int kTileBlocks = 16;
 constexpr int kTile = kTileBlocks * kBlock;
 
 struct Softmax {
-  float scale;    // of scores
-  int window;     // keys a query sees at most; 0: all before it
-  float softcap;  // 0: none
+  float scale;    // that scores are multiplied with
+  int window;     // how many keys a query sees at most; 0: all up to its own position
+  float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
 };
 
-// One tile of one kv_head: where its blocks are. Values have a padded row of `width` dimensions.
+// One tile of one KV head: where its blocks are. A token's values are padded to `width` numbers.
 struct TileBlocks {
   const uint32_t* keys[kTileBlocks];
   const uint32_t* values[kTileBlocks];
-  const uint32_t* after[kTileBlocks];  // what will be wanted after this tile, block by block: keys, most likely
+  const uint32_t* next_keys[kTileBlocks];  // what is to be prefetched meanwhile: the keys that are read after this tile
   int dim, width;
 };
 
-// What a row knows of one or more tiles: the largest score (in log2 units), the sum of weights, the weighted values.
+// A row's result over one or more tiles, beside the weighted sum of its values: its largest score, in units of log2,
+// and the sum of its weights.
 struct Partial {
   float peak, total;
 };
 
-// Queries and their positions, which do not fall from row to row, relative to the tile's first key.
+// The rows' queries, and their positions relative to the tile's first key, in ascending order.
 struct Rows {
   const uint32_t* query[kRows];
   long at[kRows];
@@ -54,16 +57,17 @@ INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, fl
     for (int c = 0; c < C; ++c) vstore(scores[r] + (block + c) * kBlock, acc[r][c]);
 }
 
-// Turns a row's scores of blocks [begin, end) into weights 2^(score - peak); keys outside [from, to) weigh nothing,
-// whatever their scores (a page's unwritten slots hold anything). The scale is positive.
+// Turns a row's scores of blocks [begin, end) into weights 2^(score - peak). Keys outside [from, to) get weight 0,
+// whatever their scores: a page's unwritten slots can contain anything. The scale must be positive.
 template <class T>
-INLINE Partial soften(float* scores, T* weights, int begin, int end, int from, int to, const Softmax& how) {
-  const bool capped = how.softcap > 0;
-  const Vec scale = vset(capped ? kLog2E : how.scale * kLog2E);
+INLINE Partial softmax_weights(float* scores, T* weights, int begin, int end, int from, int to,
+                               const Softmax& softmax) {
+  const bool capped = softmax.softcap > 0;
+  const Vec scale = vset(capped ? kLog2E : softmax.scale * kLog2E);
   Vec peaks = vset(-kInfinity);
   for (int b = begin; b < end; ++b) {
     Vec x = vload(scores + b * kBlock);
-    if (capped) x = vmul(vtanh(vmul(x, vset(how.scale / how.softcap))), vset(how.softcap));
+    if (capped) x = vmul(vtanh(vmul(x, vset(softmax.scale / softmax.softcap))), vset(softmax.softcap));
     const bool hidden = b * kBlock < from || (b + 1) * kBlock > to;
     if (hidden) x = vkeep(x, from - b * kBlock, to - b * kBlock, -kInfinity);
     if (hidden || capped) vstore(scores + b * kBlock, x);
@@ -74,7 +78,7 @@ INLINE Partial soften(float* scores, T* weights, int begin, int end, int from, i
   Vec sums = vset(0.0f);
   for (int b = begin; b < end; ++b) {
     vstore(weights + b * kBlock, vexp2_below<T>(vfma(vload(scores + b * kBlock), scale, anchor)));
-    sums = vadd(sums, vload(weights + b * kBlock));  // as rounded, so that the weights used sum to 1
+    sums = vadd(sums, vload(weights + b * kBlock));  // the rounded weights, so that those that are used sum to 1
   }
   return {peak, vsum(sums)};
 }
@@ -91,7 +95,7 @@ INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, i
     for (int r = 0; r < R; ++r) weight[r] = reinterpret_cast<const uint32_t*>(weights[r]) + b * kSteps;
     for (int c = 0; c < C; ++c) {
       values[c] = tile.values[b] + (column + c) * 16;
-      ahead[c] = tile.after[b] + (column + c) * 16;
+      ahead[c] = tile.next_keys[b] + (column + c) * 16;
     }
     multiply<T, R, C>(acc, weight, values, tile.width, kSteps, [&](int s) {
       for (int c = 0; c < C; ++c) __builtin_prefetch(ahead[c] + s * tile.width, 0, 2);
@@ -101,43 +105,47 @@ INLINE void weigh_values(const T (&weights)[R][kTile], const TileBlocks& tile, i
     for (int c = 0; c < C; ++c) vstore(out + r * tile.width + (column + c) * 16, acc[r][c]);
 }
 
-// Columns of blocks or of dimensions from `begin` to `end`, at first as many at a time as there are accumulators.
+// Calls work(first column, how many) for the columns (blocks, or groups of 16 dimensions) from `begin` to `end`: C at a
+// time as long as so many are left, then C / 2 and so on.
 template <int C, class Work>
 INLINE void for_columns(int begin, int end, const Work& work) {
   for (; begin + C <= end; begin += C) work(begin, std::integral_constant<int, C>());
   if constexpr (C > 1) for_columns<C / 2>(begin, end, work);
 }
 
-// R rows over one tile: partial[R] and out [R, width]. The tile's blocks up to the last row's position are valid.
+// Computes R rows over one tile, to partial[R] and out [R, width]. The tile must have its blocks up to the last row's
+// position.
 template <class T, int R>
-void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& how, Partial* partial, float* out) {
+void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& softmax, Partial* partial, float* out) {
   alignas(64) float scores[R][kTile];
   alignas(64) T weights[R][kTile];
   const auto inside = [](long x) { return static_cast<int>(x < 0 ? 0 : x > kTile ? kTile : x); };
-  const auto first_seen = [&](int r) { return how.window > 0 ? inside(rows.at[r] - how.window + 1) : 0; };
+  const auto first_seen = [&](int r) { return softmax.window > 0 ? inside(rows.at[r] - softmax.window + 1) : 0; };
   const int end = (inside(rows.at[R - 1] + 1) + kBlock - 1) / kBlock;
   const int begin = first_seen(0) / kBlock < end ? first_seen(0) / kBlock : end;
   for_columns<kColumns<R>>(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
   for (int r = 0; r < R; ++r)
-    partial[r] = soften(scores[r], weights[r], begin, end, first_seen(r), inside(rows.at[r] + 1), how);
+    partial[r] = softmax_weights(scores[r], weights[r], begin, end, first_seen(r), inside(rows.at[r] + 1), softmax);
   for_columns<kColumns<R>>(0, tile.width / 16, [&](int d, auto c) {
     weigh_values<T, R, c()>(weights, tile, begin, end, d, out);
   });
 }
 
+// attend_tile for `count` rows, 1 to kRows.
 template <class T, int R = kRows>
-INLINE void attend_rows(int count, const Rows& rows, const TileBlocks& tile, const Softmax& how, Partial* partial,
+INLINE void attend_rows(int count, const Rows& rows, const TileBlocks& tile, const Softmax& softmax, Partial* partial,
                         float* out) {
   if constexpr (R == 1) {
-    attend_tile<T, 1>(rows, tile, how, partial, out);
+    attend_tile<T, 1>(rows, tile, softmax, partial, out);
   } else {
-    if (count == R) return attend_tile<T, R>(rows, tile, how, partial, out);
-    attend_rows<T, R - 1>(count, rows, tile, how, partial, out);
+    if (count == R) return attend_tile<T, R>(rows, tile, softmax, partial, out);
+    attend_rows<T, R - 1>(count, rows, tile, softmax, partial, out);
   }
 }
 
-// Adds what `next` knows of `count` rows to what `sum` knows (log-sum-exp merge); the rows' values are [width] each.
-// Merging into an empty sum, {-infinity, 0} and zeros, is an exact copy. The powers of all rows are taken at once.
+// Merges the results `next` of `count` rows into `sum` (log-sum-exp); values are [count, width]. Merging into an empty
+// sum, which is {-infinity, 0} with zeros as values, gives an exact copy. The powers of 2 of all rows are computed in
+// one vector.
 INLINE void merge(int count, Partial* sum, float* values, const Partial* next, const float* next_values, int width) {
   static_assert(kRows <= 8);
   alignas(64) float keep[16] = {};

@@ -1,30 +1,31 @@
-// bfloat16 weights in 12 bits, exactly: a weight's sign and mantissa as they are (8 bits) and, for its exponent, a code
-// of 4 bits: 0 for an exponent of 0, then 15 exponents in a row, those that cover most of the matrix. Of weights spread
-// like a normal distribution, trained or random, all but 2 in 10,000 have one (the entropy of exponents is 2.6 bits:
-// Zhang et al., 2025, arXiv 2504.11651). Where memory is the limit, a quarter fewer bytes is a third more speed, and no
-// bit of a result changes.
+// Lossless compression of bfloat16 weights to 12 bits. A weight's sign and mantissa are stored as they are (8 bits),
+// its exponent as a code of 4 bits: 0 stands for exponent 0, the other codes for 15 consecutive exponents, those that
+// cover most of the matrix. Of normally distributed weights, trained or random, all but 2 in 10,000 have a code (the
+// entropy of exponents is 2.6 bits: Zhang et al., 2025, arXiv 2504.11651). Where memory bandwidth is the limit, a
+// quarter fewer bytes give a third more speed, and no bit of a result changes.
 //
-// A step is 128 weights: two inputs of the 64 outputs of a panel (linear.cpp). It takes 192 bytes: 128 of signs and
-// mantissas, and 64 of codes, the low half of byte b for sign-and-mantissa b, the high half for 64 + b. A step in which
-// another exponent occurs is kept whole besides, as 64 words.
+// A step is 128 weights: two inputs for the 64 outputs of a panel (linear.cpp). It takes 192 bytes: 128 with signs and
+// mantissas, and 64 with codes, where the low half of byte b belongs to sign and mantissa b, the high half to 64 + b. A
+// step with a weight whose exponent has no code is also stored uncompressed, as 64 words ("whole").
 #pragma once
 
 constexpr int kPanel = 64;
 constexpr int kCompressedStep = 192;  // bytes
 
 struct CompressedHeader {
-  long whole;                 // steps kept whole
-  uint8_t high[16], low[16];  // per code: the exponent without its last bit, and that bit as the top bit of a byte
+  long whole;                 // number of steps that are stored uncompressed
+  uint8_t high[16], low[16];  // by code: the exponent without its lowest bit, and that bit as the top bit of a byte
 };
 
-// Where the parts of a compressed matrix lie: header, [panels] longs, [whole + 1] ints, [steps][192] bytes, [whole][64].
+// Pointers to the parts of a compressed matrix: the header, [panels] longs, [whole + 1] ints, [steps][192] bytes,
+// [whole][64] words.
 struct Compressed {
   CompressedHeader* header;
-  long* first;      // of each panel's whole steps, the first
-  int* where;       // the whole steps' numbers in order, then one past all
+  long* first;      // by panel: the index of its first whole step among the whole steps
+  int* where;       // the step numbers of the whole steps, in order, then the number of steps
   uint8_t* steps;
   uint32_t* whole;
-  size_t bytes;     // of all
+  size_t bytes;     // of all parts together
 
   Compressed(uint8_t* at, long panels, long panel_steps, long kept) {
     const auto aligned = [](size_t n) { return (n + 63) / 64 * 64; };
@@ -42,7 +43,7 @@ struct Compressed {
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-constexpr bool kCompresses = true;
+constexpr bool kCanCompress = true;
 
 struct Codebook {
   Words high, low;
@@ -52,13 +53,14 @@ struct Codebook {
         low(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(header.low)))) {}
 };
 
-// One step's four columns of 16 words.
+// Decompresses a step to its 64 words, as four vectors.
 INLINE void expand(const Codebook& book, const uint8_t* step, Words (&column)[4]) {
   const Words codes = _mm512_loadu_si512(step + 128), mask = _mm512_set1_epi8(0x0f), sign = wset(0x80808080u);
   const Words code[2] = {_mm512_and_si512(codes, mask), _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask)};
   for (int half = 0; half < 2; ++half) {
     const Words from = _mm512_loadu_si512(step + 64 * half);
-    // Bytes: sign and exponent's upper 7 bits; its last bit and the mantissa.
+    // The bytes of the weights: the high ones have the sign and the exponent's upper 7 bits, the low ones the
+    // exponent's lowest bit and the mantissa.
     const Words high = _mm512_ternarylogic_epi32(from, sign, _mm512_shuffle_epi8(book.high, code[half]), 0xea);
     const Words low = _mm512_ternarylogic_epi32(from, sign, _mm512_shuffle_epi8(book.low, code[half]), 0xba);
     column[2 * half] = _mm512_unpacklo_epi8(low, high);
@@ -66,14 +68,14 @@ INLINE void expand(const Codebook& book, const uint8_t* step, Words (&column)[4]
   }
 }
 #else
-constexpr bool kCompresses = false;
+constexpr bool kCanCompress = false;
 struct Codebook {
   explicit Codebook(const CompressedHeader&) {}
 };
 INLINE void expand(const Codebook&, const uint8_t*, Words (&)[4]) {}
 #endif
 
-// Of a step's 128 weights, which lies at sign-and-mantissa byte b: what `expand` undoes.
+// Which of a step's 128 weights has its sign and mantissa in byte b. `expand` restores the order of the weights.
 INLINE int weight_at(int b) {
   const int column = b / 64 * 2 + b % 16 / 8, in_column = b % 64 / 16 * 8 + b % 8;
   return column * 32 + in_column;
@@ -81,13 +83,13 @@ INLINE int weight_at(int b) {
 
 INLINE int exponent(uint16_t weight) { return weight >> 7 & 0xff; }
 
-// The code of an exponent, right if `has_code`; `base` is one below the 15.
+// The code of an exponent for which `has_code` is true. `base` is the exponent below the 15 that have codes.
 INLINE uint8_t code(int exponent, int base) { return static_cast<uint8_t>(exponent > base ? exponent - base : 0); }
 INLINE bool has_code(int exponent, int base) {
   return (exponent == 0) | (static_cast<unsigned>(exponent - base - 1) < 15u);
 }
 
-// Chosen by a sample of `steps` steps of 128 weights.
+// Chooses the base that covers most weights, from a sample of the `steps` steps.
 inline int choose_base(const uint16_t* weights, long steps) {
   constexpr long kSample = 512;
   long seen[256 + 15] = {}, best = -1;

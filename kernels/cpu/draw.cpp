@@ -1,13 +1,15 @@
-// Draws a token for each row: temperature, top-k, top-p and min-p, then inverse CDF in the vocabulary's order.
+// Samples a token for each row: temperature, top-k, top-p and min-p, then the inverse of the cumulative distribution,
+// with tokens in the vocabulary's order.
 //
-// A token's weight is e^(its scaled logit less the largest), its mass the weight in fixed point: sums of masses are exact
-// in any order. A filter is a least weight, held as its float's bits, which order as it does; it is found without a sort,
-// by histograms of ever lower bits, each of what lay in the bucket before.
+// A token's weight is e^(its scaled logit minus the largest one). Its mass is the weight in fixed point, because sums
+// of integers are exact in any order. Each filter is a threshold, the smallest weight that it keeps. It is held as the
+// bits of the float, whose order is that of the floats. It is found without sorting, with histograms: the first one
+// counts weights by their top bits, the next one, for the bucket that has the threshold, by the bits below, and so on.
 #include "kernels.h"
 
 namespace {
 
-constexpr double kOne = 1LL << 44;  // of mass; 2^19 of it still fit
+constexpr double kOne = 1LL << 44;  // the mass of weight 1; the sum of 2^19 such masses fits in 64 bits
 constexpr int kBuckets = 1024;
 constexpr long kStretch = 512;
 
@@ -18,7 +20,7 @@ INLINE uint32_t bits_of(float x) {
   return bits;
 }
 
-// Weights of a bucket and above, to be counted from the top.
+// Number and mass of the weights in each bucket: kBuckets values of the bits from `shift` up.
 struct Histogram {
   int count[kBuckets];
   int64_t sum[kBuckets];
@@ -33,15 +35,15 @@ struct Histogram {
   }
 };
 
-// The largest weight at which enough is kept, what is kept above it, and how many there.
+// A threshold, and the number and mass of the weights above it.
 struct Cut {
   uint32_t bits = 0;
   long above = 0;
   int64_t mass_above = 0;
 };
 
-// Enough are `tokens` of them, or a mass of `least`. `top` is the histogram of the weights' bits from 20 up: weights
-// are at most 1, whose bits from there are 1016.
+// Finds the largest threshold that keeps `tokens` tokens or a mass of `least`. `top` is the histogram of the weights'
+// bits from 20 up. It has a bucket for every weight, as weights are at most 1, whose bits from 20 up are 1016.
 Cut find_cut(const float* weights, long size, const Histogram& top, float* some, long tokens, double least) {
   Cut cut;
   Histogram below;
@@ -73,7 +75,7 @@ struct Draw {
   long top_k;
 };
 
-// Weights of a row's logits; false where none is above -infinity.
+// Computes the weights of a row's logits. Returns false when no logit is above -infinity.
 bool weigh(const float* logits, float* weights, long size, float temperature) {
   Vec most = vset(logits[0]);
   for (long i = 0; i + 16 <= size; i += 16) most = vmax(most, vload(logits + i));
@@ -87,7 +89,7 @@ bool weigh(const float* logits, float* weights, long size, float temperature) {
   return true;
 }
 
-// The least weight that the filters keep, as bits.
+// The smallest weight that all filters keep, as bits.
 uint32_t least_kept(const float* weights, float* some, long size, const Draw& draw) {
   const uint32_t least = bits_of(draw.min_p);
   if (draw.top_k >= size && draw.top_p >= 1.0) return least;
@@ -100,7 +102,8 @@ uint32_t least_kept(const float* weights, float* some, long size, const Draw& dr
     const Cut cut = find_cut(weights, size, top, some, draw.top_k, __builtin_inf());
     float weight;
     __builtin_memcpy(&weight, &cut.bits, 4);
-    whole = cut.mass_above + (draw.top_k - cut.above) * mass(weight);  // of equal ones at the end, only as many
+    // Of several tokens with exactly the threshold's weight, top_p counts only as many as top_k has room for.
+    whole = cut.mass_above + (draw.top_k - cut.above) * mass(weight);
     found = cut.bits;
   }
   if (draw.top_p < 1.0) {
@@ -122,7 +125,7 @@ int64_t draw_token(const float* logits, float* weights, float* some, long size, 
   int64_t whole = 0, before = 0;
   for (long i = 0; i < size; i += kStretch) whole += stretch(i);
   int64_t wanted = static_cast<int64_t>(draw.u * static_cast<double>(whole));
-  if (wanted >= whole) wanted = whole - 1;  // rounded up to the whole itself: the last token that has any mass
+  if (wanted >= whole) wanted = whole - 1;  // the product may have been rounded up to `whole`, which no token reaches
   long at = 0;
   for (int64_t sum = stretch(0); at + kStretch < size && before + sum <= wanted; sum = stretch(at)) {
     before += sum;

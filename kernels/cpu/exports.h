@@ -1,18 +1,19 @@
-// The functions of the library, for float (_f32) and bfloat16 (_bf16); native.py mirrors their arguments. They return
-// 0, or 1 where a page or slot lies outside the caches. Shapes are those of `Backend` in kernels/backend.py.
+// The functions that the library exports, for float (_f32) and bfloat16 (_bf16); native.py has the same arguments.
+// Those that return int return 0, or 1 when a page or slot is outside of the caches. Shapes are those of `Backend` in
+// kernels/backend.py.
 #pragma once
 
 #include "fetch.h"
 
-// All other symbols stay inside their library: several of them, one per instruction set, may share a process.
+// All other symbols are hidden, because a process may load several of these libraries, one per instruction set.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 struct PackedLinear {
-  void* weight;  // as pack_linear or compress left it
-  void* bias;    // or null
-  int in, outs;
+  void* weight;    // packed by pack_linear, and compressed by compress if `compressed` is set
+  void* bias;      // may be null
+  int in, outs;    // numbers of inputs and outputs
   int compressed;
-  int wide;  // float32 results
+  int wide;        // whether results are float32 instead of the weight's type
 };
 
 EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads);
@@ -44,7 +45,7 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
 EXPORTS(f32, float)
 EXPORTS(bf16, bf16)
 
-// The same by type: Kernels<float>::linear is linear_f32.
+// The same functions by type: Kernels<float>::linear is linear_f32.
 template <class T>
 struct Kernels;
 #define KERNELS(suffix, T)                                                                                             \

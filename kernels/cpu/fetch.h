@@ -1,5 +1,5 @@
-// Memory that will be wanted soon, in pieces that lie anywhere, brought into the caches by threads that multiply
-// meanwhile: multiplying many rows leaves memory idle, and what comes after, attention, waits for memory most.
+// A list of memory regions that will be read soon, which threads prefetch into the caches while they multiply.
+// Multiplying many rows leaves the memory bus idle, and attention, which follows it, waits mostly for memory.
 #pragma once
 
 #include <atomic>
@@ -7,41 +7,41 @@
 
 class Fetch {
  public:
-  // Some of the lines: one with each step, until there are none.
+  // The cache lines of some regions: each step() prefetches the next one, until there are none left.
   struct Lines {
-    const char *const *piece = nullptr, *const *last = nullptr;
+    const char *const *region = nullptr, *const *last = nullptr;
     long offset = 0, bytes = 0;
 
     __attribute__((always_inline)) void step() {
-      if (piece == last) return;
-      __builtin_prefetch(*piece + offset, 0, 2);
+      if (region == last) return;
+      __builtin_prefetch(*region + offset, 0, 2);
       offset += 64;
       if (offset < bytes) return;
       offset = 0;
-      ++piece;
+      ++region;
     }
   };
 
-  // Pieces of `bytes` each are to come; nobody takes any meanwhile.
+  // Start a new list, of regions of `bytes` each. No thread may call `take` before all regions are added.
   void start(long bytes) {
     bytes_ = bytes;
-    pieces_.clear();
+    regions_.clear();
     next_.store(0);
   }
-  void add(const void* piece) { pieces_.push_back(static_cast<const char*>(piece)); }
+  void add(const void* region) { regions_.push_back(static_cast<const char*>(region)); }
 
-  long size() const { return static_cast<long>(pieces_.size()); }
+  long size() const { return static_cast<long>(regions_.size()); }
 
-  // Whole pieces that nobody else takes, as many as can be fetched in `steps` steps.
+  // Take regions that no other thread gets, as many as can be prefetched with `steps` calls of Lines::step.
   Lines take(long steps) {
     const long some = steps * 64 / bytes_;
     const long begin = next_.load() < size() ? next_.fetch_add(some) : size(), end = begin + some;
     if (begin >= size()) return {};
-    return {pieces_.data() + begin, pieces_.data() + (end < size() ? end : size()), 0, bytes_};
+    return {regions_.data() + begin, regions_.data() + (end < size() ? end : size()), 0, bytes_};
   }
 
  private:
-  std::vector<const char*> pieces_;
+  std::vector<const char*> regions_;
   long bytes_ = 64;
   std::atomic<long> next_{0};
 };

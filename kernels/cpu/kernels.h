@@ -1,4 +1,4 @@
-// What every kernel source includes.
+// The headers that every kernel source needs, in the order in which they depend on each other.
 #pragma once
 
 #include "simd.h"

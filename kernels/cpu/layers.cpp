@@ -1,21 +1,21 @@
-// Decoder layers, one after the other: the kernels beside this file, called from here instead of from Python, where at
-// one row the calls cost as much as a small model's arithmetic. Same functions, same order, same bits.
+// Runs a model's decoder layers in one call. It calls the other kernels in the order in which Python would, so results
+// have the same bits. With one row, the calls from Python would cost as much time as a small model's arithmetic.
 #include "kernels.h"
 
 struct DecoderLayer {
   PackedLinear qkv, out, gate_up, down;
   const float *input_norm, *output_norm;
   const float *q_norm, *k_norm, *attention_norm, *mlp_norm;  // each may be null
-  const float* cos_sin;                                      // null: no rotation
-  void *keys, *values;
-  long key_stride, value_stride;  // elements between pages
-  int window;                     // keys a query sees; 0: all
+  const float* cos_sin;                                      // null: no rotary embedding
+  void *keys, *values;            // the layer's KV cache
+  long key_stride, value_stride;  // elements from one page to the next
+  int window;                     // how many keys a query sees; 0: all
   float scale, softcap;           // of attention scores; softcap 0: none
-  int gelu;                       // the gate; else SiLU
+  int gelu;                       // the gate is GELU, else SiLU
 };
 
 struct DecoderShape {
-  int hidden, heads, kv_heads, dim, gate;  // gate: outputs of gate_up / 2
+  int hidden, heads, kv_heads, dim, gate;  // gate: half the outputs of gate_up
   float eps;
 };
 
@@ -25,19 +25,20 @@ struct DecoderStep {
   const int64_t *positions, *slots;
   long table_stride, tokens, pages;
   int sequences;
-  int starts_stream;  // x holds embeddings, residual nothing yet
+  int starts_stream;  // x contains the embeddings, and residual is not set yet
 };
 
 namespace {
 
-// What a layer works in; grows to the largest step and stays.
+// Memory for a layer's intermediate results. It grows to what the largest step needs and is kept.
 template <class T>
-struct Space {
+struct Workspace {
   std::vector<T> memory;
   T *qkv, *query, *attended, *gate_up, *gated;
 
   void fit(const DecoderShape& shape, long tokens) {
-    const long q = tokens * shape.heads * shape.dim, kv = tokens * shape.kv_heads * shape.dim, gate = tokens * shape.gate;
+    const long q = tokens * shape.heads * shape.dim, kv = tokens * shape.kv_heads * shape.dim;
+    const long gate = tokens * shape.gate;
     const size_t wanted = 3 * q + 2 * kv + 3 * gate;
     if (memory.size() < wanted) memory.resize(wanted);
     qkv = memory.data();
@@ -48,10 +49,10 @@ struct Space {
   }
 };
 
-constexpr long kFetched = 8 << 20;  // bytes: more would not stay in the caches until it is read
+constexpr long kMaxFetch = 8 << 20;  // bytes; more would not stay in the caches until it is read
 
-// The pages that a layer's attention will read, where fetching them before pays: in decodes of many sequences. With few
-// rows memory is what multiplying waits for; prompts read each page for many queries.
+// Lists the pages that a layer's attention will read, if prefetching them pays: when many sequences decode. With few
+// rows the multiplications already use all of the memory bandwidth, and prompts read each page for many queries.
 template <class T>
 void find_pages(const DecoderLayer* layer, const DecoderShape& shape, const DecoderStep& step, Fetch& pages) {
   const long bytes = static_cast<long>(sizeof(T)) * kBlock * shape.kv_heads * shape.dim;
@@ -65,41 +66,43 @@ void find_pages(const DecoderLayer* layer, const DecoderShape& shape, const Deco
       pages.add(static_cast<const T*>(layer->values) + page * layer->value_stride);
     }
   }
-  if (pages.size() * bytes > kFetched) pages.start(bytes);
+  if (pages.size() * bytes > kMaxFetch) pages.start(bytes);
 }
 
-// `pages`: those of this layer, until its attention; from then on those of the next one, if there is one.
+// `pages` are prefetched during multiplications: this layer's until its attention, from then on the next layer's, if
+// there is one. Returns 1 if a page or slot is outside of the caches, else 0.
 template <class T>
 int run_layer(const DecoderLayer& layer, const DecoderLayer* next, const DecoderShape& shape, const DecoderStep& step,
-              Space<T>& space, Fetch& pages, int threads) {
+              Workspace<T>& work, Fetch& pages, int threads) {
   using K = Kernels<T>;
   T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
   const long n = step.tokens;
-  K::linear(&layer.qkv, x, space.qkv, n, threads, &pages);
-  if (K::rope_store(space.qkv, layer.q_norm, layer.k_norm, layer.cos_sin, step.positions, step.slots, space.query,
+  K::linear(&layer.qkv, x, work.qkv, n, threads, &pages);
+  if (K::rope_store(work.qkv, layer.q_norm, layer.k_norm, layer.cos_sin, step.positions, step.slots, work.query,
                     static_cast<T*>(layer.keys), static_cast<T*>(layer.values), layer.key_stride, layer.value_stride, n,
                     step.pages, shape.heads, shape.kv_heads, shape.dim, shape.eps, threads) ||
-      K::paged_attention(space.attended, space.query, layer.keys, layer.values, step.starts, step.contexts, step.table,
+      K::paged_attention(work.attended, work.query, layer.keys, layer.values, step.starts, step.contexts, step.table,
                          step.table_stride, layer.key_stride, layer.value_stride, step.pages, step.sequences,
                          shape.heads, shape.kv_heads, shape.dim, layer.scale, layer.window, layer.softcap, threads))
     return 1;
-  K::linear(&layer.out, space.attended, x, n, threads, nullptr);
+  K::linear(&layer.out, work.attended, x, n, threads, nullptr);
   if (layer.attention_norm) K::rms_norm(x, layer.attention_norm, x, n, shape.hidden, shape.eps, threads);
   K::add_rms_norm(x, residual, layer.output_norm, n, shape.hidden, shape.eps, threads);
   find_pages<T>(next, shape, step, pages);
-  K::linear(&layer.gate_up, x, space.gate_up, n, threads, &pages);
-  (layer.gelu ? K::gelu_mul : K::silu_mul)(space.gate_up, space.gated, n, shape.gate, threads);
-  K::linear(&layer.down, space.gated, x, n, threads, &pages);
+  K::linear(&layer.gate_up, x, work.gate_up, n, threads, &pages);
+  (layer.gelu ? K::gelu_mul : K::silu_mul)(work.gate_up, work.gated, n, shape.gate, threads);
+  K::linear(&layer.down, work.gated, x, n, threads, &pages);
   if (layer.mlp_norm) K::rms_norm(x, layer.mlp_norm, x, n, shape.hidden, shape.eps, threads);
   return 0;
 }
 
-// x is the output of the MLP before, and at the end of the last one; residual the stream it is still to join.
+// At the start x is the previous layer's MLP output, at the end that of the last layer; it has not been added to the
+// residual stream `residual` yet.
 template <class T>
 int run_layers(const DecoderLayer* layers, int count, const DecoderShape& shape, const DecoderStep& step, int threads) {
-  static thread_local Space<T> space;
+  static thread_local Workspace<T> work;
   Fetch pages;
-  space.fit(shape, step.tokens);
+  work.fit(shape, step.tokens);
   T *x = static_cast<T*>(step.x), *residual = static_cast<T*>(step.residual);
   for (int i = 0; i < count; ++i) {
     const float* norm = layers[i].input_norm;
@@ -109,7 +112,7 @@ int run_layers(const DecoderLayer* layers, int count, const DecoderShape& shape,
     } else {
       Kernels<T>::add_rms_norm(x, residual, norm, step.tokens, shape.hidden, shape.eps, threads);
     }
-    if (run_layer(layers[i], i + 1 < count ? &layers[i + 1] : nullptr, shape, step, space, pages, threads)) return 1;
+    if (run_layer(layers[i], i + 1 < count ? &layers[i + 1] : nullptr, shape, step, work, pages, threads)) return 1;
   }
   return 0;
 }

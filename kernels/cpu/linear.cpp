@@ -1,10 +1,10 @@
-// x @ weight.T + bias for any number of rows: each output sums its products in order, over the whole of in_features, in
-// one float32 register, so a row's bits are the same in every batch. The weight is packed once as [out / 64][words of a
-// row][64 words]: one stream of memory per panel of 64 outputs, the last panel filled up with zeros. Packed bfloat16 can
-// be compressed besides (compress12.h).
+// x @ weight.T + bias for any number of rows. Each output is the sum of its products in order, over all inputs, in one
+// float32 register, so a row's result has the same bits in every batch. The weight is packed once as [out / 64][words
+// of a row][64 words]: each panel of 64 outputs is one contiguous stream, the last one padded with zeros. Packed
+// bfloat16 can also be compressed (compress12.h).
 //
-// Few rows: the weight streams through once and memory is the limit. Many rows: a panel stays in L2 while the rows
-// pass it, six at a time, in 24 accumulators, and the next panel is fetched meanwhile.
+// With few rows, the weight is read once and memory bandwidth is the limit. With many rows, a panel stays in L2 while
+// the rows are multiplied with it, six at a time in 24 accumulators, and the next panel is prefetched meanwhile.
 #include "kernels.h"
 
 #include <cstring>
@@ -17,30 +17,32 @@ namespace {
 
 constexpr int kPanelColumns = kPanel / 16;
 constexpr long kRowBlock = 192;
-constexpr int kFarAhead = 32;  // steps; from 4 rows up a nearer one comes too late (docs/cpu.md)
+constexpr int kPrefetchSteps = 32;  // how far ahead to prefetch; with 4 rows or more a shorter distance is too late
+                                    // (docs/cpu.md)
 
-// O is T, or float where the result is wanted as it was summed (logits).
+// O is the type of the result: T, or float where it is not to be rounded (logits).
 template <class T, class O>
 struct Linear {
   const T *x, *bias;  // bias may be null
   O* out;
   int in, outs;
-  const uint32_t* packed;    // one of the two
-  const Compressed* compressed;
-  Fetch* meanwhile;  // or null
+  const uint32_t* packed;        // the weight: either this
+  const Compressed* compressed;  // or this; the other one is null
+  Fetch* meanwhile;              // what to prefetch while multiplying; may be null
 
   long panels() const { return (outs + kPanel - 1) / kPanel; }
   int steps() const { return in / kPack<T>; }
 };
 
-// What to bring into L2 while a group of rows is multiplied: `lines` lines of each step of the next panel, and others.
-struct Ahead {
+// What to prefetch into L2 while a group of rows is multiplied: `lines` cache lines of each step of the next panel, and
+// the lines of `extra`.
+struct Prefetch {
   const char* from = nullptr;
   int lines = 0, stride = 0;
-  mutable Fetch::Lines others = {};
+  mutable Fetch::Lines extra = {};
 
   __attribute__((always_inline)) void operator()(int step) const {
-    others.step();
+    extra.step();
     for (int i = 0; i < lines; ++i) __builtin_prefetch(from + static_cast<long>(step) * stride + 64 * i, 0, 2);
   }
 };
@@ -60,15 +62,16 @@ template <class T, int R, int C, class O>
 INLINE void start_block(const Linear<T, O>& l, long row, long column, const uint32_t* (&rows)[R], Vec (&acc)[R][C]) {
   for (int r = 0; r < R; ++r) {
     rows[r] = reinterpret_cast<const uint32_t*>(l.x + (row + r) * l.in);
-    // The lines of `out` are fetched while the sums are made: stores that miss would hold up the next block.
+    // The lines of `out` are prefetched while the sums are computed: stores that miss the cache would delay the next
+    // block.
     for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(l.out + (row + r) * l.outs + (column + c) * 16, 1);
     for (int c = 0; c < C; ++c) acc[r][c] = vset(0.0f);
   }
 }
 
-// R rows by all 64 outputs of a panel, whose words are given.
+// Multiplies R rows with a panel of 64 outputs, whose uncompressed words are given.
 template <class T, int R, class O>
-void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t* words, const Ahead& ahead) {
+void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t* words, const Prefetch& prefetch) {
   constexpr int C = kColumns<R>;
   static_assert(kPanelColumns % C == 0);
   for (int column = 0; column < kPanelColumns; column += C) {
@@ -76,12 +79,13 @@ void multiply_panel(const Linear<T, O>& l, long row, long panel, const uint32_t*
     Vec acc[R][C];
     start_block<T, R, C>(l, row, panel * kPanelColumns + column, rows, acc);
     for (int c = 0; c < C; ++c) columns[c] = words + (column + c) * 16;
-    multiply<T, R, C>(acc, rows, columns, kPanel, l.steps(), ahead);
+    multiply<T, R, C>(acc, rows, columns, kPanel, l.steps(), prefetch);
     finish_block<T, R, C>(l, row, panel * kPanelColumns + column, acc);
   }
 }
 
-// The same, straight from the compressed panel; where `words` is given, they are written there for the rows to come.
+// Multiplies R rows with a compressed panel, which is decompressed on the way. If `words` is not null, the decompressed
+// words are also written there, for the next rows.
 template <class T, int R, class O>
 void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* words) {
   constexpr int C = kPanelColumns;
@@ -97,7 +101,7 @@ void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* 
   for (int s = 0; s < steps; ++s, step += kCompressedStep) {
     Words column[C];
     expand(book, step, column);
-    for (int i = 0; i < 3; ++i) __builtin_prefetch(step + kFarAhead * kCompressedStep + 64 * i, 0, 2);
+    for (int i = 0; i < 3; ++i) __builtin_prefetch(step + kPrefetchSteps * kCompressedStep + 64 * i, 0, 2);
     if (s == next) {
       for (int c = 0; c < C; ++c) column[c] = wload(from.whole + kept * kPanel + c * 16);
       next = from.where[++kept] - panel * steps;
@@ -112,7 +116,7 @@ void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* 
   finish_block<T, R, C>(l, row, panel * C, acc);
 }
 
-// work(integral_constant R), where R is `count`, up to kRows.
+// Calls work with `count`, 1 to kRows, as a compile-time constant.
 template <int R = kRows, class Work>
 INLINE void with_rows(long count, const Work& work) {
   if constexpr (R > 1)
@@ -120,29 +124,30 @@ INLINE void with_rows(long count, const Work& work) {
   work(std::integral_constant<int, R>());
 }
 
-// Rows [begin, begin + count) by one panel.
+// Multiplies rows [begin, begin + count) with one panel. `next` is the panel to prefetch, or null.
 template <class T, class O>
 void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, const char* next) {
-  const long groups = (count + kRows - 1) / kRows;  // nearly equal ones: 8 rows are 4 + 4
+  const long groups = (count + kRows - 1) / kRows;  // of nearly equal size: 8 rows are 4 + 4
   const uint32_t* words = l.packed + panel * l.steps() * kPanel;
-  if constexpr (kCompresses && sizeof(T) == 2)
+  if constexpr (kCanCompress && sizeof(T) == 2)
     if (l.compressed) words = groups == 1 ? nullptr : reinterpret_cast<uint32_t*>(scratch(4L * l.steps() * kPanel));
   const int stride = l.compressed ? kCompressedStep : 4 * kPanel, lines = stride / 64;
   for (long g = 0; g < groups; ++g) {
     const long row = count * g / groups, line = lines * g / groups;
-    Ahead ahead;
-    if (next) ahead = {next + line * 64, static_cast<int>(lines * (g + 1) / groups - line), stride};
-    if (l.meanwhile && g > 0) ahead.others = l.meanwhile->take(l.steps());
+    Prefetch prefetch;
+    if (next) prefetch = {next + line * 64, static_cast<int>(lines * (g + 1) / groups - line), stride};
+    if (l.meanwhile && g > 0) prefetch.extra = l.meanwhile->take(l.steps());
     with_rows(count * (g + 1) / groups - row, [&](auto r) {
-      if constexpr (kCompresses && sizeof(T) == 2)
-        if (l.compressed && g == 0) return multiply_compressed<T, r()>(l, begin + row, panel, const_cast<uint32_t*>(words));
-      multiply_panel<T, r()>(l, begin + row, panel, words, ahead);
+      if constexpr (kCanCompress && sizeof(T) == 2)
+        if (l.compressed && g == 0)
+          return multiply_compressed<T, r()>(l, begin + row, panel, const_cast<uint32_t*>(words));
+      multiply_panel<T, r()>(l, begin + row, panel, words, prefetch);
     });
   }
 }
 
-// Work for `threads` threads, whose shares are runs of equal length. Panels that are too few to go round evenly are cut
-// by rows, and everybody ends with a part of each.
+// Divides panels and rows into work items for `threads` threads. If the panels cannot be divided evenly (`even`), each
+// thread gets the same number of whole panels, and the remaining panels are divided among all threads by rows.
 struct Shares {
   long rows, panels, threads;
   long blocks = (rows + kRowBlock - 1) / kRowBlock;
@@ -151,7 +156,8 @@ struct Shares {
 
   long items() const { return even ? (whole + cut) * threads : panels * blocks; }
 
-  // work(panel, first row, one past the last, panel that comes next for this thread or one past all)
+  // Runs item i: calls work(panel, first row, one past the last row, the panel that this thread needs next or, if there
+  // is none, the number of panels).
   template <class Work>
   void run(long i, const Work& work) const {
     if (!even) return work(i % panels, rows * (i / panels) / blocks, rows * (i / panels + 1) / blocks, i % panels + 1);
@@ -164,9 +170,11 @@ struct Shares {
 
 template <class T, class O>
 void multiply_all(const Linear<T, O>& l, long rows, int threads) {
-  constexpr long kSmall = 900000;  // about 7 microseconds: waking threads takes 3
-  if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kSmall) threads = 1;
-  const char* stream = l.compressed ? reinterpret_cast<const char*>(l.compressed->steps) : reinterpret_cast<const char*>(l.packed);
+  // With less work one thread does it all. This much takes it about 7 microseconds; waking threads takes 3.
+  constexpr long kOneThreadWork = 900000;
+  if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kOneThreadWork) threads = 1;
+  const char* stream = l.compressed ? reinterpret_cast<const char*>(l.compressed->steps)
+                                    : reinterpret_cast<const char*>(l.packed);
   const long panel_bytes = static_cast<long>(l.steps()) * (l.compressed ? kCompressedStep : 4 * kPanel);
   const Shares shares = {rows, l.panels(), threads};
   parallel_for(threads, shares.items(), [&](long i) {
@@ -177,10 +185,10 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   });
 }
 
-// weight [outs, in] to packed [outs rounded up to 64, in]; a row is a whole number of words.
+// Packs weight [outs, in] to packed [outs rounded up to 64, in]. A row must be a whole number of words.
 template <class T>
 void pack(const T* weight, T* packed, int in, int outs, int threads) {
-  constexpr int kTogether = 16;  // words of a row: a line read at once, a few lines written in turn
+  constexpr int kTogether = 16;  // words of a row that are copied at a time: the one cache line that is read
   const auto* from = reinterpret_cast<const uint32_t*>(weight);
   auto* to = reinterpret_cast<uint32_t*>(packed);
   const int steps = in / kPack<T>;
@@ -199,7 +207,8 @@ void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads,
   const auto run = [&](const uint32_t* packed, const Compressed* compressed) {
     const T* bias = static_cast<const T*>(l.bias);
     if (l.wide)
-      multiply_all<T, float>({x, bias, static_cast<float*>(out), l.in, l.outs, packed, compressed, meanwhile}, rows, threads);
+      multiply_all<T, float>({x, bias, static_cast<float*>(out), l.in, l.outs, packed, compressed, meanwhile}, rows,
+                             threads);
     else
       multiply_all<T, T>({x, bias, static_cast<T*>(out), l.in, l.outs, packed, compressed, meanwhile}, rows, threads);
   };
@@ -210,12 +219,12 @@ void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads,
   run(nullptr, &parts);
 }
 
-// A packed bfloat16 matrix on its way to 12 bits.
+// Compresses a packed bfloat16 matrix to 12 bits.
 struct Compressor {
   const uint16_t* packed;
   long panels, panel_steps;
   int threads, base;
-  std::vector<long> first;  // whole steps before each panel, and of all
+  std::vector<long> first;  // by panel: the number of whole steps before it; at the end, the number of all whole steps
 
   Compressor(const uint16_t* packed, int in, int outs, int threads)
       : packed(packed), panels((outs + kPanel - 1) / kPanel), panel_steps(in / 2), threads(threads),
@@ -258,9 +267,9 @@ struct Compressor {
 EXPORT(f32, float)
 EXPORT(bf16, bf16)
 
-// Bytes that a packed matrix compresses into; 0: not with these instructions, or not worth it.
+// Bytes of the compressed form of a packed matrix; 0 if this instruction set cannot compress, or if it does not pay.
 EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads) {
-  if (!kCompresses) return 0;
+  if (!kCanCompress) return 0;
   const Compressor compressor(packed, in, outs, threads);
   const long whole = compressor.first[compressor.panels], steps = compressor.panels * compressor.panel_steps;
   return whole * 8 < steps ? static_cast<long>(Compressed(nullptr, compressor.panels, in / 2, whole).bytes) : 0;

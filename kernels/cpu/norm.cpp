@@ -1,4 +1,5 @@
-// RMSNorm, alone and fused with the residual addition, and the gates. Inside float32, rounded once at the end.
+// RMSNorm, alone and fused with the residual addition, and the MLP's gates (SiLU and GELU). Computed in float32 and
+// rounded once at the end.
 #include "kernels.h"
 
 #include "rms.h"
@@ -18,7 +19,7 @@ void rms_norm(const T* x, const float* weight, T* out, long rows, int size, floa
   });
 }
 
-// residual += x, rounded to T; x = its norm, computed from the rounded sum as the reference does.
+// residual += x, rounded to T; then x = RMSNorm(residual), computed from the rounded sum as in the reference.
 template <class T>
 void add_rms_norm(T* x, T* residual, const float* weight, long rows, int size, float eps, int threads) {
   parallel_rows(threads, rows, rows * size, [&](long begin, long end) {

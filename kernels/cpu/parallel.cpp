@@ -1,7 +1,7 @@
-// A pool of threads that waits for nobody who has nothing to do. Under OpenMP every thread must arrive at the end of a
-// region: on a machine that is busy otherwise, each of the hundreds of regions of a step then waits for a thread that
-// the system has not even scheduled, and a step takes fifty times as long. Here whoever is running takes the pieces, and
-// a caller waits only for pieces that somebody has begun.
+// A thread pool in which a call never waits for a thread that has taken no work. With OpenMP, every thread must arrive
+// at the end of a parallel region. On a machine that also runs other programs, each of a step's hundreds of regions
+// then waits for a thread that the system has not scheduled at all, and a step takes fifty times as long. Here the
+// threads that happen to run take the work items, and the caller waits only for items that another thread has begun.
 #include "kernels.h"
 
 #include <condition_variable>
@@ -12,7 +12,7 @@
 
 namespace {
 
-// What a spinning thread does between looks, so that its core's other half, or another process, gets on.
+// What a spinning thread does between two checks, so that its core's other hyperthread or another process can proceed.
 INLINE void relax(int spins) {
   if (spins % 64 == 63) return std::this_thread::yield();
 #if defined(__x86_64__) || defined(__i386__)
@@ -24,7 +24,7 @@ class Pool {
  public:
   void run(int threads, long items, void (*work)(const void*, long), const void* context) {
     std::unique_lock<std::mutex> one(caller_, std::try_to_lock);
-    if (!one.owns_lock()) {  // somebody else's call is under way
+    if (!one.owns_lock()) {  // another thread's call is using the pool
       for (long i = 0; i < items; ++i) work(context, i);
       return;
     }
@@ -37,23 +37,25 @@ class Pool {
       shares_[t].end = items * (t + 1) / threads;
       shares_[t].next.store(items * t / threads);
     }
-    open_.store(true);  // from here on helpers may come in
+    open_.store(true);  // from here on helpers may take items
     calls_.fetch_add(1);
     if (sleepers_.load() > 0) {
       { const std::lock_guard<std::mutex> lock(sleep_); }
       wake_.notify_all();
     }
     take(0);
-    open_.store(false);  // and from here on no more do
-    // Sleeping here after some 15 microseconds, to leave a helper that was put aside a core, cost a tenth at 8 streams.
+    open_.store(false);  // from here on no further helper starts
+    // Sleeping here after some 15 microseconds, so that a helper that the system has suspended gets a core, made 8
+    // streams a tenth slower.
     for (int spins = 0; inside_.load() > 0; ++spins) relax(spins);
   }
 
  private:
-  static constexpr int kSpins = 4000;  // some 100 microseconds: longer than from one call of a step to the next
-  static constexpr long kPatience = 100000;
+  static constexpr int kSpins = 4000;          // some 100 microseconds, longer than the pause between calls of a step
+  static constexpr long kRetryCalls = 100000;  // after a failure to start a thread, calls until the next attempt
 
-  // A thread's share is a run of items, so that its memory is one stream; whoever is done with his helps the others.
+  // Each thread has a share of consecutive items, so that it reads memory as one stream. A thread that is done with its
+  // share takes items from the others'.
   void take(int me) {
     for (int t = 0; t < threads_; ++t) {
       Share& share = shares_[(me + t) % threads_];
@@ -64,13 +66,14 @@ class Pool {
     }
   }
 
-  // Where the system has no room for another thread those there are do the work; it is asked again many calls later.
+  // Starts threads until there are `helpers`. If the system allows no more, the existing ones do the work, and another
+  // attempt is made many calls later.
   void grow(int helpers) {
-    if (started_ >= helpers || calls_.load() < ask_again_) return;
+    if (started_ >= helpers || calls_.load() < next_attempt_) return;
     try {
       for (; started_ < helpers; ++started_) std::thread([this, me = started_ + 1] { help(me); }).detach();
     } catch (const std::system_error&) {
-      ask_again_ = calls_.load() + kPatience;
+      next_attempt_ = calls_.load() + kRetryCalls;
     }
   }
 
@@ -84,7 +87,7 @@ class Pool {
     }
   }
 
-  // Waits for a call after the one last seen: first awake, then asleep.
+  // Waits for a call after number `seen`, spinning at first and then asleep. Returns the number of calls so far.
   long await(long seen) {
     for (int spins = 0; spins < kSpins; ++spins) {
       const long calls = calls_.load();
@@ -98,7 +101,7 @@ class Pool {
     return calls_.load();
   }
 
-  // Of the call under way; written by the caller alone, while no helper is inside.
+  // The current call. Only the caller writes these, while no helper is working.
   void (*work_)(const void*, long) = nullptr;
   const void* context_ = nullptr;
   int threads_ = 0;
@@ -115,7 +118,7 @@ class Pool {
   std::mutex caller_, sleep_;
   std::condition_variable wake_;
   int started_ = 0;
-  long ask_again_ = 0;
+  long next_attempt_ = 0;
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Work over the threads of a pool (parallel.cpp).
+// Loops that are divided among the threads of a pool (parallel.cpp).
 #pragma once
 
 #include <atomic>
@@ -7,7 +7,7 @@
 
 void run_parallel(int threads, long items, void (*work)(const void*, long), const void* context);
 
-// work(i) for each i below `items`, on up to `threads` threads, whoever is free next.
+// Calls work(i) for each i below `items`, on up to `threads` threads; a free thread takes the next item.
 template <class Work>
 void parallel_for(int threads, long items, const Work& work) {
   if (threads <= 1 || items <= 1) {
@@ -18,8 +18,9 @@ void parallel_for(int threads, long items, const Work& work) {
       threads, items, [](const void* context, long i) { (*static_cast<const Work*>(context))(i); }, &work);
 }
 
-// Rows [0, rows) in one go, or in a few even pieces if their `cost` pays for waking threads: 3 microseconds, and one
-// thread norms some 15,000 elements in one.
+// Calls work(begin, end) for rows [0, rows): once, or for a few equal parts if their `cost` pays for waking threads.
+// That takes 3 microseconds. One unit of cost is an element of RMSNorm, of which a thread does some 15,000 per
+// microsecond.
 template <class Work>
 void parallel_rows(int threads, long rows, long cost, const Work& work) {
   constexpr long kWorthwhile = 100000;
@@ -28,7 +29,7 @@ void parallel_rows(int threads, long rows, long cost, const Work& work) {
   parallel_for(threads, pieces, [&](long i) { work(rows * i / pieces, rows * (i + 1) / pieces); });
 }
 
-// Scratch memory of a thread: grows, is never cleared, and holds whatever the last user left.
+// Scratch memory of the calling thread, aligned to 64 bytes. It grows as needed and is never cleared.
 INLINE char* scratch(size_t bytes) {
   static thread_local std::vector<char> memory;
   if (memory.size() < bytes + 64) memory.resize(bytes + 64);

@@ -1,6 +1,6 @@
+// The factor by which RMSNorm multiplies a row: 1 / sqrt(mean(x^2) + eps).
 #pragma once
 
-// 1 / sqrt(mean(x^2) + eps).
 template <class T>
 INLINE float rms_factor(const T* x, int size, float eps) {
   Vec even = vset(0.0f), odd = even;  // two chains, to hide the latency of the addition

@@ -1,14 +1,15 @@
-// From the fused q, k, v projection of each token: norm q and k per head, rotate both, put k and v into their pages.
+// Takes the fused q, k, v projection of each token, normalizes q and k per head, applies the rotary embedding to both,
+// and stores k and v in their pages.
 #include "kernels.h"
 
 #include "rms.h"
 
 namespace {
 
-// One head of `dim`: its norm (where weighted), then its rotation (where `cosines` is given; sines follow them).
-// Everything in float32, rounded once.
+// One head of `dim` elements: RMSNorm if `weight` is not null, then the rotation if `cosines` is not null (the sines
+// follow the cosines in memory). Computed in float32 and rounded once.
 template <class T>
-INLINE void turn_head(const T* x, const float* weight, const float* cosines, float eps, int dim, T* out) {
+INLINE void norm_and_rotate(const T* x, const float* weight, const float* cosines, float eps, int dim, T* out) {
   const int half = dim / 2;
   const float factor = weight ? rms_factor(x, dim, eps) : 1.0f;
   for (int i = 0; i < half; i += 16) {
@@ -20,9 +21,9 @@ INLINE void turn_head(const T* x, const float* weight, const float* cosines, flo
     }
     if (cosines) {
       const Vec cosine = vload_first(cosines + i, n), sine = vload_first(cosines + half + i, n);
-      const Vec turned = vsub(vmul(first, cosine), vmul(second, sine));
+      const Vec rotated = vsub(vmul(first, cosine), vmul(second, sine));
       second = vfma(second, cosine, vmul(first, sine));
-      first = turned;
+      first = rotated;
     }
     vstore_first(out + i, first, n);
     vstore_first(out + half + i, second, n);
@@ -33,7 +34,7 @@ template <class T>
 struct Projection {
   const T* qkv;
   const float *q_norm, *k_norm;
-  const float* cos_sin;  // null: no rotation
+  const float* cos_sin;  // null: no rotary embedding
   const int64_t *positions, *slots;
   T *query, *keys, *values;
   long key_stride, value_stride;
@@ -46,19 +47,20 @@ void rope_token(const Projection<T>& p, long token) {
   const T* row = p.qkv + token * (p.heads + 2L * p.kv_heads) * p.dim;
   const float* cosines = p.cos_sin ? p.cos_sin + p.positions[token] * p.dim : nullptr;
   T* query = p.query + token * p.heads * p.dim;
-  for (int h = 0; h < p.heads; ++h) turn_head(row + h * p.dim, p.q_norm, cosines, p.eps, p.dim, query + h * p.dim);
+  for (int h = 0; h < p.heads; ++h)
+    norm_and_rotate(row + h * p.dim, p.q_norm, cosines, p.eps, p.dim, query + h * p.dim);
   const T *key = row + static_cast<long>(p.heads) * p.dim, *value = key + static_cast<long>(p.kv_heads) * p.dim;
   const long page = p.slots[token] / kBlock;
   const int slot = static_cast<int>(p.slots[token] % kBlock);
-  T* turned = reinterpret_cast<T*>(scratch(p.dim * sizeof(T)));
+  T* rotated = reinterpret_cast<T*>(scratch(p.dim * sizeof(T)));
   for (int h = 0; h < p.kv_heads; ++h) {
-    turn_head(key + h * p.dim, p.k_norm, cosines, p.eps, p.dim, turned);
-    store_key(turned, p.keys + page * p.key_stride + piece_offset(h, p.dim), slot, p.dim);
-    store_value(value + h * p.dim, p.values + page * p.value_stride + piece_offset(h, p.dim), slot, p.dim);
+    norm_and_rotate(key + h * p.dim, p.k_norm, cosines, p.eps, p.dim, rotated);
+    store_key(rotated, p.keys + page * p.key_stride + head_offset(h, p.dim), slot, p.dim);
+    store_value(value + h * p.dim, p.values + page * p.value_stride + head_offset(h, p.dim), slot, p.dim);
   }
 }
 
-bool inside(const int64_t* slots, long tokens, long pages) {
+bool slots_valid(const int64_t* slots, long tokens, long pages) {
   for (long t = 0; t < tokens; ++t)
     if (slots[t] < 0 || slots[t] >= pages * kBlock) return false;
   return true;
@@ -66,7 +68,7 @@ bool inside(const int64_t* slots, long tokens, long pages) {
 
 template <class T>
 int rope_store(const Projection<T>& p, long tokens, long pages, int threads) {
-  if (!inside(p.slots, tokens, pages)) return 1;
+  if (!slots_valid(p.slots, tokens, pages)) return 1;
   parallel_rows(threads, tokens, tokens * (p.heads + 2L * p.kv_heads) * p.dim * 4, [&](long begin, long end) {
     for (long t = begin; t < end; ++t) rope_token(p, t);
   });
@@ -76,20 +78,20 @@ int rope_store(const Projection<T>& p, long tokens, long pages, int threads) {
 template <class T>
 int store_kv(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride, long value_stride,
              long tokens, long pages, int kv_heads, int dim) {
-  if (!inside(slots, tokens, pages)) return 1;
+  if (!slots_valid(slots, tokens, pages)) return 1;
   for (long t = 0; t < tokens; ++t)
     for (int h = 0; h < kv_heads; ++h) {
       const long from = (t * kv_heads + h) * dim, page = slots[t] / kBlock;
       const int slot = static_cast<int>(slots[t] % kBlock);
-      store_key(k + from, keys + page * key_stride + piece_offset(h, dim), slot, dim);
-      store_value(v + from, values + page * value_stride + piece_offset(h, dim), slot, dim);
+      store_key(k + from, keys + page * key_stride + head_offset(h, dim), slot, dim);
+      store_value(v + from, values + page * value_stride + head_offset(h, dim), slot, dim);
     }
   return 0;
 }
 
 }  // namespace
 
-// Both return 1, having written nothing, where a slot lies outside the caches.
+// Both return 1, and write nothing, if a slot is outside of the caches.
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
                                      const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,     \

@@ -1,6 +1,7 @@
-// Sixteen float lanes, whatever the instruction set: every kernel is written once, on these functions.
-// Compiled with -ffp-contract=off: a product and a sum fuse only where vfma says so, so that one row's arithmetic is
-// the same in every instance of a template, which the bitwise contract of kernels/backend.py needs.
+// Vectors of sixteen floats for every instruction set. Each kernel is written once, with these functions.
+// The kernels are compiled with -ffp-contract=off, so that a product and a sum are fused only where vfma is called. A
+// row's arithmetic is then the same in every instance of a template, which the contract of kernels/backend.py (the same
+// bits in every batch) needs.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,7 @@ INLINE void unpack(const bf16* from, float* to, int n) {
   }
 }
 
-// The first n of 16 lanes; the others are 0.
+// Loads the first n of 16 lanes; the others become 0. vstore_first stores only the first n.
 template <class T>
 INLINE Vec vload_first(const T* p, int n) {
   if (n >= 16) return vload(p);
@@ -44,8 +45,8 @@ INLINE void vstore_first(T* p, Vec x, int n) {
   __builtin_memcpy(p, lanes, n * sizeof(T));
 }
 
-// 2^f for f from -1/2 to 1/2, exactly 1 at 0: minimax polynomials found with Lawson's iteration, of error 9e-8 or, for
-// results that are rounded to bfloat16 anyway, 3e-6.
+// 2^f for f from -1/2 to 1/2, exactly 1 at 0. Minimax polynomials found with Lawson's iteration; their error is 9e-8,
+// or 3e-6 for results that are rounded to bfloat16 anyway.
 template <class Result>
 INLINE Vec exp2_polynomial(Vec f) {
   Vec p;
@@ -62,7 +63,7 @@ INLINE Vec exp2_polynomial(Vec f) {
   return vfma(p, f, vset(1.0f));
 }
 
-// 2^x, exactly 1 at 0 and 0 at -infinity; NaN stays. vexp2_below is for x that is never above 127.
+// 2^x, exactly 1 at 0 and exactly 0 at -infinity; NaN gives NaN. vexp2_below needs x to be at most 127.
 template <class Result = float>
 INLINE Vec vexp2_below(Vec x) {
   x = vmax(vset(-200.0f), x);
@@ -80,7 +81,7 @@ INLINE Vec vgelu(Vec x) {  // x (1 + tanh u) / 2 is x / (1 + e^-2u), u = sqrt(2 
   return vdiv(x, vadd(vset(1.0f), vexp2(vmul(bent, vset(-1.5957691216057308f * kLog2E)))));
 }
 
-// acc + a * b, where a word is a float, or a pair of bfloat16 whose two products are both added.
+// acc + a * b for each word. A word is a float, or a pair of bfloat16, whose two products are both added.
 template <class T>
 INLINE Vec dot(Vec acc, Words a, Words b);
 template <>
@@ -92,13 +93,13 @@ inline __attribute__((always_inline)) Vec dot<bf16>(Vec acc, Words a, Words b) {
   return dot_pairs(acc, a, b);
 }
 
-// How many columns of 16 are worked on together with R rows.
+// How many columns of 16 outputs are computed together with R rows.
 template <int R>
 constexpr int kColumns = R * 4 <= kAccumulators ? 4 : R * 2 <= kAccumulators ? 2 : 1;
 
-// acc[r][c] += sum over s of a[r][s] * b[c][s * stride .. + 16]: the inner loop of all that multiplies. Each
-// accumulator sums in the order of s, alone, so a row's result is the same for every R and C. `fetch(s)` may prefetch
-// what will be read next: pages lie scattered, and the CPU cannot guess the next one.
+// acc[r][c] += sum over s of a[r][s] * b[c][s * stride .. + 16]: the inner loop of every matrix multiplication. Each
+// accumulator adds its products in the order of s, so a row's result is the same for every R and C. `fetch(s)` may
+// prefetch what will be read next: pages are scattered in memory, so the CPU cannot predict the next one.
 template <class T, int R, int C, class Fetch>
 INLINE void multiply(Vec (&acc)[R][C], const uint32_t* const (&a)[R], const uint32_t* const (&b)[C], long stride,
                      int steps, const Fetch& fetch) {

@@ -1,10 +1,10 @@
-// Sixteen float lanes as one AVX-512 register. Same functions as simd_generic.h; included through simd.h only.
+// Sixteen floats as one AVX-512 register. It has the same functions as simd_generic.h; only simd.h includes it.
 #pragma once
 
 #include <immintrin.h>
 
 using Vec = __m512;     // 16 floats
-using Words = __m512i;  // 16 words of 32 bits: a float each, or a pair of bfloat16
+using Words = __m512i;  // 16 words of 32 bits, each a float or a pair of bfloat16
 
 INLINE Vec vset(float x) { return _mm512_set1_ps(x); }
 INLINE Vec vload(const float* p) { return _mm512_loadu_ps(p); }
@@ -14,13 +14,13 @@ INLINE Vec vsub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 INLINE Vec vmul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 INLINE Vec vdiv(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 INLINE Vec vfma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-// Both give b where either is NaN.
+// Both return b where either is NaN.
 INLINE Vec vmax(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 INLINE Vec vmin(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 INLINE float vsum(Vec x) { return _mm512_reduce_add_ps(x); }
 INLINE float vpeak(Vec x) { return _mm512_reduce_max_ps(x); }
 
-// Lanes from `begin` up to `end` of x, `fill` in the others.
+// x in the lanes from `begin` up to `end`, `fill` in the others.
 INLINE Vec vkeep(Vec x, int begin, int end, float fill) {
   const unsigned below_end = end >= 16 ? 0xffffu : end <= 0 ? 0u : (1u << end) - 1;
   const unsigned below_begin = begin >= 16 ? 0xffffu : begin <= 0 ? 0u : (1u << begin) - 1;
@@ -53,7 +53,7 @@ INLINE __m256i to_bf16(Vec x) {
 
 INLINE void vstore(bf16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(x)); }
 
-// p * 2^n for whole n; 0 far below the smallest float.
+// vround rounds to the nearest integer. vscale is p * 2^n for an integer n; 0 far below the smallest float.
 INLINE Vec vround(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 INLINE Vec vscale(Vec p, Vec n) { return _mm512_scalef_ps(p, n); }
 
@@ -67,5 +67,5 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
 }
 #endif
 
-constexpr int kRows = 6;
-constexpr int kAccumulators = 24;  // of 32 registers
+constexpr int kRows = 6;           // that are multiplied together
+constexpr int kAccumulators = 24;  // of the 32 registers

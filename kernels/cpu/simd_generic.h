@@ -1,5 +1,5 @@
-// Sixteen float lanes as two AVX2 registers, or as four 128-bit vectors on any CPU, in the vector extension that GCC
-// and Clang share. Same functions as simd_avx512.h; included through simd.h only.
+// Sixteen floats as two AVX2 registers, or as four 128-bit vectors on any other CPU, written with the vector extension
+// of GCC and Clang. It has the same functions as simd_avx512.h; only simd.h includes it.
 #pragma once
 
 #ifdef __AVX2__
@@ -69,7 +69,7 @@ INLINE Vec vfma(Vec a, Vec b, Vec c) {
 #endif
   return c;
 }
-// Both give b where either is NaN.
+// Both return b where either is NaN.
 INLINE Vec vmax(Vec a, Vec b) {
   EACH b.part[i] = select(a.part[i] > b.part[i], a.part[i], b.part[i]);
   return b;
@@ -93,7 +93,7 @@ INLINE float vpeak(Vec x) {
   return peak;
 }
 
-// Lanes from `begin` up to `end` of x, `fill` in the others.
+// x in the lanes from `begin` up to `end`, `fill` in the others.
 INLINE Vec vkeep(Vec x, int begin, int end, float fill) {
   float lanes[16];
   vstore(lanes, x);
@@ -141,8 +141,9 @@ INLINE void vstore(bf16* p, Vec x) {
   }
 }
 
-// p * 2^n for whole n from -200 to 127, p near 1; 0 instead of a subnormal result.
-constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the whole number in the low bits
+// vround rounds to the nearest integer. vscale is p * 2^n for an integer n from -200 to 127 and p near 1; 0 instead of
+// a subnormal result.
+constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
 INLINE Vec vround(Vec x) { return vsub(vadd(x, vset(kRounder)), vset(kRounder)); }
 INLINE Vec vscale(Vec p, Vec n) {
   EACH {
@@ -161,5 +162,5 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
 
 #undef EACH
 
-constexpr int kRows = kParts == 2 ? 6 : 3;  // of Vec accumulators at a time; with AVX2, 12 of 16 registers
+constexpr int kRows = kParts == 2 ? 6 : 3;  // one Vec accumulator each; with AVX2 they take 12 of 16 registers
 constexpr int kAccumulators = kRows;

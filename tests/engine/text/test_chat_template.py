@@ -38,9 +38,7 @@ def renderer(template: str) -> ChatRenderer:
     return ChatRenderer({"default": template}, SPECIAL)
 
 
-def render_with_transformers(
-    template: str, messages: list[Message], tools: Any, add_generation_prompt: bool
-) -> str | None:
+def transformers_text(template: str, messages: list[Message], tools: Any, add_generation_prompt: bool) -> str | None:
     """What transformers renders; None when the template refuses the messages."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -62,7 +60,7 @@ def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
     for messages in DIALOGUES:
         for tools in (None, TOOLS):
             for add_generation_prompt in (True, False):
-                expected = render_with_transformers(template, messages, tools, add_generation_prompt)
+                expected = transformers_text(template, messages, tools, add_generation_prompt)
                 if expected is None:
                     with pytest.raises(InvalidRequest):
                         ours.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -72,9 +70,7 @@ def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
 
 def test_chatml() -> None:
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert (
-        renderer(CHATML).render(DIALOGUES[1]) == expected == render_with_transformers(CHATML, DIALOGUES[1], None, True)
-    )
+    assert renderer(CHATML).render(DIALOGUES[1]) == expected == transformers_text(CHATML, DIALOGUES[1], None, True)
 
 
 def test_content_parts_are_joined_and_null_becomes_the_empty_string() -> None:

@@ -1,4 +1,4 @@
-"""Streamed text equals decoded text; stop strings end it at the same place however the ids are split, and never show."""
+"""Streamed text equals decoded text; stop strings end it in the same place however the ids are split, and stay hidden."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that must match a grammar are valid and end where it says, whatever other parameters and requests there are."""
+"""Answers that must match a grammar are valid and end where it says, whatever else is requested or running."""
 
 from __future__ import annotations
 
@@ -267,9 +267,7 @@ def test_a_grammar_that_cannot_be_followed_fails_only_its_own_request(model: Pat
         "off_grammar": "error",
         "free": "length",
     }
-    assert run(engine, [request("next", [65], grammar=DATE)])["next"].finish_reason == "stop", (
-        "the slots can be used again"
-    )
+    assert run(engine, [request("next", [65], grammar=DATE)])["next"].finish_reason == "stop", "slots can be used again"
 
 
 def test_a_model_without_a_tokenizer_serves_requests_without_grammars(model: Path, tmp_path: Path) -> None:

@@ -20,17 +20,17 @@ def test_real_tokenizers_encode_and_decode_as_transformers_does(name: str) -> No
     path = shared("tokenizers") / name
     from transformers import AutoTokenizer
 
-    reference = AutoTokenizer.from_pretrained(str(path))
+    original = AutoTokenizer.from_pretrained(str(path))
     tokenizer = Tokenizer.load(path)
-    assert tokenizer.vocab_size == len(reference)
-    assert tokenizer.bos_token_id == reference.bos_token_id
-    assert reference.eos_token_id in tokenizer.eos_token_ids
+    assert tokenizer.vocab_size == len(original)
+    assert tokenizer.bos_token_id == original.bos_token_id
+    assert original.eos_token_id in tokenizer.eos_token_ids
     for text in SAMPLES:
         for special in (True, False):
-            ids = reference.encode(text, add_special_tokens=special)
+            ids = original.encode(text, add_special_tokens=special)
             assert tokenizer.encode(text, add_special_tokens=special) == ids
             assert tokenizer.encode_batch([text, text], add_special_tokens=special) == [ids, ids]
-            assert tokenizer.decode(ids, skip_special_tokens=special) == reference.decode(
+            assert tokenizer.decode(ids, skip_special_tokens=special) == original.decode(
                 ids, skip_special_tokens=special
             )
 
