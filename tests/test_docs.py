@@ -16,10 +16,9 @@ IN_CODE = re.compile(
     r"(?<![\w/.-])((?:quire|server|engine|kernels|configs|deploy|tests|benchmarks)/[\w./-]+\.[a-z]+)\b"
 )
 FLAG = re.compile(r"^\| (`--.*?) \|", re.MULTILINE)
-NOT_YET = pytest.mark.xfail(reason="names the rooms that are being made: take this mark away after the merge")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_YET) for name in DOCS[:2]] + [DOCS[2]])
+@pytest.mark.parametrize("name", DOCS)
 def test_files_that_are_named_are_there(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     found = [Path(one or other) for one, other in NAMED.findall(text)]
@@ -40,7 +39,6 @@ def test_files_that_comments_name_are_there() -> None:
     assert missing == []
 
 
-@NOT_YET
 def test_the_way_through_the_code_is_as_long_as_it_says() -> None:
     text = (ROOT / "DEVELOPERS.md").read_text(encoding="utf-8")
     section = text.split("## A way through the code")[1].split("\n## ")[0]
@@ -51,7 +49,6 @@ def test_the_way_through_the_code_is_as_long_as_it_says() -> None:
         assert int(count.replace(",", "")) == pytest.approx(lines, rel=0.05), f"{lines} lines in {len(files)} files"
 
 
-@NOT_YET
 def test_flags_of_the_table_are_there() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     flags = re.findall(r"--(?:no-)?([a-z-]+)", " ".join(FLAG.findall(text)))

@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.server import Server
 from tests.tree import ROOT, source_files
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # it compiles all kernels, a minute or two of processor time
 
 LINKED = ("server", "engine", "kernels")
 SCRIPT = """
@@ -50,7 +50,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder / "dist"),
         str(folder / "source"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "dist"
 
