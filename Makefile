@@ -9,16 +9,20 @@ VENV  ?= .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
 CLIENTS := $(VENV)/clients
+ESLINT  := $(VENV)/eslint
+CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp tests/kernels/*.cpp)
 
 # The first Python of at least 3.11; name another with PYTHON=...
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-gpu bench-gpu clients lint format wheel clean
+.PHONY: help install serve test test-slow test-gpu bench-gpu clients lint lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path or hub id] [ARGS="more flags"]'
-	@echo 'make test  [ARGS="-k name"]    make clients    make lint    make format'
+	@echo 'make test  [ARGS="tests/engine -k name"]    a few minutes; without the tests marked slow'
+	@echo 'make test-slow [ARGS=...]    those: soak, kills, overload, browser, wheel, long properties'
+	@echo 'make clients    make lint    make format'
 	@echo 'make install    make wheel    make clean'
 	@echo 'make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
@@ -52,8 +56,12 @@ bench-gpu: $(GPU_SITE)
 serve: $(READY)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
+# Together these two run every test; each takes further arguments of pytest's in ARGS.
 test: $(READY)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-slow: $(READY)
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 # Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
 clients: $(READY) $(CLIENTS)/.ready
@@ -65,14 +73,36 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt
 	@$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r $<
 	@touch $@
 
-lint: $(READY)
+lint: lint-python lint-cpp lint-javascript
+
+lint-python: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+lint-cpp: $(READY)
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
+
+# Whoever does not touch the web page needs no Node for the rest.
+ifeq ($(shell command -v npm),)
+lint-javascript:
+	@echo 'JavaScript is not linted: there is no npm here (Debian, Ubuntu: apt install nodejs npm)'
+else
+lint-javascript: $(ESLINT)/.ready
+	@node $(ESLINT)/node_modules/eslint/bin/eslint.js --config $(ESLINT)/eslint.config.mjs \
+		server/web/js tests/clients/node tests/web/eslint.config.mjs
+endif
+
+$(ESLINT)/.ready: tests/web/package.json tests/web/package-lock.json tests/web/eslint.config.mjs
+	@mkdir -p $(ESLINT)
+	@cp $^ $(ESLINT)
+	@npm ci --prefix $(ESLINT) --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
 format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+	@$(BIN)/clang-format -i $(CPP)
 
 wheel: $(READY)
 	@$(BIN)/python -m build --wheel --no-isolation

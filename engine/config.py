@@ -1,12 +1,11 @@
-"""How an engine is set up: one frozen model, filled from flags, QUIRE_* environment variables and a TOML file."""
+"""How an engine is set up: one frozen model, which engine/settings.py fills."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 DEMO_MODEL = str(Path(__file__).resolve().parent.parent / "configs" / "demo")
 """The embedded model."""
@@ -15,10 +14,10 @@ _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 
-class EngineConfig(BaseSettings):
+class EngineConfig(BaseModel):
     """Fields keep vLLM's flag names where the meaning is the same."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", env_prefix="QUIRE_", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = Field(DEMO_MODEL, description="Local directory or hub id; default: the embedded story-teller")
     tokenizer: str | None = Field(None, description="Directory or hub id of the tokenizer, if not the model's")

@@ -1,18 +1,18 @@
-"""Everything Quire raises on purpose, in one tree. server/errors.py holds the table from here to HTTP statuses.
+"""The errors that Quire raises on purpose, as one class tree. server/errors.py maps them to HTTP statuses.
 
 QuireError
 ├── InvalidRequest            the caller's mistake: names the parameter
 │   └── ContextLengthExceeded prompt longer than the model's context
 ├── ModelNotFound             a request names a model that is not served
 ├── RequestNotFound           no open request has that id
-├── RateLimited               more than a tenant may ask for in a minute
-├── Overloaded                no room now, later perhaps
-│   └── QueueTimeout          did not start within the request's queue_timeout
-├── SlowReader                whoever reads an answer is too far behind
-├── Timeout                   not complete within the request's timeout
+├── RateLimited               a tenant exceeded its requests or tokens per minute
+├── Overloaded                the server has no room for the request now; a later try may succeed
+│   └── QueueTimeout          the request did not start within its queue_timeout
+├── SlowReader                the client reads its answer too slowly
+├── Timeout                   the request was not complete within its timeout
 ├── EngineError               the engine failed a request, or is gone
-│   └── RequestQuarantined    the request ended several engines, and was given up
-└── ConfigError               a bad flag, file or environment variable: names the key; ends the start
+│   └── RequestQuarantined    the request ended several engine processes and was given up
+└── ConfigError               a bad flag, file or environment variable: names the key; the server does not start
     └── ModelError            the model's files cannot be found, read or understood
 """
 
@@ -22,11 +22,13 @@ from collections.abc import Mapping
 
 
 class QuireError(Exception):
-    """Base of all; `str(error)` is the message for the user, without paths of ours or stack traces."""
+    """The base class. `str(error)` is shown to clients, so it has no stack traces and none of the server's paths."""
 
     code: str | None = None
+    """The `code` in OpenAI's error object."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
+        """param: the request's field or the configuration key that is wrong."""
         super().__init__(message)
         self.message = message
         self.param = param
@@ -52,7 +54,7 @@ class RateLimited(QuireError):
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, *, headers: Mapping[str, str]) -> None:
-        """`headers` say when to come back."""
+        """headers: HTTP headers that say when a retry can succeed."""
         super().__init__(message)
         self.headers = headers
 

@@ -1,6 +1,7 @@
-"""What the engine process tells its parent even if it dies the next moment: lines of JSON on a pipe.
+"""The pipe from the engine process to its parent: heartbeats and short notes, each a line of JSON.
 
-The pipe closes with the process, however it ends, and that tells the parent too.
+A note that is written before a crash reaches the parent even if the process dies immediately afterwards. The pipe
+closes when the process ends, however it ends, so the parent learns of that as well.
 """
 
 from __future__ import annotations
@@ -13,76 +14,81 @@ from collections.abc import Sequence
 import msgspec
 
 HEARTBEAT_SECONDS = 0.25
+"""Time between two heartbeats."""
 
 
-class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A sign of life, a few times a second."""
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """The heartbeat itself, sent every HEARTBEAT_SECONDS."""
 
     stuck_ms: int
-    """Milliseconds since the current step began or last made progress; 0: no step runs."""
+    """Milliseconds since the current step began or last made progress; 0 when no step is running."""
 
 
 class RequestsBegan(msgspec.Struct, frozen=True, tag=True):
-    """These requests are about to be computed for the first time."""
+    """These requests are about to be computed for the first time by this engine process."""
 
     ids: list[str]
 
 
 class FaultSignal(msgspec.Struct, frozen=True, tag=True):
-    """A process has sent this one a deadly signal."""
+    """Another process has sent the engine one of exit_cause.FAULT_SIGNALS, which will end it."""
 
     sender: int
+    """Id of the process that sent the signal."""
 
 
-HeartbeatMessage = Beat | RequestsBegan | FaultSignal
+HeartbeatMessage = Alive | RequestsBegan | FaultSignal
 decode_heartbeat = msgspec.json.Decoder(HeartbeatMessage).decode
 
 
 class NoHeartbeat:
-    """The heartbeat of an engine that has no process of its own."""
+    """The heartbeat of an engine that runs in its client's process: it does nothing."""
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
-        """A step is about to run; the requests of `new_ids` are in one for the first time."""
+        """A step is about to run; the requests `new_ids` are in a step for the first time."""
 
     def progress(self) -> None:
-        """A part of the step is done."""
+        """A part of the step, such as one layer, is done."""
 
-    def end_step(self) -> None: ...
+    def end_step(self) -> None:
+        """The step is complete."""
 
 
 class Heartbeat(NoHeartbeat):
-    """Writes to `descriptor`, and beats from now on in a thread of its own."""
+    """Writes to the pipe `descriptor`. A thread of its own sends heartbeats from construction on."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._lock = threading.Lock()
-        self._moved: float | None = None
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._last_progress: float | None = None
+        """time.monotonic() of the current step's begin or of its last progress; None when no step is running."""
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def begin_step(self, new_ids: Sequence[str]) -> None:
         if new_ids:
-            self._tell(RequestsBegan(list(new_ids)))
-        self._moved = time.monotonic()
+            self._write(RequestsBegan(list(new_ids)))
+        self._last_progress = time.monotonic()
 
     def progress(self) -> None:
-        if self._moved is not None:  # a model computes outside steps too: its memory is measured when it starts
-            self._moved = time.monotonic()
+        # The model is also run outside of steps, when its memory is measured at start-up. That is not a step.
+        if self._last_progress is not None:
+            self._last_progress = time.monotonic()
 
     def end_step(self) -> None:
-        self._moved = None
+        self._last_progress = None
 
     def report_fault_signal(self, sender: int) -> None:
-        self._tell(FaultSignal(sender))
+        self._write(FaultSignal(sender))
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
-            moved = self._moved
-            self._tell(Beat(0 if moved is None else max(1, int((time.monotonic() - moved) * 1000))))
+            last = self._last_progress
+            self._write(Alive(0 if last is None else max(1, int((time.monotonic() - last) * 1000))))
             time.sleep(HEARTBEAT_SECONDS)
 
-    def _tell(self, sign: HeartbeatMessage) -> None:
+    def _write(self, message: HeartbeatMessage) -> None:
         try:
             with self._lock:
-                os.write(self._descriptor, msgspec.json.encode(sign) + b"\n")
-        except OSError:  # nobody reads any more
+                os.write(self._descriptor, msgspec.json.encode(message) + b"\n")
+        except OSError:  # the parent is gone
             os._exit(0)

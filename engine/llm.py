@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.engine.checkpoint.files import read_generation_defaults, resolve_model
 from quire.engine.client.in_process import InProcessClient
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.settings import load
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.detokenizer import TextStream
 from quire.engine.text.tokenizer import Tokenizer
@@ -65,11 +65,8 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        try:
-            config = EngineConfig(**options) if model is None else EngineConfig(model=model, **options)
-        except ValidationError as error:
-            wrong = [f"{each['loc'][0]}: {each['msg']}, got {each['input']!r}" for each in error.errors()]
-            raise ConfigError("; ".join(wrong)) from None
+        given = options if model is None else {"model": model, **options}
+        config = load(EngineConfig, given, origin="argument {key}")
         folder = resolve_model(config.tokenizer or config.model, config.revision)
         self.tokenizer = Tokenizer.load(folder, config.chat_template)
         recommended = read_generation_defaults(resolve_model(config.model, config.revision))

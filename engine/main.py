@@ -1,9 +1,8 @@
-"""`python -m quire.engine.main ADDRESS HEARTBEAT_FD`: the engine process. It reads its configuration, a line of JSON,
-from standard input.
+"""`python -m quire.engine.main ADDRESS HEARTBEAT_FD`: the engine process.
 
-It imports torch last. Before that it starts what must work from the first moment on: the heartbeat, by which the parent
-knows that this process is alive; the thread that ends this process when the parent is gone; and the thread that tells
-signals sent by other processes from this process's own faults.
+It reads its configuration, one line of JSON, from standard input. It imports torch last, because three threads must
+work from the first moment on: one sends heartbeats, by which the parent knows that this process is alive; one ends this
+process when the parent is gone; one distinguishes signals sent by other processes from this process's own faults.
 """
 
 from __future__ import annotations
@@ -14,51 +13,57 @@ import signal
 import sys
 import threading
 
-from quire.engine.client.exit_cause import FAULTS
+from quire.engine.client.exit_cause import FAULT_SIGNALS
 from quire.engine.heartbeat import Heartbeat
 
 _PR_SET_PDEATHSIG = 1
+"""From Linux's sys/prctl.h: send this process a signal when its parent ends."""
 
 
 def end_with_parent() -> None:
-    """The parent holds the other end of our standard input: when that closes, it is gone, and so are we.
+    """End this process when its parent ends.
 
-    Linux ends us even when this thread cannot run, in a step that hangs.
+    The parent holds the other end of our standard input, which closes with it. On Linux the kernel also kills us, which
+    works even when the thread that reads standard input cannot run because a step hangs.
     """
 
-    def watch() -> None:
+    def wait() -> None:
         while os.read(0, 4096):
             pass
         os._exit(0)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def block_fault_signals() -> None:
-    """Before any other thread starts: threads inherit it. The kernel still ends a process by its own faults, as it
-    lets nobody put those off; only the same signals sent by a process wait for the fault-signals."""
+    """Block FAULT_SIGNALS, so that those sent by other processes wait for `report_fault_signals`.
+
+    Call it before any other thread starts: threads inherit the signal mask. A fault of this process itself still ends
+    it at once, because the kernel does not let a process block signals that its own instructions raise.
+    """
     if hasattr(signal, "sigwaitinfo"):
-        signal.pthread_sigmask(signal.SIG_BLOCK, FAULTS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS)
 
 
 def report_fault_signals(heartbeat: Heartbeat) -> None:
-    """Tell the parent who sends us such a signal, then die of it."""
+    """Start a thread that waits for one of FAULT_SIGNALS, reports its sender to the parent, and lets it end us."""
 
     def wait() -> None:
-        info = signal.sigwaitinfo(FAULTS)
-        if info.si_code <= 0 and info.si_pid != os.getpid():  # above 0 the kernel sent it
+        info = signal.sigwaitinfo(FAULT_SIGNALS)
+        # si_code is above 0 when the kernel sent the signal, and 0 or below when a process did (man 2 sigaction).
+        if info.si_code <= 0 and info.si_pid != os.getpid():
             heartbeat.report_fault_signal(info.si_pid)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {info.si_signo})
         os.kill(os.getpid(), info.si_signo)
 
     if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=wait, name="fault-signals", daemon=True).start()
+        threading.Thread(target=wait, name="fault-signal-reporter", daemon=True).start()
 
 
-def first_line() -> bytes:
-    """Of standard input, and not a byte more: what follows is the watcher's."""
+def read_first_line() -> bytes:
+    """Read one line of standard input and not a byte more: `end_with_parent` reads what follows."""
     line = b""
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
@@ -68,7 +73,7 @@ def first_line() -> bytes:
 def main() -> None:
     address, descriptor = sys.argv[1], int(sys.argv[2])
     block_fault_signals()
-    line = first_line()
+    line = read_first_line()
     heartbeat = Heartbeat(descriptor)
     report_fault_signals(heartbeat)
     end_with_parent()

@@ -1,6 +1,6 @@
-"""What Linux tells of a process: whether it is stopped, and how long it could have computed.
+"""What Linux's /proc and control groups report about a process: run state, waiting time and memory.
 
-Elsewhere these files do not exist; then a process counts as never stopped and never kept waiting.
+On other systems these files do not exist. A process then counts as never stopped and as never waiting.
 """
 
 from __future__ import annotations
@@ -10,46 +10,48 @@ from pathlib import Path
 
 
 class RunnableClock:
-    """Seconds in which a process could have computed: those in which none of its threads waited for a processor or for
-    a disk. On an overloaded machine it goes slower than the wall's clock, so a slow engine is not taken for a hung one.
+    """Counts the seconds in which a process could have computed.
+
+    Time does not count in which one of its threads waited for a processor or for a disk. On an overloaded machine this
+    clock is therefore slower than wall-clock time, so a slow engine is not mistaken for one that hangs.
     """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         self._tasks = proc / str(pid) / "task"
-        self._counted = 0.0
-        """Seconds up to the first of the close looks in a row."""
-        self._watched = 0.0
-        """Seconds of the wall's clock since."""
-        self._first: dict[str, float] = {}
-        """By thread: seconds it had waited for a processor when it was first looked at."""
-        self._kept: dict[str, float] = {}
-        """By thread: seconds since then that it was kept waiting."""
-        self._blocked: dict[str, float] = {}
-        """By thread: those of them that it waited for a disk."""
+        self._before_inspection = 0.0
+        """Seconds of this clock until the first of the current run of inspections."""
+        self._inspected = 0.0
+        """Wall-clock seconds since then."""
+        self._initial_cpu_wait: dict[str, float] = {}
+        """By thread: the seconds it had ever waited for a processor when it was first inspected."""
+        self._waited: dict[str, float] = {}
+        """By thread: the seconds since then that it waited for a processor or a disk."""
+        self._disk_wait: dict[str, float] = {}
+        """By thread: the part of `_waited` that was spent waiting for a disk."""
 
     @property
     def seconds(self) -> float:
-        # The longest, not the sum: a hundred threads that wait a little each do not keep a process waiting.
-        return self._counted + self._watched - max(self._kept.values(), default=0.0)
+        # The longest wait of any thread, not the sum: a hundred threads that wait a little each do not stop a process.
+        return self._before_inspection + self._inspected - max(self._waited.values(), default=0.0)
 
-    def advance(self, elapsed: float, *, closely: bool) -> None:
-        """Count `elapsed` seconds of the wall's clock, less what the process was kept waiting.
+    def advance(self, elapsed: float, *, inspect: bool) -> None:
+        """Count `elapsed` seconds of wall-clock time; with `inspect`, less what the process's threads waited.
 
-        Looking costs two reads per thread, so look closely only while there is a reason to; the first close look after
-        others counts all that elapsed, for nothing is known yet to compare with. The kernel tells of a wait when it is
-        over, so the clock may go back a little.
+        An inspection reads two files per thread, so ask for it only when there is a reason. The first inspection after
+        a pause counts all of `elapsed`, because there is no earlier value to compare with. The kernel reports a wait
+        only when it is over, so the clock may go back a little.
         """
-        if not closely:
-            self._counted = self.seconds + elapsed
-            self._watched, self._first, self._kept, self._blocked = 0.0, {}, {}, {}
+        if not inspect:
+            self._before_inspection = self.seconds + elapsed
+            self._inspected, self._initial_cpu_wait, self._waited, self._disk_wait = 0.0, {}, {}, {}
             return
-        self._watched += elapsed
+        self._inspected += elapsed
         for task in self._threads():
-            name, (waited, blocked) = task.name, _condition(task)
-            if name in self._first and blocked:
-                self._blocked[name] = self._blocked.get(name, 0.0) + elapsed
-            waited -= self._first.setdefault(name, waited)
-            self._kept[name] = max(0.0, waited) + self._blocked.get(name, 0.0)
+            name, (cpu_wait, waits_for_disk) = task.name, _thread_waits(task)
+            if name in self._initial_cpu_wait and waits_for_disk:
+                self._disk_wait[name] = self._disk_wait.get(name, 0.0) + elapsed
+            cpu_wait -= self._initial_cpu_wait.setdefault(name, cpu_wait)
+            self._waited[name] = max(0.0, cpu_wait) + self._disk_wait.get(name, 0.0)
 
     def _threads(self) -> list[Path]:
         try:
@@ -58,31 +60,34 @@ class RunnableClock:
             return []
 
 
-def _condition(task: Path) -> tuple[float, bool]:
-    """Seconds that a thread has waited for a processor, and whether it waits for a disk now."""
+def _thread_waits(task: Path) -> tuple[float, bool]:
+    """The seconds that a thread has ever waited for a processor, and whether it is waiting for a disk now."""
     try:
-        waited = int((task / "schedstat").read_bytes().split()[1]) / 1e9
-        return waited, state(task) == "D"
-    except (OSError, IndexError):  # it has ended, or the kernel keeps no such statistics
+        cpu_wait = int((task / "schedstat").read_bytes().split()[1]) / 1e9
+        return cpu_wait, state(task) == "D"
+    except (OSError, IndexError):  # the thread has ended, or the kernel keeps no such statistics
         return 0.0, False
 
 
 def state(process: Path) -> str:
-    """The state letter of a process or thread, of its directory in /proc; empty when there is none."""
+    """The state letter of a process or thread, given its directory in /proc; empty when it does not exist."""
     try:
-        # The name before it may contain anything, spaces and brackets too.
+        # The field before the state is the process's name in brackets, which may itself contain spaces and brackets.
         return (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 
 
 def is_stopped(pid: int) -> bool:
-    """By SIGSTOP or a debugger."""
+    """Whether the process is stopped, by SIGSTOP or by a debugger."""
     return state(Path("/proc") / str(pid)) in ("T", "t")
 
 
 def oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes that the kernel has killed for want of memory, in our control group or else on this machine."""
+    """How many processes the kernel has ever killed for lack of memory; None where it does not say.
+
+    Counts those of our control group where that is known, else those of the whole machine.
+    """
     for path in (*_control_group_files(root), root / "proc/vmstat"):
         try:
             counts = dict(line.split() for line in path.read_text().splitlines())
@@ -93,7 +98,7 @@ def oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _control_group_files(root: Path) -> list[Path]:
-    """Version 2's memory.events of the group that we, and so our children, are in."""
+    """The memory.events file (control groups v2) of the group that we and our child processes are in."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -103,7 +108,7 @@ def _control_group_files(root: Path) -> list[Path]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in RAM; 0 where there is no /proc."""
+    """Bytes of this process's memory that are in RAM; 0 where there is no /proc."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

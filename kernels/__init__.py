@@ -1,1 +1,1 @@
-"""Tensors in, tensors out. This package knows no request; importing it is free (no torch, no compiled code)."""
+"""Tensors in, tensors out. This package knows no request. Importing it loads neither torch nor compiled code."""

@@ -1,22 +1,37 @@
-"""What every attention backend agrees on: a ragged batch's metadata, and the functions.
+"""The contract that every backend keeps: its methods, and the types they take.
 
-A backend is a module with the functions of `Backend` below; kernels/select.py chooses one. `kernels/reference.py` is
-the plain-PyTorch twin of them all and the judge in tests; a faster module takes over what it can and re-exports the
-reference for the rest.
+`Reference` (kernels/reference.py) computes all of it in plain PyTorch and is the judge in tests; the other backends
+override what they compute faster. kernels/select.py chooses one.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from torch import Tensor, device, dtype
+import torch
+from torch import Tensor
 
-Linear = Callable[[Tensor], Tensor]
-"""[tokens, in_features] to [tokens, out_features]."""
-Pages = tuple[Tensor, Tensor]
-"""A layer's key cache and its value cache."""
+Pages = tuple[Tensor, ...]
+"""A layer's page tensors, as its attention part asked for them; the first axis of each is the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearContext:
+    """What a linear must know of the rows that it multiplies."""
+
+    adapters: Tensor | None = None
+    """[rows] int64: the slot of each row's adapter. None: no row has an adapter."""
+
+    def at(self, rows: Tensor) -> LinearContext:
+        """The context of these rows alone."""
+        return self if self.adapters is None else LinearContext(self.adapters[rows])
+
+
+NO_ADAPTERS = LinearContext()
+Linear = Callable[[Tensor, LinearContext], Tensor]
+"""[rows, in_features] to [rows, out_features]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +50,7 @@ class AttentionMetadata:
     slots: Tensor  # [T] int64, page id * block size + offset: where each token's KV is stored
     max_query_len: int
     max_context_len: int
+    linear: LinearContext = NO_ADAPTERS  # of the T tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,7 @@ class Softmax:
     """How a query weighs the keys of its sequence."""
 
     scale: float
-    """Of scores."""
+    """Factor of the scores."""
     window: int | None = None
     """Keys that a query sees, itself included; None: all."""
     softcap: float | None = None
@@ -51,7 +67,7 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What becomes of query and key heads before attention: RMSNorm where there are weights, [D] float32, then the
+    """What happens to query and key heads before attention: RMSNorm where there are weights, [D] float32, then the
     rotation."""
 
     head_dim: int
@@ -64,56 +80,68 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """A layer of attention and a gated MLP, ready to compute: what engine/models/decoder.py runs in steps."""
+class DenseAttention:
+    """Grouped-query attention with its norms, as engine/layers/attention.py computes it. Norms are [hidden] float32."""
 
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
     input_norm: Tensor
-    output_norm: Tensor
-    attention_norm: Tensor | None
-    """Of what attention gives, before it joins the stream; so with the MLP."""
-    mlp_norm: Tensor | None
+    qkv: Linear
     rope: Rope
     softmax: Softmax
+    out: Linear
+    output_norm: Tensor | None
+    """Norm of what attention gives, before it joins the residual stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlp:
+    """A gated MLP with its norms, as engine/layers/mlp.py computes it."""
+
+    input_norm: Tensor
+    gate_up: Linear
     gelu: bool
+    """The gate is GELU in its tanh approximation, not SiLU."""
+    down: Linear
+    output_norm: Tensor | None
 
 
+DecoderLayer = tuple[DenseAttention, DenseMlp]
 FusedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, Sequence[Pages], range], tuple[Tensor, Tensor]]
 """(x, residual, metadata, pages of all layers, layers) runs these of the layers: x [T, hidden] is the output of the MLP
-before, residual the stream it is to join (None: x is embeddings); returned are the same after the last. Overwrites
-both."""
+before, residual the stream that it joins (None: x is embeddings); returned are the same two after the last layer.
+Overwrites both. No token has an adapter."""
 
 
-class Backend(Protocol):
-    """The functions of a backend module. Shapes: T tokens, H query heads, K key-value heads, D head_dim."""
+class Backend(ABC):
+    """Tensors in, tensors out. Shapes: T tokens, H query heads, K key-value heads, D head_dim."""
 
-    @property
-    def NAME(self) -> str: ...
+    name: str
+    block_size: int
+    """Tokens in a page."""
 
-    @property
-    def BLOCK_SIZE(self) -> int:
-        """Tokens in a page."""
-
+    @abstractmethod
     def description(self) -> str:
         """What computes, for the log: the library and its version, the instruction set."""
 
-    def cannot_serve(self, device: device, dtype: dtype, head_dim: int, softcap: bool = False) -> str | None:
-        """Why it cannot serve such a model there, in one line that says what would help; None where it can.
-        softcap: the model caps its attention scores."""
+    @abstractmethod
+    def cannot_serve(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+    ) -> str | None:
+        """Why it cannot serve such a model there, in one line that says what would help; None where it can. No other
+        method may be called where it cannot. softcap: the model caps its attention scores."""
 
-    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: dtype) -> tuple[int, ...]:
+    @abstractmethod
+    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
         """Shape of one layer's key cache and of its value cache; the first axis is the page.
 
-        The layout inside a page is the backend's own, but its element count is always BLOCK_SIZE * K * D, and pages of
+        The layout inside a page is the backend's own, but its element count is always block_size * K * D, and pages of
         more than 16 tokens are [tokens, ...], so that a page's beginning can be copied.
         """
 
+    @abstractmethod
     def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
         """Write k, v [T, K, D] to the pages at slots [T]."""
 
+    @abstractmethod
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
@@ -122,42 +150,52 @@ class Backend(Protocol):
         The query at position p sees keys max(0, p - window + 1) to p.
         H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
         A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
-        change a bit of it (except on CUDA without --deterministic).
+        change a bit of it (except on a GPU where the backend was not made deterministic).
         """
 
+    @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). The weight is float32, and
         the arithmetic, rounded to the dtype of x at the end."""
 
+    @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
 
+    @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up for gate_up [T, 2 * F], gate in the first half: [T, F]."""
 
+    @abstractmethod
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
 
+    @abstractmethod
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
 
-        K is told by the caches' element count. May overwrite qkv.
+        K follows from the caches' element count. May overwrite qkv.
         """
 
+    @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards.
 
         wide: the result is float32, of the same sums, whatever the dtype of x.
         """
 
+    @abstractmethod
     def fuse_layers(self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
-        """Consecutive layers as one call, with the bits of the functions above; None: call those."""
+        """Consecutive layers as one call, with the bits of the methods above; None where the backend has no such
+        call."""
 
+    @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:
         """The first of the largest values of each row, [R, vocab] to [R] int64."""
 
+    @abstractmethod
     def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         """A token for each row of logits [R, vocab] float32: [R] int64.
 

@@ -13,46 +13,107 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, DecoderLayer, FusedLayers, Linear, Rope, Softmax
+from quire.kernels.backend import (
+    AttentionMetadata,
+    Backend,
+    DecoderLayer,
+    FusedLayers,
+    Linear,
+    LinearContext,
+    Rope,
+    Softmax,
+)
 
-NAME = "reference"
-BLOCK_SIZE = 16
 KEY_TILE = 128
 QUERY_TILE = 16
 _FIRST_CANDIDATES = 1024
 """Top-p looks at this many most likely tokens first; a flatter distribution is sorted whole."""
 
 
-def description() -> str:
-    return "plain PyTorch, slower"
+class Reference(Backend):
+    name = "reference"
+    block_size = 16
 
+    def __init__(self, *, deterministic: bool = False) -> None:
+        """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton. On the CPU they
+        never do."""
+        self.deterministic = deterministic
 
-def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
-    return None
+    def description(self) -> str:
+        return "plain PyTorch, slower"
 
+    def cannot_serve(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+    ) -> str | None:
+        return None
 
-def kv_cache_shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-    return (num_blocks, BLOCK_SIZE, kv_heads, head_dim)
+    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        return (num_blocks, self.block_size, kv_heads, head_dim)
 
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        k_cache.view(-1, *k.shape[1:])[slots] = k
+        v_cache.view(-1, *v.shape[1:])[slots] = v
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-    k_cache.view(-1, *k.shape[1:])[slots] = k
-    v_cache.view(-1, *v.shape[1:])[slots] = v
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        starts = metadata.query_start.tolist()
+        for s, context in enumerate(metadata.context_lens.tolist()):
+            pages = metadata.block_table[s, : -(-context // k_cache.shape[1])].long()
+            k = k_cache[pages].flatten(0, 1)[:context]
+            v = v_cache[pages].flatten(0, 1)[:context]
+            for i in range(starts[s], starts[s + 1], QUERY_TILE):
+                rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
+                out[rows] = _attend(q[rows], k, v, metadata.positions[rows], softmax)
+        return out
 
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm(x, weight, eps)
 
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
-) -> Tensor:
-    out = torch.empty_like(q)
-    starts = metadata.query_start.tolist()
-    for s, context in enumerate(metadata.context_lens.tolist()):
-        pages = metadata.block_table[s, : -(-context // k_cache.shape[1])].long()
-        k = k_cache[pages].flatten(0, 1)[:context]
-        v = v_cache[pages].flatten(0, 1)[:context]
-        for i in range(starts[s], starts[s + 1], QUERY_TILE):
-            rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
-            out[rows] = _attend(q[rows], k, v, metadata.positions[rows], softmax)
-    return out
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return rms_norm(total, weight, eps), total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
+
+    def rope_store(
+        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        kv_heads = k_cache.shape[2]
+        heads = qkv.shape[1] // rope.head_dim - 2 * kv_heads
+        q, k, v = qkv.view(len(qkv), -1, rope.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        if rope.q_norm is not None:
+            q = rms_norm(q, rope.q_norm, rope.eps)
+        if rope.k_norm is not None:
+            k = rms_norm(k, rope.k_norm, rope.eps)
+        if rope.cos_sin is not None:
+            cos, sin = rope.cos_sin[metadata.positions][:, None].chunk(2, dim=-1)
+            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        self.store_kv(k, v, k_cache, v_cache, metadata.slots)
+        return q.contiguous()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        if self.deterministic:
+            from quire.kernels.gpu.triton_linear import pack_linear
+
+            return pack_linear(weight, bias, wide=wide)
+        return _pack_linear(weight, bias, wide=wide)
+
+    def fuse_layers(self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
+        return None
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        return argmax(logits)
+
+    def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
+        return draw(logits, filters, u)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax) -> Tensor:
@@ -92,44 +153,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return rms_norm(total, weight, eps), total
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-    kv_heads = k_cache.shape[2]
-    heads = qkv.shape[1] // rope.head_dim - 2 * kv_heads
-    q, k, v = qkv.view(len(qkv), -1, rope.head_dim).split((heads, kv_heads, kv_heads), dim=1)
-    if rope.q_norm is not None:
-        q = rms_norm(q, rope.q_norm, rope.eps)
-    if rope.k_norm is not None:
-        k = rms_norm(k, rope.k_norm, rope.eps)
-    if rope.cos_sin is not None:
-        cos, sin = rope.cos_sin[metadata.positions][:, None].chunk(2, dim=-1)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-    store_kv(k, v, k_cache, v_cache, metadata.slots)
-    return q.contiguous()
-
-
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al., 2021), halves paired; x [T, heads, D], cos, sin [T, 1, D / 2] float32."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def fuse_layers(layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
-    return None
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -178,7 +205,7 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
     return torch.minimum(picks, last)
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+def _pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
     packs = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # PyTorch for Apple's CPUs lacks it
     packs = packs and (
         weight.dtype == torch.float32
@@ -186,10 +213,10 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
     )
     linear = _pack_onednn(weight, bias) if packs else None
     if wide and bias is None and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
-        return lambda x: torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return lambda x, context: torch.mm(x, weight.t(), out_dtype=torch.float32)
     if linear is None:
-        linear = lambda x: F.linear(x, weight, bias)  # noqa: E731
-    return (lambda x: linear(x).float()) if wide else linear
+        linear = lambda x, context: F.linear(x, weight, bias)  # noqa: E731
+    return (lambda x, context: linear(x, context).float()) if wide else linear
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -201,7 +228,7 @@ def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     multiply = torch.ops.mkldnn._linear_pointwise
 
-    def linear(x: Tensor) -> Tensor:
+    def linear(x: Tensor, context: LinearContext) -> Tensor:
         if len(x) == 1:
             return multiply(x.expand(2, -1).contiguous(), packed, bias, "none", [], "")[:1]
         return multiply(x, packed, bias, "none", [], "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
@@ -15,19 +16,21 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo
 from quire.server import errors
+from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.body_limits import BodyLimitMiddleware
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
-from quire.server.generation.message import ChatFormats
-from quire.server.generation.structured import GrammarChecker
+from quire.server.formats.grammars import GrammarChecker
+from quire.server.formats.message import ChatFormats
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.logs import log_request
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.request_log import RequestLog, RequestLogMiddleware, RequestRecord
 from quire.server.routes import chat, completions, engine, models, page, requests, status, tokenize
-from quire.server.served_model import Serving
+from quire.server.runtime import Runtime
+from quire.server.served_model import ServedModel
 from quire.server.version import VERSION
 
 
@@ -41,9 +44,9 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it.
 
-    vocab_size is the model's: token ids run from 0 to vocab_size - 1. generation_defaults is what
-    generation_config.json says of temperature, top_p, top_k, min_p and repetition_penalty. Raises ConfigError for keys
-    that cannot be used; the lifespan raises what client.start() raises.
+    The model's token ids run from 0 to vocab_size - 1. generation_defaults has the temperature, top_p, top_k, min_p and
+    repetition_penalty of generation_config.json. Raises ConfigError for API keys that cannot be used; the lifespan
+    raises what client.start() raises.
     """
     tenants = Tenants(config)
     client.history.keep = config.request_history
@@ -59,24 +62,20 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             info = await client.start()
-            metrics = Metrics(client, config.model_names[0], info.max_model_len)
-            metrics.tell_cache(info, config)
-            app.state.serving = Serving(
-                config=config,
-                client=client,
-                info=info,
+            app.state.model = model = ServedModel(
+                names=config.model_names,
+                created=int(time.time()),
+                fingerprint=_fingerprint(info),
+                context_length=info.max_model_len,
+                vocab_size=vocab_size,
+                sampling_defaults=generation_defaults,
                 tokenizer=tokenizer,
                 renderer=renderer,
                 formats=ChatFormats.chosen(config, tokenizer.chat_templates),
                 grammars=grammars,
-                defaults=generation_defaults,
-                vocab_size=vocab_size,
-                metrics=metrics,
-                live_view=LiveView(client, metrics.recent),
-                request_log=RequestLog(config.request_history),
-                fingerprint=_fingerprint(info),
-                tenants=tenants,
             )
+            app.state.admission = Admission(client, config, keyed=tenants.closed)
+            app.state.runtime = _runtime(config, client, info, model)
             yield
         finally:
             await grammars.close()
@@ -92,10 +91,24 @@ def create_app(
     return app
 
 
+def _runtime(config: ServerConfig, client: EngineClient, info: EngineInfo, model: ServedModel) -> Runtime:
+    metrics = Metrics(client, model.names[0], info.max_model_len)
+    metrics.tell_cache(info, config)
+    return Runtime(
+        config=config,
+        client=client,
+        info=info,
+        started=model.created,
+        metrics=metrics,
+        live_view=LiveView(client, metrics.recent),
+        request_log=RequestLog(config.request_history),
+    )
+
+
 def _add_middleware(
     app: FastAPI, config: ServerConfig, tenants: Tenants, ended: Sequence[Callable[[RequestRecord], None]]
 ) -> None:
-    """The last one added is met first."""
+    """Add the middleware, the innermost first: a request meets the one added last first."""
     app.add_middleware(BodyLimitMiddleware, max_bytes=int(config.max_body_size * 2**20))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
@@ -112,8 +125,8 @@ def _add_middleware(
 
 
 def _fingerprint(info: EngineInfo) -> str:
-    """Equal as long as model, type, device and Quire's version are: what decides a seed's tokens. It ends in what else
-    may decide them: nothing, or the batch (see `quire verify`)."""
+    """A name of all that decides a seed's tokens: Quire's version, the model, its type, the device and the backend. The
+    end says whether the batch decides them too (see `quire verify`)."""
     parts = (VERSION, info.model, info.dtype, info.device, info.backend)
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
     return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"

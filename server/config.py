@@ -52,6 +52,9 @@ class ServerConfig(EngineConfig):
     write_timeout: float = Field(
         60.0, gt=0, description="Seconds that a client may leave its answer unread before it is cut off"
     )
+    sse_ping: float = Field(
+        15.0, ge=0, description="Seconds of silence after which a stream gets a comment, to keep it alive; 0: never"
+    )
     allowed_origins: list[str] = Field(
         default_factory=list, description="Origins whose web pages may call the server (CORS); *: all; default: none"
     )

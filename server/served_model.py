@@ -1,61 +1,49 @@
-"""What request handlers work with: one frozen object, made when the app is."""
+"""What a served model is: its names, and all that turns text into its tokens and back."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import ModelNotFound
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineInfo
-from quire.server.access.tenants import Tenants
-from quire.server.config import ServerConfig
-from quire.server.generation.message import ChatFormats
-from quire.server.generation.structured import GrammarChecker
-from quire.server.observe.live_view import LiveView
-from quire.server.observe.metrics import Metrics
-from quire.server.observe.request_log import RequestLog
+from quire.server.formats.grammars import GrammarChecker
+from quire.server.formats.message import ChatFormats
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
-    config: ServerConfig
-    client: EngineClient
-    info: EngineInfo
+class ServedModel:
+    names: tuple[str, ...]
+    """Names that requests may use, at least one; the first is the model's own."""
+    created: int
+    """Seconds of the Unix clock."""
+    fingerprint: str
+    """Answers with the same fingerprint and seed have the same tokens."""
+    context_length: int
+    """Most tokens of a prompt and its answer together."""
+    vocab_size: int
+    """Token ids run from 0 to vocab_size - 1."""
+    sampling_defaults: Mapping[str, float]
+    """Sampling parameters of the model's generation_config.json."""
     tokenizer: Tokenizer
     renderer: ChatRenderer
     formats: ChatFormats
     grammars: GrammarChecker
-    defaults: Mapping[str, float]
-    """Sampling parameters of the model's generation_config.json."""
-    vocab_size: int
-    """The model's: token ids run from 0 to vocab_size - 1."""
-    metrics: Metrics
-    live_view: LiveView
-    request_log: RequestLog
-    fingerprint: str
-    tenants: Tenants
-    draining: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the server is about to end: it takes no new generations."""
-    created: int = field(default_factory=lambda: int(time.time()))
 
-    def model_name(self, asked: str | None) -> str:
-        """The name for the answer. Raises ModelNotFound."""
-        names = self.config.model_names
+    def answer_name(self, asked: str | None) -> str:
+        """The name that an answer gives: the one asked for, by default the first. Raises ModelNotFound."""
         if asked is None:
-            return names[0]
-        if asked not in names:
-            raise ModelNotFound(f"The model `{asked}` does not exist; served here: {', '.join(names)}", param="model")
+            return self.names[0]
+        if asked not in self.names:
+            message = f"The model `{asked}` does not exist; served here: {', '.join(self.names)}"
+            raise ModelNotFound(message, param="model")
         return asked
 
 
-def serving_of(request: Request) -> Serving:
-    serving = request.app.state.serving
-    assert isinstance(serving, Serving)
-    return serving
+def model_of(request: Request) -> ServedModel:
+    model = request.app.state.model
+    assert isinstance(model, ServedModel)
+    return model

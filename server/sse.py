@@ -1,15 +1,18 @@
-"""Server-sent events: one body chunk per engine step, and an end as soon as the client is gone."""
+"""Server-sent events: one body chunk per engine step, comments during silences, and an end when the client is gone."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from time import monotonic
 
+from anyio import sleep_forever
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from quire.server.config import ServerConfig
 from quire.server.errors import stream_error
 
 HEADERS = (
@@ -17,34 +20,90 @@ HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back to fill its buffers
 )
+PING = ServerSentEvent(comment="ping", sep="\n").encode()
 
 
-class EventStream(Response):
-    """Sends chunks as they come; each is one or more whole events.
+class EventStream(EventSourceResponse):
+    """Sends chunks as they come; each is one or more whole events, already encoded.
 
-    `close` is called when the client disconnects and when the stream ends, and must end `chunks`. An exception before
-    the first chunk is raised, to get a status of its own; a later one is sent as an OpenAI error body, the last event.
+    `close` is called when the client disconnects and when the stream ends, and must end `chunks`. The status is sent
+    with the first chunk, or with the first ping when none came for `config.sse_ping` seconds. An exception before that
+    is raised, to get a status of its own; a later one is sent as an OpenAI error body, the last event.
+
+    The disconnect, the task group and the shutdown are sse-starlette's. When it learns of a shutdown itself, streams
+    get `config.shutdown_timeout` seconds to end; HttpServer, which catches no signals, drains them before it stops.
     """
 
-    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str]) -> None:
-        self._chunks = chunks
-        self._close = close
-        self.status_code = 200
-        self.background = None
+    def __init__(
+        self, chunks: AsyncIterator[bytes], close: Callable[[], None], headers: Mapping[str, str], config: ServerConfig
+    ) -> None:
+        super().__init__(
+            chunks,
+            ping=config.sse_ping,
+            client_close_handler_callable=self._on_disconnect,
+            shutdown_grace_period=config.shutdown_timeout,
+        )
+        # The base class would add `connection: keep-alive`, which HTTP/1.1 assumes and a closing server contradicts.
         self.raw_headers = [*HEADERS, *((name.lower().encode(), value.encode()) for name, value in headers.items())]
+        self._close = close
+        self._begun = False
+        """Whether the status was sent."""
+        self._last_sent = monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with closing_on_disconnect(receive, self._close):
-            chunk = await anext(self._chunks, b"")
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            try:
-                async for chunk in self._chunks:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                last = b""
-            except Exception as error:
-                last = stream_error(error)
+        try:
+            await super().__call__(scope, receive, send)
+            await self._begin(send)  # for the log of requests, where the client left before the status
+        finally:
+            self._close()
+
+    async def _begin(self, send: Send) -> None:
+        async with self._send_lock:
+            if not self._begun:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                self._begun = True
+
+    async def _stream_response(self, send: Send) -> None:
+        """Replaces the base class's, which checks, logs and times each chunk: several microseconds per token."""
+        last = b""
+        try:
+            async for chunk in self.body_iterator:
+                if not self._begun:
+                    await self._begin(send)
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._last_sent = monotonic()
+        except Exception as error:
+            async with self._send_lock:  # a ping may be sending the status
+                if not self._begun:
+                    raise
+            last = stream_error(error)
+        await self._begin(send)
+        async with self._send_lock:
+            self.active = False
             await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        """Replaces the base class's, which also pings between events that come all the time."""
+        while True:
+            silent = monotonic() - self._last_sent
+            if silent < self.ping_interval:
+                await asyncio.sleep(self.ping_interval - silent)
+                continue
+            await self._begin(send)
+            async with self._send_lock:
+                if self.active:
+                    await send({"type": "http.response.body", "body": PING, "more_body": True})
+            self._last_sent = monotonic()
+
+    async def _listen_for_disconnect(self, receive: Receive) -> None:
+        try:
+            await super()._listen_for_disconnect(receive)
+        except HTTPException:  # of a body over the bounds, where the route has read none
+            self._close()
+            await sleep_forever()  # until the stream has ended
+
+    async def _on_disconnect(self, message: Message) -> None:
+        self._close()
 
 
 @asynccontextmanager

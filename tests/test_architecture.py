@@ -1,14 +1,15 @@
-"""The api plan, enforced: who may import whom, what stays light, how large things may grow.
+"""The design, enforced: who may import whom, what stays light, how large things may grow.
 
-server > engine's control half > nothing; engine/loop.py > worker > models > layers > kernels > nothing.
+server > engine's control half > nothing; engine/loop.py > worker > models > layers > kernels > nothing. Inside server,
+engine and kernels the rooms have an order too.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,24 +18,28 @@ import pytest
 
 from tests.tree import ROOT, source_files
 
-OURS = {"quire", "server", "engine", "kernels", "configs", "tests"}
+LINKED = {"server", "engine", "kernels", "configs"}
+"""What the links in quire/ lead to: imported as quire.server and so on, never by these names alone."""
 HEAVY = {"torch", "transformers", "flash_attn", "triton"}
 
 ALLOWED = {
-    "quire.py": {"control"},
+    "quire": {"server", "control"},
     "server": {"server", "control"},
     "control": {"control"},
-    "loop": {"control", "worker", "models", "kernels"},
+    "loop": {"control", "worker"},
     "worker": {"worker", "models", "layers", "kernels", "shared"},
     "models": {"models", "layers", "kernels", "shared"},
     "layers": {"layers", "kernels", "shared"},
     "kernels": {"kernels"},
 }
+"""Parts, and the parts that each may import from. `control` is all of engine/ that has no part of its own."""
 SHARED = {
     "quire.engine.batch",
     "quire.engine.types",
     "quire.engine.errors",
     "quire.engine.config",
+    "quire.engine.batch",
+    "quire.engine.checkpoint.families",
     "quire.engine.checkpoint.files",
     "quire.engine.checkpoint.kv_plan",
     "quire.engine.text.tokenizer",
@@ -42,7 +47,21 @@ SHARED = {
 }
 """The modules of the control half that the device half may use: data and file reading, no decisions."""
 
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_TOTAL_LINES = 400, 60, 23_000
+ROOMS = {
+    "server": (
+        *("version", "config", "errors", "encoding", "protocol", "formats", "access", "observe", "served_model"),
+        *("generation", "resolve", "runtime", "sse", "connection", "routes", "app", "cli"),
+    ),
+    "engine": (
+        *("errors", "types", "batch", "config", "heartbeat", "messages", "procfs", "text", "checkpoint"),
+        *("blocks", "sequence", "fairness", "scheduler", "snapshot", "executor", "steps"),
+        *("layers", "models", "worker", "loop", "client", "llm", "main"),
+    ),
+    "kernels": ("backend", "reference", "cpu", "gpu", "select"),
+}
+"""The rooms (folders, and modules that stand beside them), each of which may import those before it and no other."""
+
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 16
 
 
 @dataclass(frozen=True)
@@ -57,25 +76,37 @@ class Import:
         return f"{self.file}:{self.line} imports {self.module}"
 
 
-def code_files() -> list[Path]:
-    """Python outside tests and outside configs, whose scripts stand beside the api and are imported by nobody."""
-    return [path for path in source_files() if path.suffix == ".py" and path.parts[0] not in ("tests", "configs")]
+def python_files() -> list[Path]:
+    return [path for path in source_files() if path.suffix == ".py"]
 
 
-def house_files() -> list[Path]:
-    return [path for path in code_files() if part_of(module_name(path)) is not None]
+def our_files() -> list[Path]:
+    """The modules of the package."""
+    return [path for path in python_files() if part_of(module_name(path)) is not None]
 
 
 def module_name(path: Path) -> str:
-    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    """As it is imported: `quire.server.app` for server/app.py."""
+    name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    return f"quire.{name}" if path.parts[0] in LINKED else name
 
 
 def part_of(module: str) -> str | None:
-    """The part of the api that a module belongs to; None for what is not ours."""
+    """The key of ALLOWED that a module belongs to; None for what is not the package's."""
     names = module.split(".")
-    if names[0] == "engine" and len(names) > 1:
-        return {"loop": "loop", "worker": "worker", "models": "models", "layers": "layers"}.get(names[1], "control")
-    return {"quire": "quire.py", "server": "server", "engine": "control", "kernels": "kernels"}.get(names[0])
+    if names[0] != "quire":
+        return None
+    if names[1:2] == ["engine"]:
+        return names[2] if len(names) > 2 and names[2] in ALLOWED else "control"
+    if names[1:2] == ["configs"]:
+        return None
+    return names[1] if names[1:2] in (["server"], ["kernels"]) else "quire"
+
+
+def room_of(module: str) -> tuple[str, str] | None:
+    """The key of ROOMS and the room: ("server", "routes") for quire.server.routes.chat."""
+    names = module.split(".")
+    return (names[1], names[2]) if names[0] == "quire" and len(names) > 2 and names[1] in ROOMS else None
 
 
 def imports(path: Path) -> Iterator[Import]:
@@ -106,8 +137,8 @@ def _for_type_checkers(node: ast.AST) -> bool:
 
 
 def _resolve(base: str, name: str) -> str:
-    """`from engine import loop` imports the module engine.loop; `from engine.loop import x` does too."""
-    if base.split(".")[0] not in OURS:
+    """`from quire.engine import loop` imports the module quire.engine.loop; `from quire.engine.loop import x` too."""
+    if base.split(".")[0] not in LINKED | {"quire", "tests"}:
         return base
     stem = ROOT / Path(*base.split("."), name)
     return f"{base}.{name}" if stem.with_suffix(".py").exists() or stem.is_dir() else base
@@ -129,7 +160,17 @@ def permitted(part: str, target: str) -> bool:
     return part_of(target) in allowed or ("shared" in allowed and target in SHARED)
 
 
-@pytest.mark.parametrize("path", house_files(), ids=str)
+def test_everything_is_imported_below_the_root() -> None:
+    wrong = [
+        f"{found}: write quire.{found.module}"
+        for path in python_files()
+        for found in imports(path)
+        if found.module.split(".")[0] in LINKED
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", our_files(), ids=str)
 def test_imports_run_downward(path: Path) -> None:
     part = part_of(module_name(path))
     assert part is not None
@@ -138,17 +179,39 @@ def test_imports_run_downward(path: Path) -> None:
         target = part_of(found.module)
         starts_loop = part == "control" and target == "loop" and found.lazy  # engine/client/in_process.py does
         if target is not None and not permitted(part, found.module) and not starts_loop:
-            wrong.append(
-                f"{found}: {part} may import from {', '.join(sorted(ALLOWED[part] & ALLOWED.keys() | {part}))} only"
-            )
+            below = ", ".join(sorted(ALLOWED[part] & ALLOWED.keys() | {part}))
+            wrong.append(f"{found}: {part} may import from {below} only")
     advice = (
-        "Move what is needed down, or pass it as an argument. 'control' is engine/*.py; of it the device half may use "
-        f"{', '.join(sorted(SHARED))}; the control half reaches engine.loop from inside a function only."
+        "Move what is needed down, or pass it as an argument. 'control' is engine/ without its device half, which may "
+        f"use of it {', '.join(sorted(SHARED))}; the control half reaches engine.loop from inside a function only."
     )
     assert not wrong, "\n".join([*wrong, advice])
 
 
-@pytest.mark.parametrize("path", house_files(), ids=str)
+NOT_YET = pytest.mark.xfail(reason="its rooms are being rearranged: take this mark away after the merge", strict=True)
+
+
+@pytest.mark.parametrize(
+    "house", [pytest.param("server", marks=NOT_YET), pytest.param("engine", marks=NOT_YET), "kernels"]
+)
+def test_rooms_import_those_before_them_only(house: str) -> None:
+    """So there are no cycles among them. An import for type checkers counts like any other."""
+    order = {room: at for at, room in enumerate(ROOMS[house])}
+    files = [(path, room_of(module_name(path))) for path in our_files()]
+    rooms = {room for _, place in files if place is not None and place[0] == house for room in place[1:]}
+    wrong = [f"{house}/{room} is in ROOMS or on disk, not in both" for room in sorted(rooms ^ order.keys())]
+    for path, place in files:
+        for found in imports(path) if place is not None and place[0] == house else ():
+            target = room_of(found.module)
+            if target is None or place is None or target[0] != house or target == place:
+                continue
+            if order.get(target[1], -1) > order.get(place[1], len(order)):
+                wrong.append(f"{found}: {house}/{place[1]} stands before {house}/{target[1]}")
+    advice = "Move what is needed down, or pass it as an argument; a new room gets a place in ROOMS."
+    assert not wrong, "\n".join([*wrong, advice])
+
+
+@pytest.mark.parametrize("path", our_files(), ids=str)
 def test_the_server_and_the_control_half_never_import_torch(path: Path) -> None:
     part = part_of(module_name(path))
     wrong = []
@@ -160,13 +223,13 @@ def test_the_server_and_the_control_half_never_import_torch(path: Path) -> None:
                 wrong.append(
                     f"{found}: it costs seconds; only a function of engine/text/tokenizer.py may, as a fallback"
                 )
-        elif top in HEAVY and part in ("quire.py", "server", "control"):
+        elif top in HEAVY and part in ("quire", "server", "control"):
             wrong.append(f"{found}: tensors belong to engine/worker and below; hand over plain lists or bytes")
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize(
-    "module", ["quire", "quire.server.cli.main", "quire.server.app", "quire.engine.client.client", "kernels"]
+    "module", ["quire", "quire.server.cli.main", "quire.server.app", "quire.engine.client.client", "quire.kernels"]
 )
 def test_importing_is_light(module: str) -> None:
     script = f"import sys, {module}; print(*sorted({HEAVY!r} & set(sys.modules)))"
@@ -179,23 +242,19 @@ def test_importing_is_light(module: str) -> None:
 
 def test_no_file_outgrows_a_reader() -> None:
     suffixes = {".py", ".cpp", ".h", ".cu", ".js", ".css", ".html"}
-    lines = {
-        path: len((ROOT / path).read_text(encoding="utf-8").splitlines())
-        for path in source_files()
-        if path.suffix in suffixes and path.parts[0] != "tests"
-    }
-    long = [
-        f"{path}: {count} lines, at most {MAX_FILE_LINES}" for path, count in lines.items() if count > MAX_FILE_LINES
-    ]
+    long = []
+    for path in source_files():
+        if path.suffix in suffixes and path.parts[0] != "tests":
+            count = len((ROOT / path).read_text(encoding="utf-8").splitlines())
+            if count > MAX_FILE_LINES:
+                long.append(f"{path}: {count} lines, at most {MAX_FILE_LINES}")
     assert not long, "\n".join([*long, "Split it along a noun: one noun per file."])
-    total = sum(lines.values())
-    assert total <= MAX_TOTAL_LINES, f"{total} lines without tests, at most {MAX_TOTAL_LINES}: delete something first"
 
 
 def test_no_function_outgrows_a_screen() -> None:
     long = []
-    for path in source_files():
-        if path.suffix == ".py" and path.parts[0] != "tests":
+    for path in python_files():
+        if path.parts[0] != "tests":
             for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     count = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -204,18 +263,8 @@ def test_no_function_outgrows_a_screen() -> None:
     assert not long, "\n".join([*long, "Name its steps and give each a function."])
 
 
-def test_no_machine_is_named() -> None:
-    hosts = "|".join(["pypi" + r"\.org", "python" + "hosted", "deb" + r"\.debian", "registry" + r"\.npmjs"])
-    paths = "|".join(["work", "farm", "root", "home/[a-z]+"])
-    names = re.compile(rf"{hosts}|download\.{'pytorch'}|(?:^|[\s\"'`=(:])/(?:{paths})/", re.MULTILINE)
-    wrong = []
-    for path in source_files():
-        try:
-            text = (ROOT / path).read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            continue
-        wrong += [
-            f"{path}:{text.count(chr(10), 0, found.start()) + 1} {found.group()!r}" for found in names.finditer(text)
-        ]
-    advice = "Name packages, not the hosts they come from; make paths relative to the project or ask for them."
-    assert not wrong, "\n".join([*wrong, advice])
+def test_no_room_outgrows_a_glance() -> None:
+    modules = [path for path in source_files() if path.suffix in {".py", ".cpp", ".js"} and path.parts[0] != "tests"]
+    counts = Counter(path.parent for path in modules if path.name != "__init__.py")
+    full = [f"{room}: {count} modules, at most {MAX_MODULES}" for room, count in counts.items() if count > MAX_MODULES]
+    assert not full, "\n".join([*full, "Give what belongs together a room of its own."])

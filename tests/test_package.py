@@ -1,4 +1,4 @@
-"""What a built wheel carries, and that it runs from there alone."""
+"""What the sdist and the wheel built from it carry, and that Quire runs from there beside modules of other people."""
 
 from __future__ import annotations
 
@@ -6,76 +6,151 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
+import httpx
 import pytest
 
+from tests.e2e.server import Server
 from tests.tree import ROOT, source_files
 
-PACKAGES = ("server", "engine", "kernels")
+pytestmark = pytest.mark.slow
+
+LINKED = ("server", "engine", "kernels")
+SCRIPT = """
+import server, engine, kernels
+assert {module.OWNER for module in (server, engine, kernels)} == {"the user"}
+import quire.engine.config
+from quire import LLM, SamplingParams
+
+if __name__ == "__main__":
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    (out,) = LLM(max_model_len=64, num_kv_blocks=16).generate("Once upon a time", params, use_tqdm=False)
+    print(quire.engine.config.__file__, len(out.outputs[0].token_ids), out.outputs[0].finish_reason)
+"""
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a clean copy: nothing that lies about in the checkout can slip in."""
     folder = tmp_path_factory.mktemp("package")
     for path in source_files():
         target = folder / "source" / path
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, target, follow_symlinks=False)
-    options = ["--no-deps", "--no-build-isolation", "--quiet", "-w", str(folder)]
-    command = [sys.executable, "-m", "pip", "wheel", *options, str(folder / "source")]
+    (folder / "source/kernels/cpu/plain.so").write_bytes(b"of another machine")
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--outdir",
+        str(folder / "dist"),
+        str(folder / "source"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    (built,) = folder.glob("quire-*.whl")
-    return built
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "dist"
 
 
-def test_it_carries_every_source_and_data_file(wheel: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> zipfile.ZipFile:
+    (path,) = dist.glob("quire-*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def site(dist: Path) -> Path:
+    """A folder of packages with the wheel installed in it."""
+    (path,) = dist.glob("quire-*.whl")
+    target = dist.with_name("site")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(path)]
+    subprocess.run(command, check=True, timeout=120)
+    return target
+
+
+@pytest.fixture
+def crowded(tmp_path: Path) -> Path:
+    """A folder whose modules have the names of ours and, in `stdlib/`, of Python's."""
+    for name in LINKED:
+        (tmp_path / f"{name}.py").write_text("OWNER = 'the user'\n")
+    (tmp_path / "stdlib").mkdir()
+    for name in ("random", "queue", *LINKED):
+        (tmp_path / "stdlib" / f"{name}.py").write_text(f"raise SystemExit('the user\\'s {name}.py was imported')\n")
+    return tmp_path
+
+
+def test_the_sdist_has_what_the_wheel_is_built_from_and_no_more(dist: Path) -> None:
+    (path,) = dist.glob("quire-*.tar.gz")
+    with tarfile.open(path) as archive:
+        members = {member.name.split("/", 1)[-1]: member for member in archive.getmembers()}
+    assert {"setup.py", "quire/kernels/cpu/attention.cpp", "quire/kernels/cpu/simd.h"} <= members.keys()
+    assert not any(member.issym() or member.islnk() for member in members.values()), "links do not travel well"
+    tops = {name.split("/")[0] for name, member in members.items() if member.isfile()}
+    files = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
+    assert tops == {"quire", "quire.egg-info", *files}
+    assert not any(name.endswith(".so") for name in members), "compiled for one machine"
+
+
+def test_the_wheel_carries_every_source_and_data_file(wheel: zipfile.ZipFile) -> None:
     code = (".py", ".cpp", ".h", ".toml")
-    wanted = {path for path in source_files() if path.parts[0] in PACKAGES and path.suffix in code}
+    wanted = {path for path in source_files() if path.parts[0] in LINKED and path.suffix in code}
     wanted |= {path for path in source_files() if path.match("configs/*.toml") or path.match("configs/demo/*")}
     wanted |= {path for path in source_files() if path.is_relative_to("server/web")}
     names = {f"quire/{path}" for path in wanted} | {"quire/__init__.py", "quire/__main__.py"}
     assert {"quire/configs/demo/model.safetensors", "quire/server/web/index.html"} <= names
     assert "quire/kernels/cpu/attention.cpp" in names
-    missing = names - set(zipfile.ZipFile(wheel).namelist())
+    missing = names - set(wheel.namelist())
     assert not missing, f"{sorted(missing)} not in the wheel: name them in pyproject.toml under tool.setuptools"
 
 
-def test_it_carries_the_compiled_kernels(wheel: Path) -> None:
+def test_the_wheel_carries_the_compiled_kernels(wheel: zipfile.ZipFile) -> None:
     if not any(shutil.which(name) for name in ("g++", "c++", "clang++")):
         pytest.skip("no C++ compiler here")
-    assert any(
-        name.startswith("quire/kernels/cpu/") and name.endswith(".so") for name in zipfile.ZipFile(wheel).namelist()
-    )
+    assert wheel.read("quire/kernels/cpu/plain.so").startswith((b"\x7fELF", b"\xcf\xfa\xed\xfe"))
 
 
-def test_it_carries_nothing_else(wheel: Path) -> None:
-    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
-    info = {top for top in tops if top.endswith(".dist-info")}
-    assert tops - info == {"quire"}
-    assert not any("training" in name for name in zipfile.ZipFile(wheel).namelist())
+def test_the_wheel_claims_one_name_and_carries_nothing_else(wheel: zipfile.ZipFile) -> None:
+    (info,) = {name.split("/")[0] for name in wheel.namelist()} - {"quire"}
+    assert info.endswith(".dist-info")
+    assert wheel.read(f"{info}/top_level.txt").decode().split() == ["quire"]
+    assert not any("training" in name for name in wheel.namelist())
+    assert "quire = quire.server.cli.main:main" in wheel.read(f"{info}/entry_points.txt").decode()
+    assert f"{info}/licenses/LICENSE" in wheel.namelist()
 
 
-def test_it_has_the_command_and_the_licence(wheel: Path) -> None:
-    archive = zipfile.ZipFile(wheel)
-    texts = {Path(name).name: name for name in archive.namelist() if ".dist-info/" in name}
-    assert "quire = quire.server.cli.main:main" in archive.read(texts["entry_points.txt"]).decode()
-    assert "LICENSE" in texts
-
-
-def test_it_generates_with_the_embedded_model(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    script = (
-        "import quire.engine.config; from quire import LLM, SamplingParams\n"
-        "params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)\n"
-        "out = LLM(max_model_len=64, num_kv_blocks=16).generate('Once upon a time', params, use_tqdm=False)\n"
-        "print(quire.engine.config.__file__, len(out[0].outputs[0].token_ids), out[0].outputs[0].finish_reason)"
-    )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
-    command = [sys.executable, "-P", "-c", script]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("installed", [True, False], ids=["wheel", "checkout"])
+def test_llm_generates_beside_modules_of_the_user(
+    installed: bool, crowded: Path, request: pytest.FixtureRequest
+) -> None:
+    root = request.getfixturevalue("site") if installed else ROOT
+    (crowded / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(crowded / "script.py")]
+    environment = os.environ | {"PYTHONPATH": str(root)}
+    done = subprocess.run(command, cwd=crowded, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(tmp_path / "site" / "quire" / "engine" / "config.py"), "4", "length"]
+    assert done.stdout.split() == [str(root / "quire" / "engine" / "config.py"), "4", "length"]
+
+
+def test_the_server_answers_wherever_the_user_stands(
+    site: Path, crowded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a grammar, which a process of its own checks; the engine is one too."""
+    monkeypatch.chdir(crowded / "stdlib")
+    server = Server(tmp_path / "log", quire=site / "bin" / "quire", env={"PYTHONPATH": str(site)})
+    body = {"prompt": "Once", "max_tokens": 4, "guided_regex": "[a-z ]+", "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert server.stop() == 0, server.log.read_text()
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_the_demo_can_be_trained_again() -> None:
+    """Its script finds its modules, words and templates; it is in no wheel."""
+    command = [sys.executable, str(ROOT / "configs/demo/training/train.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--tokens" in done.stdout
+    assert (ROOT / "configs/demo/training/card.md").is_file()

@@ -1,4 +1,7 @@
-"""Finding a model's files and reading its config.json, without torch or transformers: importing those costs seconds."""
+"""Finds a model's files, and reads config.json, generation_config.json and the headers of safetensors files.
+
+It imports neither torch nor transformers, because importing those takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,22 @@ from typing import Any, NamedTuple
 from quire.engine.errors import ModelError
 
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_GEMMA3 = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-_GEMMA3 |= {"max_position_embeddings": 131_072}
-"""What files of Gemma 3 leave out."""
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The files of a hub repository that are downloaded."""
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes per number of the safetensors types that the loader casts to the served type."""
+_GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_GEMMA3_DEFAULTS |= {"max_position_embeddings": 131_072}
+"""What the config.json of Gemma 3 models leaves out: transformers' defaults."""
+_SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Those of generation_config.json's keys that become a model's defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder's shape as config.json tells it; what only one family has stays in `raw` for its file to read."""
+    """A decoder's shape, read from config.json.
+
+    Keys that only one model family has stay in `raw`, where that family's module reads them.
+    """
 
     model_type: str
     vocab_size: int
@@ -34,26 +43,29 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str
-    """The checkpoint's, "float32" where it does not say."""
+    """The checkpoint's type; "float32" if config.json names none."""
     rope: dict[str, Any]
-    """rope_type, rope_theta and the scaling's own keys."""
+    """rope_type, rope_theta, and the keys that the rope_type adds to them."""
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:
-    """The directory of a local model, or of a hub id's snapshot, downloaded if need be. Raises ModelError."""
+    """The directory of a model.
+
+    name: a local directory, or a hub id, which is downloaded if it is not in the hub's cache. Raises ModelError.
+    """
     path = Path(name).expanduser()
     if path.is_file():
         raise ModelError(f"model: {name!r} is a file; give a directory of safetensors (GGUF is not read)")
-    return path if path.is_dir() else _downloaded(name, revision, _WANTED_FILES)
+    return path if path.is_dir() else _download(name, revision, _WANTED_FILES)
 
 
-def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """The directory of a hub id's snapshot with the files of these patterns."""
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """The local directory of a hub id's snapshot, with the files that match these patterns. Raises ModelError."""
     if Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(f"model: there is no directory {name!r}, and it is not a hub id (owner/name)")
-    # The hub client takes a third of a second to import; a local directory does without.
+    # Imported here, because importing the hub's client takes a third of a second and a local directory needs none.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -66,15 +78,18 @@ def _downloaded(name: str, revision: str | None, patterns: list[str]) -> Path:
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """A config.json, and the directory it is in: of a directory, by its own path, or of a hub id, of which nothing else
-    is downloaded (then there is no directory). Raises ModelError."""
+    """The content of a config.json, and the directory of the model that it belongs to.
+
+    name: a directory, a .json file, or a hub id. Of a hub id only config.json is downloaded, so the directory is None.
+    Raises ModelError.
+    """
     path = Path(name).expanduser()
     if path.suffix == ".json":
         file, folder = path, path.parent
     elif path.is_dir():
         file, folder = path / "config.json", path
     else:
-        file, folder = _downloaded(name, revision, ["config.json"]) / "config.json", None
+        file, folder = _download(name, revision, ["config.json"]) / "config.json", None
     raw = _read_json(file)
     if raw is None:
         raise ModelError(f"model: there is no {file.name} in {file.absolute().parent.name}")
@@ -82,14 +97,14 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Read a transformers config.json. Raises ModelError, naming the key, for what is missing."""
+    """Read the config.json, in transformers' format, of a model directory. Raises ModelError, naming a missing key."""
     raw = _read_json(path / "config.json")
     if raw is None:
         raise ModelError(f"model: {path.name} has no config.json")
     if quantized := raw.get("quantization_config"):
         method = dict(quantized).get("quant_method", "in some way")
         raise ModelError(f"model: its weights are quantized ({method}), which is not served yet")
-    if raw.get("model_type") == "gemma3":  # of models with images the only ones whose text part is served
+    if raw.get("model_type") == "gemma3":  # the only family with image input whose text part can be served
         raw = text_config(raw)
     generation = _read_json(path / "generation_config.json") or {}
     heads = _integer(raw, "num_attention_heads")
@@ -114,22 +129,28 @@ def read_model_config(path: Path) -> ModelConfig:
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A config.json with the part on its decoder, where there is one, over the rest."""
+    """The configuration of a model's text decoder.
+
+    A model that takes images or audio too has it in an object of its own in config.json. The keys of that object then
+    override those of the same name outside of it.
+    """
     part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config")
     text = {**raw, **(part if isinstance(part, Mapping) else {})}
-    return _GEMMA3 | text if text.get("model_type") == "gemma3_text" else text
+    return _GEMMA3_DEFAULTS | text if text.get("model_type") == "gemma3_text" else text
 
 
 def text_tensor(name: str) -> str | None:
-    """What a checkpoint's tensor is called in a model of text alone; None: it is of what sees images."""
+    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder."""
     if "vision_tower." in name or "multi_modal_projector." in name:
         return None
     return name.replace("language_model.", "")
 
 
 def weight_files(path: Path) -> list[Path]:
-    """A directory's safetensors: model.safetensors, or the shards that its index names. They may be missing. Raises
-    ModelError for an index that is none."""
+    """The paths of a model's safetensors files: model.safetensors, or the shards that the index file names.
+
+    They need not exist. Raises ModelError when the index file is invalid.
+    """
     index = _read_json(path / "model.safetensors.index.json")
     if index is None:
         return [path / "model.safetensors"]
@@ -140,16 +161,16 @@ def weight_files(path: Path) -> list[Path]:
 
 
 class StoredWeights(NamedTuple):
-    """What the headers of a checkpoint's safetensors files add up to."""
+    """The size of a checkpoint's weights."""
 
     floats: int
-    """Numbers of floating point, which are loaded in the served type."""
+    """How many numbers of 16 bits or more; they are loaded in the served type."""
     other_bytes: int
-    """Of packed integers and 8-bit floats, which stay as they are."""
+    """Bytes of packed integers and 8-bit floats, which are loaded as they are."""
 
 
 def read_stored_weights(path: Path) -> StoredWeights | None:
-    """From the headers of a directory's safetensors files, a few KB each; None where one is missing."""
+    """Add up the tensors in the headers, a few KB each, of a model's safetensors files; None if a file is missing."""
     shards = weight_files(path)
     if not all(shard.is_file() for shard in shards):
         return None
@@ -159,15 +180,15 @@ def read_stored_weights(path: Path) -> StoredWeights | None:
             if name == "__metadata__" or name.endswith("rotary_emb.inv_freq") or text_tensor(name) is None:
                 continue
             begin, end = tensor["data_offsets"]
-            if tensor["dtype"] in _FLOATS:
-                floats += (end - begin) // _FLOATS[tensor["dtype"]]
+            if tensor["dtype"] in _FLOAT_BYTES:
+                floats += (end - begin) // _FLOAT_BYTES[tensor["dtype"]]
             else:
                 other += end - begin
     return StoredWeights(floats, other)
 
 
 def _safetensors_header(shard: Path) -> dict[str, Any]:
-    """Eight bytes of length, then JSON (https://huggingface.co/docs/safetensors)."""
+    """The header: its length as eight bytes, little-endian, then JSON (https://huggingface.co/docs/safetensors)."""
     try:
         with shard.open("rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -179,14 +200,15 @@ def _safetensors_header(shard: Path) -> dict[str, Any]:
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
-    """The sampling parameters that generation_config.json recommends; {} where it samples nothing."""
+    """The sampling parameters that generation_config.json recommends; {} if it says that nothing is sampled."""
     generation = _read_json(path / "generation_config.json") or {}
     if generation.get("do_sample") is False:
         return {}
-    return {key: generation[key] for key in _SAMPLING_DEFAULTS if generation.get(key) is not None}
+    return {key: generation[key] for key in _SAMPLING_PARAMETERS if generation.get(key) is not None}
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None if there is no such file. Raises ModelError for anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -199,6 +221,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _integer(raw: dict[str, Any], key: str) -> int:
+    """An integer that config.json must have. Raises ModelError, naming the key."""
     value = raw.get(key)
     if not isinstance(value, int):
         family = f"config.json of a {raw.get('model_type')!r}"
@@ -207,7 +230,11 @@ def _integer(raw: dict[str, Any], key: str) -> int:
 
 
 def _rope(raw: dict[str, Any]) -> dict[str, Any]:
-    """One form for transformers 4 (rope_theta beside rope_scaling) and 5 (rope_parameters holds both)."""
+    """The rotary embedding's parameters, as one object with both rope_theta and rope_type.
+
+    Files of transformers 4 have rope_theta beside an object rope_scaling, those of transformers 5 both in
+    rope_parameters.
+    """
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
@@ -215,7 +242,7 @@ def _rope(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """End-of-sequence ids: generation_config.json's and config.json's, without repetition."""
+    """All ids among `values`, each of which is one id, several or none; in order and without repetition."""
     found: list[int] = []
     for value in values:
         found += value if isinstance(value, list) else [] if value is None else [value]

@@ -1,4 +1,7 @@
-"""The arithmetic of memory: what a page of KV costs, how many fit, and how long a context that allows. No torch."""
+"""Plans the KV cache: the size of a page, how many pages fit in memory, and how long a context they allow.
+
+It also reads how much memory the machine has left. It does not import torch, so `quire plan` can use it.
+"""
 
 from __future__ import annotations
 
@@ -11,37 +14,32 @@ from quire.engine.errors import ConfigError
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CPU_KV_BYTES = 4 * GIB
-"""Most KV cache on a CPU unless asked for more: the machine has other uses for its memory."""
+"""The largest KV cache that is allocated on a CPU unasked: the machine needs its memory for other things too."""
 _HOST_SHARE = 0.5
-"""Of the memory still free once the weights are loaded."""
+"""The largest share for the KV cache of the memory that is free once the weights are loaded."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
-"""What CUDA, its libraries and PyTorch hold on a GPU before any tensor: `quire plan` cannot ask the card."""
+"""Estimate for `quire plan`, which has no GPU to ask: what CUDA, its libraries and PyTorch take before any tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """How the KV cache is cut: num_blocks pages of block_size tokens, for contexts up to max_model_len."""
+    """The KV cache: num_blocks pages of block_size tokens each, for contexts of up to max_model_len tokens."""
 
     num_blocks: int
     block_size: int
     page_bytes: int
-    """All layers together."""
+    """Bytes of one page in all layers together."""
     max_model_len: int
     arithmetic: str
-    """One line for the log."""
+    """How the numbers come about, in one line for the log."""
 
     @property
     def kv_bytes(self) -> int:
         return self.num_blocks * self.page_bytes
 
 
-def page_bytes(model: ModelConfig, block_size: int, dtype: str) -> int:
-    """2 (keys and values) x block size x KV heads x head dim x bytes, times the layers."""
-    return 2 * block_size * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype] * model.num_layers
-
-
 def check_positions(model: ModelConfig, max_model_len: int | None) -> None:
-    """Raise ConfigError for a context that the model has no positions for."""
+    """Raise ConfigError for a context that is longer than the model supports."""
     if max_model_len is not None and max_model_len > model.max_position:
         raise ConfigError(
             f"max_model_len: {max_model_len} exceeds the model's {model.max_position} positions", param="max_model_len"
@@ -49,21 +47,26 @@ def check_positions(model: ModelConfig, max_model_len: int | None) -> None:
 
 
 def host_kv_budget(available: int) -> int:
-    """Bytes for the KV cache on a CPU, of those that are free beside the weights."""
+    """Bytes for the KV cache on a CPU. available: free bytes once the weights are loaded."""
     return max(min(CPU_KV_BYTES, int(available * _HOST_SHARE)), 0)
 
 
 def device_kv_budget(free: int, total: int, utilization: float) -> int:
-    """Bytes for the KV cache on a GPU, of those that are free beside the weights."""
+    """Bytes for the KV cache on a GPU.
+
+    free: free bytes once the weights are loaded. total: bytes of the GPU. utilization: the share of `total` that may be
+    in use once the KV cache is allocated.
+    """
     return max(int(free - total * (1 - utilization)), 0)
 
 
 def fit_pages(
     fitting: int, block_size: int, *, max_position: int, max_num_seqs: int, max_model_len: int | None = None
 ) -> tuple[int, int, int]:
-    """Where `fitting` pages have room: the context's length, the pages of one such context, and the pages to take.
+    """Choose a context length and a number of pages, where memory has room for `fitting` pages.
 
-    Never more pages than max_num_seqs full contexts could use. The context may need more pages than there are.
+    Returns the context length in tokens, the pages of one such context, and the pages to allocate: no more than
+    max_num_seqs full contexts could use. A given max_model_len may need more pages than fit; callers check that.
     """
     length = max_model_len or min(max_position, fitting * block_size)
     needed = -(-length // block_size)
@@ -73,18 +76,20 @@ def fit_pages(
 def plan_kv(
     model: ModelConfig,
     *,
-    dtype: str,
+    page_bytes: int,
     block_size: int,
     available_bytes: int,
     max_num_seqs: int,
     max_model_len: int | None = None,
     num_blocks: int | None = None,
 ) -> KVPlan:
-    """Fit pages and context to `available_bytes`; never more pages than max_num_seqs full contexts could use.
+    """Choose pages and context so that they fit in `available_bytes`, as `fit_pages` does.
 
-    Raises ConfigError, with the numbers, if an explicit max_model_len exceeds the model's positions or the memory.
+    page_bytes: of one page of block_size tokens, all layers together. A given num_blocks is taken as it is, without
+    regard to the available bytes. Raises ConfigError, with the numbers, if a given max_model_len exceeds the model's
+    positions or the memory.
     """
-    each = page_bytes(model, block_size, dtype)
+    each = page_bytes
     check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
     length, needed, blocks = fit_pages(
@@ -99,8 +104,7 @@ def plan_kv(
         )
     blocks = fitting if num_blocks is not None else blocks
     arithmetic = (
-        f"KV: 2 x {block_size} tokens x {model.num_kv_heads} heads x {model.head_dim} x {DTYPE_BYTES[dtype]} B "
-        f"x {model.num_layers} layers = {each / 1024:,.0f} KiB a page; "
+        f"KV: {each // block_size:,} B a token x {block_size} tokens = {each / 1024:,.0f} KiB a page; "
         f"{blocks:,} pages = {blocks * each / GIB:.2f} GiB = {blocks * block_size:,} tokens; "
         f"context {length:,}, {blocks // needed} full ones at once"
     )
@@ -108,24 +112,30 @@ def plan_kv(
 
 
 def available_host_bytes() -> int:
-    """Memory that this process could still take: the machine's, or its control group's if that is less. 8 GiB where
-    neither can be read."""
+    """Bytes that this process could still allocate.
+
+    The smaller of what the machine has left and what our control group may still take; 8 GiB if neither can be read.
+    """
     found = [value for value in (_meminfo("MemAvailable"), _cgroup_headroom()) if value is not None]
     return min(found, default=8 * GIB)
 
 
 def check_room(weights: StoredWeights | None, dtype: str) -> None:
-    """Raise ConfigError for weights that this machine's memory cannot hold, where the system tells it: minutes later it
-    would end this process for them, or another."""
+    """Raise ConfigError for weights that do not fit in this machine's free memory, if that is known.
+
+    Without this check the system would kill this process, or another one, after minutes of loading.
+    """
     if weights is None or (free := _meminfo("MemAvailable")) is None:
         return
-    least = weights.floats * DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)  # kernels may keep 12 bits
+    # The CPU kernels may compress bfloat16 weights to 12 bits: see kernels/cpu/compress12.h.
+    least = weights.floats * DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)
     if least > min(free, available_host_bytes()):
         sizes = f"take {least / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free"
         raise ConfigError(f"model: the weights {sizes}", param="model")
 
 
 def _meminfo(key: str) -> int | None:
+    """Bytes that /proc/meminfo gives for a key; None where it does not exist."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -134,7 +144,7 @@ def _meminfo(key: str) -> int | None:
 
 
 def _cgroup_headroom() -> int | None:
-    """Control group v2: memory.max less memory.current; None where there is no limit."""
+    """Bytes that our control group (v2) may still allocate; None where it has no limit or is unknown."""
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())

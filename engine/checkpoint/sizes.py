@@ -1,8 +1,9 @@
-"""What a config.json says of a model's size, for decoders of nearly every family, served here or not. No torch.
+"""Computes a model's size from its config.json, for decoders of nearly every family, whether Quire serves it or not.
 
-Counts parameters, the numbers that attention caches per token, and the work per token; `quire plan` makes memory and
-speed of them. Layers follow Vaswani et al. (2017) with grouped queries (Ainslie et al., 2023), gated MLPs (Shazeer,
-2020), mixtures of experts (Fedus et al., 2021) and latent attention (DeepSeek-V2, 2024).
+It counts the parameters, the numbers that attention caches per token, and the parameters that a step reads. `quire
+plan` derives memory and speed from these. Layers follow Vaswani et al. (2017) with grouped queries (Ainslie et al.,
+2023), gated MLPs (Shazeer, 2020), mixtures of experts (Fedus et al., 2021) and latent attention (DeepSeek-V2, 2024).
+It does not import torch.
 """
 
 from __future__ import annotations
@@ -14,15 +15,14 @@ from typing import Any
 from quire.engine.checkpoint.files import text_config
 from quire.engine.errors import ModelError
 
-SERVED = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""What engine/models has; a test holds them equal."""
 _OLDER = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "opt", "falcon", "bloom", "mpt", "phi"}
 _OLDER |= {"starcoder2", "nemotron", "arcee"}
-"""Two matrices in the MLP instead of three, and norms with biases."""
+"""Families whose MLP has two matrices instead of three, and whose norms have biases."""
 _TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
 _TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text"}
-"""Where config.json does not say whether the head is the embedding."""
+"""Families whose output head is the embedding unless config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2"}
+"""Families whose linear layers have biases."""
 _ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -33,48 +33,54 @@ _ALIASES = {
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_topk"),
 }
+"""Which keys of config.json give a size; families name it differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Sizes of a model, in numbers, not bytes."""
+    """Sizes of a model, counted in numbers (parameters or cached values), not in bytes."""
 
     model_type: str
     num_layers: int
     vocab_size: int
     max_position: int
     dtype: str
-    """The checkpoint's, "float32" where it does not say."""
+    """The checkpoint's type; "float32" if config.json names none."""
     quantization: str | None
+    """The method's name; None when the weights are not quantized."""
     bits: float
-    """Per parameter of a linear, scales included, when quantized; 0: not quantized."""
+    """Bits per parameter of a quantized linear layer, its scales included; 0 when the weights are not quantized."""
     parameters: int
     embeddings: int
-    """Of these, the embedding and the output head: never quantized. A tied head counts once."""
+    """The part of `parameters` in the embedding and the output head, which are never quantized. A tied head, which
+    shares the embedding's weights, is counted once."""
     experts: int
+    """Routed experts per layer; 0 when no layer has experts."""
     experts_per_token: int
     expert_parameters: int
-    """Of `parameters`, all experts of all layers, the shared ones left out."""
+    """The part of `parameters` in the routed experts of all layers, without the shared experts."""
     head_parameters: int
-    """Numbers read to make logits, tied or not."""
+    """Parameters of the output head, tied or not."""
     kv_numbers: int
-    """Cached per token, all layers together."""
+    """Numbers cached per token in all layers together."""
     kv_formula: str
+    """How kv_numbers comes about, for people to read."""
     kv_heads: int
-    """Over how many devices the cache can be split; 1 with latent attention."""
+    """The largest number of devices that the KV cache can be split over; 1 with latent attention."""
     attention_width: int
-    """Query heads times head size, summed over the layers that attend."""
+    """Query heads times head size, summed over the layers that have attention."""
     sliding: int
-    """Layers with a sliding window; Quire keeps all their keys all the same."""
+    """Number of layers with a sliding window. Quire nevertheless caches all of their keys and values."""
     notes: tuple[str, ...]
+    """What is not counted or only guessed, for people to read."""
 
     @property
     def active_parameters(self) -> int:
-        """Multiplied for every token: no embedding look-up, and only the experts that it meets."""
+        """Parameters that one token is multiplied with: not the embedding, and only the experts chosen for it."""
         return self.touched(1)
 
     def touched(self, tokens: int) -> int:
-        """Parameters that a step of so many tokens reads, experts chosen evenly."""
+        """Parameters that a step of so many tokens reads, if every expert is chosen equally often."""
         lookups = self.embeddings - self.head_parameters
         share = 1.0
         if self.experts:
@@ -83,14 +89,17 @@ class ModelSizes:
 
     @property
     def weight_ratio(self) -> float:
-        """Bytes of the weights over those of the same without quantization to `bits`, at two bytes a parameter."""
+        """Bytes of the quantized weights divided by their bytes at two bytes per parameter."""
         if not self.bits:
             return 1.0
         return (self.embeddings + (self.parameters - self.embeddings) * self.bits / 16) / self.parameters
 
 
 def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
-    """Of a config.json. Raises ModelError, naming what is missing, for what is no decoder."""
+    """Compute the sizes from the content of a config.json.
+
+    Raises ModelError for a model that is not a decoder, and for a missing size, which it names.
+    """
     if raw.get("is_encoder_decoder"):
         raise ModelError("model: an encoder-decoder has no plan here, only decoders do")
     text = text_config(raw)
@@ -139,7 +148,10 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
 
 def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int]:
-    """Of a layer: parameters, numbers cached per token, how these come about, query heads times head size."""
+    """One layer's attention.
+
+    Returns its parameters, the numbers it caches per token, a formula for these, and query heads times head size.
+    """
     heads = _number(text, "num_attention_heads")
     if latent := text.get("kv_lora_rank"):
         rope, nope, value = (int(text[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
@@ -162,6 +174,7 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
 
 
 def _kv_heads(text: Mapping[str, Any]) -> int:
+    """Key and value heads per layer: 1 for multi-query models, as many as query heads if config.json names none."""
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         return 1
     given = text.get("num_key_value_heads") or text.get("num_kv_heads")
@@ -169,7 +182,8 @@ def _kv_heads(text: Mapping[str, Any]) -> int:
 
 
 def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, int, int]:
-    """Parameters of a dense layer's MLP, of one expert, of the shared experts; layers that have experts."""
+    """Returns the parameters of a dense layer's MLP, of one expert and of a layer's shared experts, and the number of
+    layers that have experts."""
     kind = text.get("model_type")
     matrices = 2 if kind in _OLDER else 3
     inner = _optional(text, "intermediate_size") or int(text.get("expansion_ratio", 4) * hidden)
@@ -180,17 +194,17 @@ def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, i
     if experts < 2:
         return dense, 0, 0, 0
     width = int(text.get("moe_intermediate_size") or inner)
-    beside = int(text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * width)
+    shared_width = int(text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * width)
     if kind in ("llama4", "llama4_text"):
-        beside = width
+        shared_width = width
     every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
-    plain = set(text.get("mlp_only_layers") or ()) | set(range(int(text.get("first_k_dense_replace") or 0)))
-    sparse = sum((layer + 1) % every == 0 and layer not in plain for layer in range(layers))
-    return dense, 3 * hidden * width, 3 * hidden * beside, sparse
+    dense_layers = set(text.get("mlp_only_layers") or ()) | set(range(int(text.get("first_k_dense_replace") or 0)))
+    sparse = sum((layer + 1) % every == 0 and layer not in dense_layers for layer in range(layers))
+    return dense, 3 * hidden * width, 3 * hidden * shared_width, sparse
 
 
 def _norms(text: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of a layer's norms: biases with the older families, four norms with the newer Gemmas."""
+    """Parameters of one layer's norms. The older families have biases too; Gemma 2 and 3 have four norms."""
     kind = str(text.get("model_type"))
     if kind in _OLDER:
         return 4 * hidden
@@ -198,7 +212,7 @@ def _norms(text: Mapping[str, Any], hidden: int) -> int:
 
 
 def _layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """Layers that attend, and those of them whose window slides."""
+    """Returns the number of layers that have attention, and the number of those with a sliding window."""
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
         attend = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
@@ -212,7 +226,7 @@ def _layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int]:
 
 
 def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:
-    """The method, and bits per parameter of a linear with its scales."""
+    """Returns the method's name and the bits per parameter of a linear layer with its scales; (None, 0) if none."""
     settings = text.get("quantization_config")
     if not isinstance(settings, Mapping):
         return None, 0.0
@@ -227,11 +241,12 @@ def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:
 
 
 def _optional(text: Mapping[str, Any], name: str) -> int:
-    """0 where the model has none."""
+    """The size that _ALIASES lists as `name`; 0 if config.json does not give it."""
     return next((int(text[key]) for key in _ALIASES[name] if isinstance(text.get(key), int)), 0)
 
 
 def _number(text: Mapping[str, Any], name: str) -> int:
+    """The size that _ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
     value = _optional(text, name)
     if value < 1:
         raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")

@@ -1,4 +1,8 @@
-"""How the server reaches an engine: one interface, two bodies (in this process, in a process of its own)."""
+"""The interface through which the server uses an engine: submit requests, read their outputs, abort them.
+
+Two classes implement it: InProcessClient (in_process.py) runs the engine in this process, ProcessClient (supervisor.py)
+in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -18,41 +22,46 @@ from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, Request,
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
-"""Tokens that a stream keeps for a reader, each with the alternatives reported beside it: some 20 MB."""
+"""How many tokens a stream keeps for its reader; each alternative that is reported beside a token counts as one more.
+This many take some 20 MB."""
 
 
 class OutputStream:
-    """The outputs of a group of requests (the n choices of one call), in the order they come.
+    """The outputs of a group of requests (the n choices of one call), in the order in which they arrive.
 
-    Iterating gives, each time, a list with at most one RequestOutput per request: what arrived since the last time,
-    merged, so a slow reader gets fewer and larger pieces. It ends when every request of the group has ended, and raises
-    EngineError when the engine is gone, SlowReader when more than MAX_BACKLOG waited to be read. Call `close()` when
-    done: what still runs is aborted.
+    Each iteration gives a list with at most one RequestOutput per request: all that arrived since the last iteration,
+    merged, so a slow reader gets fewer and larger outputs. The iteration ends when every request of the group has
+    ended. It raises EngineError when the engine is gone for good, and SlowReader when more than MAX_BACKLOG tokens were
+    waiting to be read. Call `close()` when you stop reading: it aborts the requests that are still running.
     """
 
     def __init__(self, client: EngineClient, ids: Iterable[str], tenant: str, call: str = "") -> None:
+        """call: the id of the API call that the requests belong to, as `EngineClient.cancel` takes it."""
         self.tenant = tenant
         self.call = call
-        self.began = monotonic()
+        self.submitted_at = monotonic()
         self._client = client
         self._open = set(ids)
-        self._pending: dict[str, RequestOutput] = {}
+        """Requests that have not ended."""
+        self._unread: dict[str, RequestOutput] = {}
+        """By request: its outputs since the last iteration, merged."""
         self._backlog = 0
+        """Tokens and alternatives in `_unread`."""
         self._error: QuireError | None = None
-        self._reader: asyncio.Future[None] | None = None
-        """Whom the next output wakes. Cheaper than an asyncio.Event."""
+        self._waiting_reader: asyncio.Future[None] | None = None
+        """What the reader awaits; the next output resolves it. Cheaper than an asyncio.Event."""
 
     def __aiter__(self) -> OutputStream:
         return self
 
     async def __anext__(self) -> list[RequestOutput]:
-        # Woken by an abort too, which may leave others running.
-        while self._open and not self._pending and self._error is None:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        if self._pending:
-            outputs = list(self._pending.values())
-            self._pending.clear()
+        # A loop, because an abort wakes the reader too, and other requests may still be running then.
+        while self._open and not self._unread and self._error is None:
+            self._waiting_reader = asyncio.get_running_loop().create_future()
+            await self._waiting_reader
+        if self._unread:
+            outputs = list(self._unread.values())
+            self._unread.clear()
             self._backlog = 0
             return outputs
         if self._error is not None:
@@ -60,11 +69,11 @@ class OutputStream:
         raise StopAsyncIteration
 
     def push(self, output: RequestOutput) -> None:
-        """Called by the client."""
+        """Add an output for the reader. Called by the client."""
         if output.id not in self._open:
             return
-        before = self._pending.get(output.id)
-        self._pending[output.id] = output if before is None else merge(before, output)
+        before = self._unread.get(output.id)
+        self._unread[output.id] = output if before is None else merge(before, output)
         if output.finish_reason is not None:
             self._open.discard(output.id)
         self._backlog += len(output.new_ids) * (1 + (len(output.logprobs[0].top) if output.logprobs else 0))
@@ -75,20 +84,23 @@ class OutputStream:
         self._wake()
 
     def fail(self, error: QuireError) -> None:
-        """Called by the client: no output will come any more."""
+        """End the stream with an error, which the reader gets after the outputs before it. Called by the client."""
         self._open.clear()
         self._error = error
         self._wake()
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End one request of the group now; nothing more is heard of it. `reason` is for its history."""
+        """End one request of the group now; it gives no more outputs. `reason` is recorded in its history."""
         if request_id in self._open:
             self._open.discard(request_id)
-            self._client.forget(request_id, reason)
+            self._client.abort(request_id, reason)
             self._wake()
 
     def give_up(self, error: QuireError) -> bool:
-        """Abort what still runs and raise `error` after what has come; False, and nothing, when all has ended."""
+        """Abort the requests that are still running; the reader gets `error` after the outputs before it.
+
+        Returns False and does nothing when all requests have ended.
+        """
         if not self._open:
             return False
         self.close()
@@ -96,88 +108,102 @@ class OutputStream:
         return True
 
     def close(self) -> None:
+        """Abort the requests that are still running."""
         for request_id in list(self._open):
             self.abort(request_id)
 
     def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+        if self._waiting_reader is not None and not self._waiting_reader.done():
+            self._waiting_reader.set_result(None)
 
 
 def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Two outputs of one request, in order, as one."""
-    asked = first.logprobs is not None or second.logprobs is not None
+    """Merge two successive outputs of one request."""
+    has_logprobs = first.logprobs is not None or second.logprobs is not None
     return msgspec.structs.replace(
         second,
         new_ids=first.new_ids + second.new_ids,
-        logprobs=(first.logprobs or []) + (second.logprobs or []) if asked else None,
+        logprobs=(first.logprobs or []) + (second.logprobs or []) if has_logprobs else None,
         prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
     )
 
 
 class EngineClient(ABC):
-    """Submits requests and hands out their outputs. All methods are called from one event loop."""
+    """Submits requests and hands out their outputs. All methods must be called from the same event loop."""
 
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.deaths = 0
-        """Engines that died under way."""
+        """Engine processes that ended without having been stopped."""
         self.replays = 0
-        """Requests submitted again after a death, each time counted."""
+        """Requests submitted again after an engine ended; one that is replayed twice counts twice."""
         self.quarantined = 0
-        """Requests given up because they end every engine."""
+        """Requests given up because they ended each engine that they were tried on."""
         self.slow_readers = 0
         """Answers given up because nobody read them."""
         self.queued_tokens = 0
-        """Prompt tokens of open requests that no output has come of yet."""
+        """Prompt tokens of the open requests that have given no output yet."""
         self._queued: dict[str, int] = {}
-        self._open_of: Counter[str] = Counter()
+        """The same by request."""
+        self._open_by_tenant: Counter[str] = Counter()
         self.history = History()
         self._streams: dict[str, OutputStream] = {}
-        self._dead: QuireError | None = None
+        """By id of an open request."""
+        self._failure: QuireError | None = None
+        """Why the engine is gone for good; None while it is not."""
         self._snapshot: asyncio.Future[EngineSnapshot] | None = None
+        """The snapshot that was asked for and has not come."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
-        """Start the engine and wait until it is ready. Raises ConfigError or EngineError with its last words."""
+        """Start the engine and wait until it is ready.
+
+        Raises ConfigError for a configuration that it cannot start with, EngineError when it ends while it starts.
+        """
 
     @abstractmethod
     async def stop(self) -> None:
         """End the engine; open streams fail with EngineError."""
 
     @abstractmethod
-    def _send(self, requests: Sequence[Request]) -> None: ...
+    def _send(self, requests: Sequence[Request]) -> None:
+        """Pass new requests on to the engine."""
 
     @abstractmethod
-    def _send_abort(self, request_id: str) -> None: ...
+    def _send_abort(self, request_id: str) -> None:
+        """Tell the engine to stop computing a request, if it has it."""
 
     @abstractmethod
-    def _send_snapshot_request(self) -> None: ...
+    def _send_snapshot_request(self) -> None:
+        """Ask the engine for a snapshot; `_on_snapshot` takes the answer."""
 
     @property
     def alive(self) -> bool:
-        return self._dead is None
+        """Whether requests can be submitted; False once the engine is gone for good."""
+        return self._failure is None
 
     @property
     def responsive(self) -> bool:
-        """Whether the engine would answer now; false while a dead one is being replaced."""
+        """Whether the engine would answer now; False while an ended engine process is being replaced."""
         return self.alive
 
     @property
     def num_open(self) -> int:
+        """Number of requests that have not ended."""
         return len(self._streams)
 
     def num_open_of(self, tenant: str) -> int:
-        return self._open_of[tenant]
+        """Number of a tenant's requests that have not ended."""
+        return self._open_by_tenant[tenant]
 
     def submit(self, requests: Sequence[Request], call: str = "") -> OutputStream:
-        """Submit a group, of one tenant; ids must be new. `call` names what they are for.
+        """Submit a group of requests, all of one tenant and with new ids. `call` is the id of their API call.
 
-        Raises EngineError when the engine is gone.
+        Raises EngineError when the engine is gone for good.
         """
-        if self._dead is not None:
-            raise self._dead
+        if self._failure is not None:
+            raise self._failure
         stream = OutputStream(self, [request.id for request in requests], requests[0].tenant, call)
         for request in requests:
             assert request.id not in self._streams, f"request id {request.id} is in use"
@@ -185,30 +211,31 @@ class EngineClient(ABC):
             self._queued[request.id] = len(request.prompt_ids)
             self.queued_tokens += len(request.prompt_ids)
             self.history.submitted(request)
-        self._open_of[stream.tenant] += len(requests)
+        self._open_by_tenant[stream.tenant] += len(requests)
         self._send(requests)
         return stream
 
-    def forget(self, request_id: str, reason: str = "abort") -> None:
-        """Abort a request and drop its outputs. Called by its stream."""
-        if self._close(request_id):
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """End a request whose reader wants no more outputs. Called by its stream."""
+        if self._remove(request_id):
             self.history.end(request_id, reason)
-            if self._dead is None:
+            if self._failure is None:
                 self._send_abort(request_id)
 
-    def _close(self, request_id: str) -> bool:
-        """It is open no more; whether it was."""
+    def _remove(self, request_id: str) -> bool:
+        """Remove a request from the open ones; returns whether it was open."""
         stream = self._streams.pop(request_id, None)
         if stream is None:
             return False
         self.queued_tokens -= self._queued.pop(request_id, 0)
-        self._open_of[stream.tenant] -= 1
+        self._open_by_tenant[stream.tenant] -= 1
         return True
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
-        """End a request, or all those of a call, for somebody else: its reader sees finish_reason abort. How many.
+        """End a request, or all requests of a call, on behalf of someone who does not read their outputs.
 
-        With a tenant, only if they are its own.
+        request_id: the id of a request or of a call. Their readers see finish_reason "abort". With a tenant, only that
+        tenant's requests are ended. Returns how many were.
         """
         found = [
             each
@@ -223,32 +250,39 @@ class EngineClient(ABC):
     def age(self, request_id: str) -> float:
         """Seconds since an open request was submitted; 0 when it is not open."""
         stream = self._streams.get(request_id)
-        return 0.0 if stream is None else monotonic() - stream.began
+        return 0.0 if stream is None else monotonic() - stream.submitted_at
 
     def snapshot(self) -> asyncio.Future[EngineSnapshot]:
-        """What the engine has in hand after its current step. Ask while it is responsive; cancelled if it dies."""
+        """The requests and pages that the engine has after its current step.
+
+        Call it only while the engine is responsive. The future is cancelled if the engine ends before it answers.
+        """
         pending = self._snapshot
         if pending is None:
             pending = self._snapshot = asyncio.get_running_loop().create_future()
-            self._send_snapshot_request()  # the answer may be there at once
+            self._send_snapshot_request()  # an engine in this process calls _on_snapshot before this returns
         return pending
 
-    def _on_snapshot(self, view: EngineSnapshot | None) -> None:
-        """None: the engine that was asked is gone."""
+    def _on_snapshot(self, snapshot: EngineSnapshot | None) -> None:
+        """The engine answered; None: it ended before it could."""
         pending, self._snapshot = self._snapshot, None
         if pending is None or pending.done():
             return
-        if view is None:
+        if snapshot is None:
             pending.cancel()
         else:
-            pending.set_result(view)
+            pending.set_result(snapshot)
 
     def end_all(self, error: QuireError) -> None:
-        """Abort all that is open; the streams raise `error` after what has come."""
-        for stream in {id(stream): stream for stream in self._streams.values()}.values():
+        """Abort all open requests; their readers get `error` after the outputs before it."""
+        for stream in self._open_streams():
             stream.give_up(error)
 
+    def _open_streams(self) -> list[OutputStream]:
+        return list(dict.fromkeys(self._streams.values()))
+
     def _deliver(self, outputs: Sequence[RequestOutput], stats: EngineStats, step: StepRecord | None = None) -> None:
+        """Hand outputs of the engine to the streams of their requests. step: the record of the step they came from."""
         self.stats = stats
         self.history.stepped(outputs, step)
         for output in outputs:
@@ -257,17 +291,17 @@ class EngineClient(ABC):
                 continue
             self.queued_tokens -= self._queued.pop(output.id, 0)
             if output.finish_reason is not None:
-                self._close(output.id)
+                self._remove(output.id)
             stream.push(output)
 
     def _fail(self, message: str) -> None:
-        """The engine is gone: every open stream ends with an error."""
-        if self._dead is None:
-            self._dead = EngineError(message)
+        """The engine is gone for good: every open stream ends with an error. Only the first call counts."""
+        if self._failure is None:
+            self._failure = EngineError(message)
             self.history.engine_died(for_good=True)
-            streams = {id(stream): stream for stream in self._streams.values()}
+            streams = self._open_streams()
             for request_id in list(self._streams):
-                self._close(request_id)
+                self._remove(request_id)
             self._on_snapshot(None)
-            for stream in streams.values():
-                stream.fail(self._dead)
+            for stream in streams:
+                stream.fail(self._failure)

@@ -1,4 +1,7 @@
-"""The engine in this process: for offline use and tests. Steps run on the event loop, between whatever else it does."""
+"""The engine inside the caller's process: for offline use (`LLM`) and for tests.
+
+Steps run on the event loop, which does nothing else while a step is computed.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,18 @@ if TYPE_CHECKING:
 
 
 class InProcessClient(EngineClient):
+    """Runs an engine in a task of the current event loop."""
+
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
         self._engine: Engine | None = None
         self._work = asyncio.Event()
+        """Set when there may be something to compute."""
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> EngineInfo:
-        # Imports torch; the control half stays free of it until an engine starts here.
+        # This imports torch, which no module of the control half may import at its top.
         from quire.engine.loop import Engine
 
         self._engine = Engine(self._config)
@@ -38,7 +44,7 @@ class InProcessClient(EngineClient):
             await asyncio.gather(self._task, return_exceptions=True)
         self._fail("the engine was stopped")
         self._engine = self._task = None
-        gc.collect()  # it refers to itself in circles: its memory is given back now, not some day
+        gc.collect()  # the engine contains reference cycles: without this its memory would be freed much later
 
     def _send(self, requests: Sequence[Request]) -> None:
         assert self._engine is not None, "start() comes first"

@@ -1,4 +1,7 @@
-"""One life of an engine process: started, spoken to, watched, and ended. What its death means is the supervisor's."""
+"""One engine process, from its start to its end: messages to and from it, and a watch on whether it still works.
+
+What happens to the open requests when it ends is decided in supervisor.py.
+"""
 
 from __future__ import annotations
 
@@ -20,23 +23,26 @@ import zmq.asyncio
 
 from quire.engine.client.exit_cause import ExitCause, exit_cause
 from quire.engine.config import EngineConfig
-from quire.engine.heartbeat import Beat, FaultSignal, RequestsBegan, decode_heartbeat
+from quire.engine.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
 from quire.engine.messages import FromEngine, ToEngine, decode_from_engine, encode
 from quire.engine.procfs import RunnableClock, is_stopped, oom_kills
 
-LAST_WORDS = 20
-"""Lines of an engine's standard error that are kept."""
+STDERR_LINES = 20
+"""How many of the last lines of the engine's standard error are kept, to show them when it fails."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
-_WATCH_SECONDS = 0.25
-_SUSPICIOUS_SECONDS = 1.0
-"""Without progress, from which on it is looked at closely."""
+"""How long `stop` waits for the process to end by itself before it kills it."""
+_CHECK_SECONDS = 0.25
+"""Time between two checks of whether the engine still works."""
+_INSPECT_SECONDS = 1.0
+"""From so long without a heartbeat or progress on, the engine's threads are inspected too: see RunnableClock."""
 
 
 class EngineProcess:
-    """Starts the process at once; `connect()` before anything is sent. Its standard error is passed on and kept.
+    """Starts an engine process when constructed. Call `connect()` before sending or receiving.
 
-    `on_begun` is called with the requests that it is about to compute for the first time.
+    The process's standard error is copied to ours, and its last lines are kept. `on_begun` is called with the ids of
+    requests that the engine is about to compute for the first time. Raises OSError when no process can be started.
     """
 
     def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
@@ -45,36 +51,41 @@ class EngineProcess:
         self._directory = tempfile.TemporaryDirectory(prefix="quire-")
         self._address = f"ipc://{Path(self._directory.name) / 'engine.sock'}"
         self._socket: zmq.asyncio.Socket | None = None
-        self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
-        self._oom_kills = oom_kills()
-        self._hung: ExitCause | None = None
-        self._fault_sender: int | None = None
-        self._heartbeats, theirs = os.pipe()
+        """Whether the engine has sent a message, so that its start is over."""
+        self._oom_kills_before = oom_kills()
+        self._hang: ExitCause | None = None
+        """Why we killed the engine, if we did."""
+        self._fault_signal_sender: int | None = None
+        self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
         os.set_blocking(self._heartbeats, False)
-        # -P: a folder named engine where the user stands must not be taken for ours. A session of its own: Ctrl-C in
-        # the terminal is for the parent, which lets the engine finish what runs.
+        # `-m` would search the current directory first, and a random.py there would replace Python's: -P prevents it.
+        # In a session of its own the engine does not get the terminal's Ctrl-C: the parent does, and lets the engine
+        # finish the open requests.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "quire.engine.main", self._address, str(theirs)],
+            [sys.executable, "-P", "-m", "quire.engine.main", self._address, str(engine_end)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=(theirs,),
+            pass_fds=(engine_end,),
             start_new_session=True,
             env=_environment(),
         )
-        os.close(theirs)
+        os.close(engine_end)
         assert self._process.stdin is not None
         assert self._process.stderr is not None
-        with suppress(BrokenPipeError):  # it is dead already: `ended()` will tell
+        with suppress(BrokenPipeError):  # the process has ended already, which `wait_for_exit` will report
             self._process.stdin.write(config.model_dump_json(include=set(EngineConfig.model_fields)).encode() + b"\n")
             self._process.stdin.flush()
-        self._reader = threading.Thread(target=self._keep, args=(self._process.stderr,), daemon=True)
-        self._reader.start()
+        self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(self._process.stderr,), daemon=True)
+        self._stderr_thread.start()
         self._clock = RunnableClock(self.pid)
-        self._heard = self._checked = time.monotonic()
-        self._heard_at_runnable = self._moved_at_runnable = 0.0
+        self._last_heartbeat = self._last_check = time.monotonic()
+        self._heartbeat_clock = self._progress_clock = 0.0
+        """What `_clock` showed at the last heartbeat, and at the last one that reported progress."""
         self._stuck_ms = 0
+        """From the last heartbeat: milliseconds without progress in the current step."""
 
     @property
     def pid(self) -> int:
@@ -82,12 +93,12 @@ class EngineProcess:
 
     @property
     def silence(self) -> float:
-        """Seconds since its last sign of life."""
-        return time.monotonic() - self._heard
+        """Seconds since the last heartbeat."""
+        return time.monotonic() - self._last_heartbeat
 
     @property
-    def last_words(self) -> str:
-        return "\n".join(self._last_words)
+    def last_stderr(self) -> str:
+        return "\n".join(self._stderr_lines)
 
     def connect(self) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
@@ -98,7 +109,7 @@ class EngineProcess:
 
     def send(self, message: ToEngine) -> None:
         assert self._socket is not None
-        # The queue has no limit, so this never blocks; the future it returns is done already.
+        # The socket's queue is unlimited (SNDHWM 0), so send never blocks and the future it returns is already done.
         self._socket.send(encode(message))
 
     async def receive(self) -> FromEngine:
@@ -107,30 +118,31 @@ class EngineProcess:
         self._ready = True
         return message
 
-    async def ended(self) -> ExitCause:
-        """Wait until it has ended, and make it end when it is silent or a step makes no progress."""
+    async def wait_for_exit(self) -> ExitCause:
+        """Wait until the process has ended; kill it when its heartbeats stop or a step makes no progress."""
         loop = asyncio.get_running_loop()
-        gone = asyncio.Event()
-        loop.add_reader(self._heartbeats, self._on_heartbeats, gone)
+        closed = asyncio.Event()
+        loop.add_reader(self._heartbeats, self._read_heartbeats, closed)
         try:
-            while not gone.is_set():
+            while not closed.is_set():
                 try:
-                    await asyncio.wait_for(gone.wait(), _WATCH_SECONDS)
+                    await asyncio.wait_for(closed.wait(), _CHECK_SECONDS)
                 except TimeoutError:
-                    self._on_heartbeats(gone)  # if it was us who slept, its signs have waited
-                    self._check_life()
+                    # If it was we who could not run, heartbeats are waiting in the pipe: read them before judging.
+                    self._read_heartbeats(closed)
+                    self._kill_if_hung()
         finally:
             loop.remove_reader(self._heartbeats)
         code = await asyncio.to_thread(self._process.wait)
-        await asyncio.to_thread(self._reader.join, 1.0)
+        await asyncio.to_thread(self._stderr_thread.join, 1.0)
         now = oom_kills()
-        killed = None if now is None or self._oom_kills is None else now - self._oom_kills
-        return self._hung or exit_cause(code, sender=self._fault_sender, oom_kills=killed)
+        killed = None if now is None or self._oom_kills_before is None else now - self._oom_kills_before
+        return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
 
     async def stop(self) -> None:
-        """End it, whatever it is doing: it holds nothing that must be saved."""
+        """End the process at once, whatever it is doing: it holds nothing that must be saved."""
         assert self._process.stdin is not None
-        self._process.stdin.close()  # for which it watches
+        self._process.stdin.close()  # the engine ends itself when its standard input closes
         try:
             await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -139,72 +151,79 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """Let go of what an ended process leaves."""
+        """Close the socket and the pipes and delete the socket's directory. The process must have ended."""
         if self._socket is not None:
             self._socket.close()
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it died before it read its configuration
+        with suppress(BrokenPipeError):  # the process ended before it read its configuration
             self._process.stdin.close()
         os.close(self._heartbeats)
         self._directory.cleanup()
 
-    def _on_heartbeats(self, gone: asyncio.Event) -> None:
+    def _read_heartbeats(self, closed: asyncio.Event) -> None:
+        """Handle what the pipe holds; set `closed` when the engine's end of it is closed."""
         try:
             read = os.read(self._heartbeats, 65536)
         except BlockingIOError:
             return
         if not read:
-            gone.set()
+            closed.set()
             return
         *lines, self._partial_line = (self._partial_line + read).split(b"\n")
         for line in lines:
             match decode_heartbeat(line):
-                case Beat(stuck_ms):
-                    self._on_beat(stuck_ms)
+                case Alive(stuck_ms):
+                    self._on_alive(stuck_ms)
                 case RequestsBegan(ids):
                     self._on_begun(ids)
                 case FaultSignal(sender):
-                    self._fault_sender = sender
+                    self._fault_signal_sender = sender
 
-    def _on_beat(self, stuck_ms: int) -> None:
-        self._heard = time.monotonic()
-        self._heard_at_runnable = self._clock.seconds
+    def _on_alive(self, stuck_ms: int) -> None:
+        self._last_heartbeat = time.monotonic()
+        self._heartbeat_clock = self._clock.seconds
         if stuck_ms <= self._stuck_ms:
-            self._moved_at_runnable = self._clock.seconds
+            self._progress_clock = self._clock.seconds
         self._stuck_ms = stuck_ms
 
-    def _check_life(self) -> None:
-        """Both bounds count only time in which the engine could have done something, and we would have seen it."""
+    def _kill_if_hung(self) -> None:
+        """Kill the engine when it exceeds the configured time without a heartbeat or without progress.
+
+        Only time counts in which the engine was able to run and in which we were able to notice that it did.
+        """
         now = time.monotonic()
-        elapsed, self._checked = min(now - self._checked, 2 * _WATCH_SECONDS), now
-        suspicious = max(self.silence, self._stuck_ms / 1000) > _SUSPICIOUS_SECONDS
-        self._clock.advance(elapsed, closely=suspicious)
-        silent = self._clock.seconds - self._heard_at_runnable
-        stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._moved_at_runnable)
+        elapsed, self._last_check = min(now - self._last_check, 2 * _CHECK_SECONDS), now
+        inspect = max(self.silence, self._stuck_ms / 1000) > _INSPECT_SECONDS
+        self._clock.advance(elapsed, inspect=inspect)
+        silent = self._clock.seconds - self._heartbeat_clock
+        stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._progress_clock)
         if silent > self._config.engine_heartbeat_timeout and is_stopped(self.pid):
-            self._hung = ExitCause(f"was stopped and gave no sign of life for {silent:.0f} s", outside=True)
+            self._hang = ExitCause(f"was stopped and gave no sign of life for {silent:.0f} s", external=True)
+        # A starting engine gets the longer limit: imports and loading can keep its heartbeat thread from running.
         elif silent > (self._config.engine_heartbeat_timeout if self._ready else self._config.engine_step_timeout):
-            self._hung = ExitCause(f"gave no sign of life for {silent:.0f} s", outside=False)
+            self._hang = ExitCause(f"gave no sign of life for {silent:.0f} s", external=False)
         elif stuck > self._config.engine_step_timeout:
-            self._hung = ExitCause(f"hung in a step for {stuck:.0f} s", outside=False)
-        if self._hung is not None:
+            self._hang = ExitCause(f"hung in a step for {stuck:.0f} s", external=False)
+        if self._hang is not None:
             self._process.kill()
 
-    def _keep(self, stream: IO[bytes]) -> None:
+    def _copy_stderr(self, stream: IO[bytes]) -> None:
         with stream:
             for line in stream:
                 text = line.decode(errors="replace").rstrip()
-                self._last_words.append(text)
-                with suppress(OSError, ValueError):  # nobody reads ours any more; the engine's must not fill up
+                self._stderr_lines.append(text)
+                # Our standard error may be closed. Read on even then, or the engine would block on a full pipe.
+                with suppress(OSError, ValueError):
                     print(text, file=sys.stderr, flush=True)
 
 
 def _environment() -> dict[str, str]:
-    """What its libraries read at their start."""
-    # A step's large tensors stay with the process: taking their memory again, step after step, costs 1 % of a prompt.
+    """Our environment, with settings that the engine's libraries read when they are loaded; the user's values win."""
+    # These make malloc keep the memory of a step's large tensors in the process. To return it to the system and to get
+    # it again in each step costs 1 % of a prompt's time.
     ours = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(512 * 2**20)}
-    # PyTorch's idle OpenMP threads would spin for milliseconds on the cores that our kernels' threads need. Where they
-    # were not built, PyTorch's threads do all the work: a third to a half slower if passive.
+    # PyTorch's idle OpenMP threads would otherwise spin for milliseconds on the cores that our kernels' threads need.
+    # Without our kernels PyTorch's threads do all the work, and are a third to a half slower when passive.
     if any(_KERNELS.glob("*.so")):
         ours["OMP_WAIT_POLICY"] = "passive"
     return ours | os.environ

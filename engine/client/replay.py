@@ -1,11 +1,13 @@
-"""Which open requests an engine gets, one life after another, so that one that kills engines cannot do so for ever.
+"""Decides which open requests to submit to the engine, so that a request that crashes engines cannot do so for ever.
 
-After a death everything open is replayed. When an engine ended by its own doing, those of its requests that had begun
-and had not come far are suspects: they are replayed first and by themselves, in halves, then alone, and nobody else
-until they are cleared by some tokens or an end. A request that twice ends an engine it has for itself is given up.
-A death from outside is held against nobody: all go on as they were, suspects as suspects.
+When an engine process ends, every open request is replayed: submitted again to the next engine. If the engine ended
+through its own doing, the requests that had begun but had not come far are suspects: any of them may have caused it.
+Suspects are isolated by bisection. They are replayed first and without other requests, at first one half of them, then
+half of that, at last a single one, until each group is cleared by getting some tokens or by ending. A request that
+repeatedly ends an engine that it has to itself is given up. If the engine was ended from outside, nobody becomes a
+suspect, and suspects stay suspects.
 
-Pure decisions about request ids: no clock, no input or output.
+Only decisions about request ids are made here: there is no clock, no input and no output.
 """
 
 from __future__ import annotations
@@ -13,88 +15,100 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-CLEARED = 4
-"""Tokens in one life that clear a request: the first comes of computing its prompt, the others of going on."""
-STRIKES = 2
-"""Lives of its own that a request may end before it comes so far."""
+TOKENS_TO_CLEAR = 4
+"""A request that gets this many tokens from one engine is no suspect: the first token shows that its prompt is harmless
+to compute, the others that decoding is harmless."""
+MAX_LONE_CRASHES = 2
+"""Times that a request may end an engine it has to itself, without being cleared in between, before it is given up."""
 
 
 class Replay:
-    """Requests are added, begin, make progress and end; `release()` says which to submit to the engine now."""
+    """Told of each request when it is added, begins, makes progress and ends, it knows what to submit and when."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, None] = {}
+        """Ordinary requests that the engine does not have, in order."""
         self._suspects: deque[list[str]] = deque()
-        """Groups to be tried one after the other, each before all that waits."""
-        self._sent: dict[str, int] = {}
-        """What the engine has, with the tokens that came in this life."""
+        """Groups of suspects that the engine does not have; each is replayed alone, and all before `_waiting`."""
+        self._submitted: dict[str, int] = {}
+        """Requests that the current engine has, with the number of tokens it has given each."""
         self._begun: set[str] = set()
-        """Those of them that were in a step."""
-        self._trial: set[str] = set()
-        """Suspects that the engine has; nothing more is sent before they are cleared."""
-        self._strikes: dict[str, int] = {}
+        """Those of `_submitted` that have been in a step of this engine."""
+        self._isolated: set[str] = set()
+        """Suspects that the engine has and that are not cleared; nothing else is submitted until this set is empty."""
+        self._lone_crashes: dict[str, int] = {}
+        """By request: engines in a row that it has ended while it had them to itself."""
 
     @property
     def idle(self) -> bool:
-        """The engine has nothing of ours."""
-        return not self._sent
+        """Whether the engine has no request."""
+        return not self._submitted
 
     def add(self, request_id: str) -> None:
+        """A new request is to be computed."""
         self._waiting[request_id] = None
 
     def begin(self, request_ids: Iterable[str]) -> None:
-        """The engine is about to compute these for the first time."""
-        self._begun.update(request_id for request_id in request_ids if request_id in self._sent)
+        """The engine is about to compute these requests for the first time."""
+        self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
     def progress(self, request_id: str, tokens: int) -> None:
-        """It got some tokens."""
-        if request_id in self._sent:
-            self._sent[request_id] += tokens
-            if self._sent[request_id] >= CLEARED:
-                self._trial.discard(request_id)
-                self._strikes.pop(request_id, None)
+        """The request got this many more tokens."""
+        if request_id in self._submitted:
+            self._submitted[request_id] += tokens
+            if self._submitted[request_id] >= TOKENS_TO_CLEAR:
+                self._isolated.discard(request_id)
+                self._lone_crashes.pop(request_id, None)
 
     def end(self, request_id: str) -> None:
-        """It is answered, aborted or given up."""
+        """The request is answered, aborted or given up."""
         self._waiting.pop(request_id, None)
-        self._sent.pop(request_id, None)
+        self._submitted.pop(request_id, None)
         self._begun.discard(request_id)
-        self._trial.discard(request_id)
-        self._strikes.pop(request_id, None)
+        self._isolated.discard(request_id)
+        self._lone_crashes.pop(request_id, None)
         for group in self._suspects:
             if request_id in group:
                 group.remove(request_id)
 
-    def release(self) -> list[str]:
-        """Take the requests that may go to the engine now, in order."""
-        released: list[str] = []
-        while not self._trial and (self._suspects or self._waiting):
+    def take_ready(self) -> list[str]:
+        """Take the requests to submit to the engine now, in order."""
+        ready: list[str] = []
+        while not self._isolated and (self._suspects or self._waiting):
             if self._suspects:
                 group = self._suspects.popleft()
-                self._trial.update(group)
+                self._isolated.update(group)
             else:
                 group, self._waiting = list(self._waiting), {}
-            self._sent |= dict.fromkeys(group, 0)
-            released += group
-        return released
+            self._submitted |= dict.fromkeys(group, 0)
+            ready += group
+        return ready
 
-    def engine_died(self, *, outside: bool) -> list[str]:
-        """Everything sent must be sent again. Returns the requests to give up; call `end` for them."""
-        tried = [request_id for request_id in self._sent if request_id in self._trial]
-        suspects = tried if outside else self._suspected()
+    def engine_exited(self, *, external: bool) -> list[str]:
+        """The engine has ended; everything it had must be submitted again.
+
+        external: the cause was outside the engine. Returns the requests to give up; call `end` for each of them.
+        """
+        if external:
+            suspects = [request_id for request_id in self._submitted if request_id in self._isolated]
+        else:
+            suspects = self._new_suspects()
         given_up = []
-        if not outside and len(self._sent) == 1 and suspects:
-            self._strikes[suspects[0]] = self._strikes.get(suspects[0], 0) + 1
-            given_up = [suspects[0]] if self._strikes[suspects[0]] == STRIKES else []
-        half = len(suspects) if outside else (len(suspects) + 1) // 2
+        if not external and len(self._submitted) == 1 and suspects:
+            self._lone_crashes[suspects[0]] = self._lone_crashes.get(suspects[0], 0) + 1
+            given_up = [suspects[0]] if self._lone_crashes[suspects[0]] == MAX_LONE_CRASHES else []
+        half = len(suspects) if external else (len(suspects) + 1) // 2
         self._suspects.extendleft(group for group in (suspects[half:], suspects[:half]) if group)
-        accused = set(suspects)
-        others = [request_id for request_id in self._sent if request_id not in accused]
+        suspected = set(suspects)
+        others = [request_id for request_id in self._submitted if request_id not in suspected]
         self._waiting = dict.fromkeys([*others, *self._waiting])
-        self._sent, self._begun, self._trial = {}, set(), set()
+        self._submitted, self._begun, self._isolated = {}, set(), set()
         return given_up
 
-    def _suspected(self) -> list[str]:
-        """Who may have ended the engine: what had begun and is not cleared; without such, what it was taking in."""
-        open_ones = [request_id for request_id, tokens in self._sent.items() if tokens < CLEARED]
-        return [request_id for request_id in open_ones if request_id in self._begun] or open_ones
+    def _new_suspects(self) -> list[str]:
+        """The requests that may have ended the engine: those that had begun and were not cleared.
+
+        If there are none, then all that were not cleared: the engine may have ended while it accepted one of them.
+        """
+        uncleared = [request_id for request_id, tokens in self._submitted.items() if tokens < TOKENS_TO_CLEAR]
+        return [request_id for request_id in uncleared if request_id in self._begun] or uncleared

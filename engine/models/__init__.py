@@ -1,37 +1,27 @@
-"""The model families, by config.json's model_type: one thin file and one line here each."""
+"""The model families: one thin file each, which engine/checkpoint/families.py lists by config.json's model_type."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.models import gemma, gemma2, gemma3, llama, mistral, qwen2, qwen3, smollm3
 
 if TYPE_CHECKING:
     from quire.engine.models.decoder import DecoderSpec
 
-FAMILIES: dict[str, Callable[[ModelConfig], DecoderSpec]] = {
-    "gemma": gemma.spec,
-    "gemma2": gemma2.spec,
-    "gemma3_text": gemma3.spec,
-    "llama": llama.spec,
-    "mistral": mistral.spec,
-    "qwen2": qwen2.spec,
-    "qwen3": qwen3.spec,
-    "smollm3": smollm3.spec,
-}
 _GATES = {False: ("silu",), True: ("gelu_pytorch_tanh", "gelu")}
 """Of a spec with or without `gelu`: what its config.json may call the gate. Old Gemma files write gelu, mean tanh."""
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """The spec of a model, by its family. Raises ModelError for a family that is not here."""
+    """The spec of a model, by its family. Raises ModelError for a family that is not listed."""
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
-    spec = FAMILIES[config.model_type](config)
+    spec: DecoderSpec = import_module(f"quire.engine.models.{FAMILIES[config.model_type]}").spec(config)
     activation = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
     if activation is not None and activation not in _GATES[spec.gelu]:
         raise ModelError(f"model: hidden_act {activation!r} is not supported")

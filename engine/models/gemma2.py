@@ -1,4 +1,5 @@
-"""Gemma 2 (Gemma Team, 2024): norms after attention and the MLP too, caps, all but every second layer sliding."""
+"""Gemma 2 (Gemma Team, 2024): norms after attention and the MLP too, capped scores and logits, and a sliding window in
+every other layer."""
 
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
 
 
 def layer_windows(config: ModelConfig, global_every: int) -> tuple[int | None, ...]:
-    """Per layer, from layer_types; in older files all slide but every so many-th."""
+    """Per layer, from layer_types; older files lack it: there every layer slides but each `global_every`-th."""
     window, layers = config.raw.get("sliding_window", 4096), range(1, config.num_layers + 1)
     default = ["sliding_attention" if layer % global_every else "full_attention" for layer in layers]
     types = config.raw.get("layer_types") or default

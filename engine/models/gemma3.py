@@ -1,5 +1,5 @@
-"""Gemma 3's text models (Gemma Team, 2025): Gemma 2 with norms of queries and keys instead of capped scores, and with
-rotations of their own in the layers that see everything, by default every sixth."""
+"""Gemma 3's text models (Gemma Team, 2025): Gemma 2 with norms of queries and keys instead of capped scores. Layers
+without a window, by default every sixth, have a rotation of their own."""
 
 from dataclasses import replace
 

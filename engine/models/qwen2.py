@@ -9,7 +9,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
 
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """Per layer, from layer_types, or in older files from max_window_layers: the layers from it on slide."""
+    """Per layer, from layer_types, or in older files from max_window_layers: that layer and all after it slide."""
     window = config.raw.get("sliding_window") if config.raw.get("use_sliding_window") else None
     first = config.raw.get("max_window_layers", config.num_layers)
     default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(config.num_layers)]

@@ -1,6 +1,6 @@
-"""Chat templates: messages to one prompt text, rendered as transformers does, without importing it.
+"""Renders chat messages to one prompt text with a model's chat template, as transformers does but without importing it.
 
-The environment is that of transformers' chat_template_utils: Jinja's immutable sandbox with loop controls, `tojson`
+The Jinja environment is that of transformers' chat_template_utils: the immutable sandbox with loop controls, a `tojson`
 that does not escape HTML, `raise_exception`, `strftime_now` and the `{% generation %}` block.
 """
 
@@ -22,8 +22,11 @@ from quire.engine.errors import InvalidRequest, ModelError
 Message = dict[str, Any]
 
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+"""Template variables that chat_template_kwargs may not set."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients send a message's reasoning."""
 
 
 class ChatRenderer:
@@ -45,10 +48,10 @@ class ChatRenderer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text, special tokens included. `variables` is the request's chat_template_kwargs.
+        """The prompt's text, special tokens included.
 
-        With continue_final_message it ends where the last message's content does. Raises InvalidRequest when there is
-        no template or the template refuses the messages.
+        variables: the request's chat_template_kwargs. With continue_final_message the text ends where the last
+        message's content ends. Raises InvalidRequest when there is no template or the template refuses the messages.
         """
         template = self._template(tools)
         variables = variables or {}
@@ -75,20 +78,21 @@ class ChatRenderer:
             )
         except jinja2.TemplateError as error:
             raise InvalidRequest(f"The chat template refused the messages: {error}", param="messages") from error
-        except Exception as error:  # a template may trip over anything in messages it was not written for
+        except Exception as error:  # a template can raise any exception on messages that it was not written for
             raise InvalidRequest(
                 f"The chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
             ) from error
         return cut_at_mark(text, final) if continue_final_message else text
 
     def with_template(self, source: str) -> ChatRenderer:
-        """One with a caller's template instead of the model's. Raises InvalidRequest when it is not valid Jinja."""
+        """A renderer with a caller's template instead of the model's. Raises InvalidRequest for invalid Jinja."""
         try:
             return ChatRenderer({"default": source}, self._special_tokens)
         except ModelError as error:
             raise InvalidRequest(error.message, param="chat_template") from error
 
     def _template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
+        """The template to use: "tool_use" for a request with tools, if the model has one, else "default"."""
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
@@ -100,9 +104,9 @@ class ChatRenderer:
 
 
 def cut_at_mark(text: str, final: str) -> str:
-    """The rendered text up to the end of its final message, as transformers' apply_chat_template cuts it.
+    """The rendered text up to the end of its final message `final`, cut as by transformers' apply_chat_template.
 
-    Raises InvalidRequest when the template changed the message.
+    Raises InvalidRequest when the text does not contain the message unchanged.
     """
     place = text.rfind(CONTINUE_MARK.strip())
     if place < 0 or final.strip() not in text:
@@ -110,14 +114,15 @@ def cut_at_mark(text: str, final: str) -> str:
             "continue_final_message: the chat template does not show the final message as it is",
             param="continue_final_message",
         )
-    # A template that trims messages has taken the mark's space: the message's own would have gone too.
+    # If the template removed the space at the end of the mark, it trims messages: then the message's own trailing
+    # whitespace must go too, as it would have without the mark.
     return text[:place] if text.startswith(CONTINUE_MARK, place) else text[:place].rstrip()
 
 
 def normalize(message: Message) -> Message:
-    """A message as templates expect it: content a string, tool arguments an object, reasoning under all its names."""
+    """A message as templates expect it: content as a string, tool arguments as objects, reasoning under all names."""
     content = message.get("content")
-    result = {**message, "content": content if isinstance(content, str) else _join(content)}
+    result = {**message, "content": content if isinstance(content, str) else _join_parts(content)}
     if result.get("tool_calls"):
         result["tool_calls"] = [_parse_arguments(call) for call in result["tool_calls"]]
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
@@ -126,13 +131,13 @@ def normalize(message: Message) -> Message:
     return {name: value for name, value in result.items() if value is not None}
 
 
-def _join(parts: Sequence[dict[str, Any]] | None) -> str:
-    """One string out of text parts; null is empty, as templates add strings without pending."""
+def _join_parts(parts: Sequence[dict[str, Any]] | None) -> str:
+    """Join text parts to one string. Null becomes "", as templates concatenate content without a check."""
     return "\n".join(part["text"] for part in parts or ())
 
 
 def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """OpenAI sends arguments as JSON in a string; templates want the object."""
+    """Replace the arguments, which OpenAI's API has as JSON in a string, with the object that templates expect."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -144,7 +149,7 @@ def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's text for training; here it is only its body."""
+    """`{% generation %}` marks the assistant's text for training. When a prompt is rendered, it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own interface)
 

@@ -1,6 +1,8 @@
-"""Token ids to text while they come: characters cut across tokens wait for their rest, stop strings never leak.
+"""Turns token ids into text while they arrive, and ends the text at stop strings.
 
-O(new tokens) per step. Used by the server and the offline LLM alike.
+A character whose bytes are spread over several tokens is given out when its last token has arrived. Text that may turn
+out to be the beginning of a stop string is held back until that is decided. A step costs time in proportion to its new
+tokens. The server and the offline `LLM` both use this module.
 """
 
 from __future__ import annotations
@@ -18,29 +20,30 @@ REPLACEMENT = "\ufffd"
 
 
 class TextDelta(msgspec.Struct, frozen=True):
-    """What pushing some ids added to a text."""
+    """The text that a call of `TextStream.push` completed."""
 
     text: str
     offsets: tuple[int, ...]
-    """Where the tokens that leave with this text begin, in characters of the whole generated text: one per token.
+    """One entry per token that is given out with this text: where it begins, in characters of the whole generated text.
 
-    Tokens leave in order, each with the delta that holds its first character, or with the last one; those that begin
-    behind a stop string never leave."""
+    Tokens are given out in order, each with the delta that contains its first character, or else with the last delta.
+    Tokens that begin after a stop string are never given out."""
     used: int
     """How many of the pushed ids belong to the answer: fewer than all only when a stop string was completed earlier."""
     stop_string: str | None = None
-    """The stop string that ended the text: push no more."""
+    """The stop string that ended the text. No more ids may be pushed then."""
 
 
 class TextStream:
     """Turns the ids of one answer into text deltas.
 
     For ids that encode valid text, the concatenated deltas equal `tokenizer.decode(prompt_ids + ids)` without the
-    prompt's part; with no prompt ids, `tokenizer.decode(ids)`. An unfinished character is shown as U+FFFD at the end.
+    prompt's part; without prompt ids they equal `tokenizer.decode(ids)`. A character that is unfinished when the answer
+    ends is shown as U+FFFD.
 
-    Stop strings: the first one completed, reading character by character, ends the text before it (or behind it, with
-    include_stop); of two completed by the same character the longer wins. Text that may be the beginning of a stop
-    string is held back. The text of the first min_tokens tokens is not searched.
+    Stop strings: the first one that is completed, reading character by character, ends the text before it, or after it
+    with `include_stop`. If one character completes two of them, the longer one counts. The text of the first
+    `min_tokens` tokens is not searched.
     """
 
     def __init__(
@@ -54,30 +57,35 @@ class TextStream:
         shown_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
     ) -> None:
-        """`shown_ids` are special tokens that are shown all the same."""
+        """`shown_ids` are special tokens that are shown even with `skip_special_tokens`."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop = tuple(stop)
         self._include_stop = include_stop
-        self._unsearched = min_tokens
-        self._held = ""
+        self._unsearched_tokens = min_tokens
+        """Tokens still to come whose text is not searched for stop strings."""
+        self._held_back = ""
+        """Decoded text that may be the beginning of a stop string."""
         self._emitted = 0
+        """Characters given out."""
         self._decoded = 0
+        """Characters decoded: those given out and those held back."""
         self._starts: deque[int] = deque()
+        """Where the tokens begin that have not been given out, in characters of the whole text."""
 
     def push(self, ids: Sequence[int], final: bool = False) -> TextDelta:
-        """Add ids; `final` flushes what was held back. Not to be called again after `final` or a stop string."""
+        """Add ids; `final` gives out what was held back. Do not call it again after `final` or after a stop string."""
         text = ""
         for used, token_id in enumerate(ids, 1):
             self._starts.append(self._decoded)
-            piece = self._decoder.feed(token_id)
-            self._decoded += len(piece)
+            new_text = self._decoder.feed(token_id)
+            self._decoded += len(new_text)
             if not self._stop:
-                text += piece
-            elif self._unsearched > 0:
-                self._unsearched -= 1
-                text += piece
-            elif piece:
-                ready, stop_string = self._search(piece)
+                text += new_text
+            elif self._unsearched_tokens > 0:
+                self._unsearched_tokens -= 1
+                text += new_text
+            elif new_text:
+                ready, stop_string = self._search(new_text)
                 text += ready
                 if stop_string is not None:
                     return self._delta(text, used, stop_string=stop_string)
@@ -87,13 +95,16 @@ class TextStream:
             ready, stop_string = self._search(rest) if self._stop else (rest, None)
             if stop_string is not None:
                 return self._delta(text + ready, len(ids), stop_string=stop_string)
-            text += ready + self._held
-            self._held = ""
+            text += ready + self._held_back
+            self._held_back = ""
         return self._delta(text, len(ids), final=final)
 
     def push_output(self, output: RequestOutput) -> TextDelta:
-        """Add an engine's output. The token that ended the answer (end of sequence, or one of stop_token_ids) counts as
-        used but has no text and does not leave, unless include_stop."""
+        """Add an engine's output.
+
+        The token that ended the answer (end of sequence, or one of stop_token_ids) counts as used, but it has no text
+        and is not given out, unless `include_stop` is set.
+        """
         ended = output.finish_reason is not None
         if output.finish_reason != "stop" or self._include_stop or not output.new_ids:
             return self.push(output.new_ids, final=ended)
@@ -107,9 +118,9 @@ class TextStream:
             offsets.append(starts.popleft())
         return TextDelta(text, tuple(offsets), used, stop_string)
 
-    def _search(self, piece: str) -> tuple[str, str | None]:
-        """Text that may leave, and the stop string found, if any."""
-        text = self._held + piece
+    def _search(self, new_text: str) -> tuple[str, str | None]:
+        """Search for stop strings. Returns the text that can be given out and the stop string that ended it, if any."""
+        text = self._held_back + new_text
         found: tuple[int, int, str] | None = None
         for stop in self._stop:
             start = text.find(stop)
@@ -119,12 +130,12 @@ class TextStream:
             end, start, stop = found
             return text[: end if self._include_stop else start], stop
         keep = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - keep :]
+        self._held_back = text[len(text) - keep :]
         return text[: len(text) - keep], None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that begins stop."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -134,7 +145,7 @@ def _overlap(text: str, stop: str) -> int:
 def make_decoder(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
 ) -> Decoder:
-    """A decoder of ids that follow prompt_ids."""
+    """The decoder for the tokenizer's scheme, for ids that follow `prompt_ids`."""
     skip = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
     if tokenizer.scheme is Scheme.BYTE_LEVEL:
         return ByteLevelDecoder(tokenizer, skip)
@@ -145,7 +156,7 @@ def make_decoder(
 
 
 class ByteLevelDecoder:
-    """Tokens are byte strings; their sum is UTF-8."""
+    """For tokens that are byte strings: joined, they are UTF-8 text."""
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
@@ -160,10 +171,10 @@ class ByteLevelDecoder:
 
 
 class SentencePieceDecoder:
-    """Tokens are text, or single bytes that add up to characters.
+    """For tokens that are text, or single bytes several of which make a character.
 
-    The tokenizers library shows a run of byte tokens that is not UTF-8 as one U+FFFD per byte. Here characters leave as
-    soon as they are whole, so only what follows the first wrong byte of a run is shown so.
+    The tokenizers library decodes a run of byte tokens that is not valid UTF-8 to one U+FFFD per byte. Here characters
+    are given out as soon as they are complete, so only the part of a run from its first wrong byte on becomes U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int], strip_space: bool) -> None:
@@ -171,7 +182,9 @@ class SentencePieceDecoder:
         self._skip = skip
         self._strip_space = strip_space
         self._run = b""
-        self._broken = False
+        """Bytes of a character whose other bytes have not arrived."""
+        self._run_is_invalid = False
+        """Whether the current run of byte tokens has had a byte that is not valid UTF-8."""
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skip:
@@ -189,7 +202,7 @@ class SentencePieceDecoder:
         return text
 
     def _feed_byte(self, byte: bytes) -> str:
-        if self._broken:
+        if self._run_is_invalid:
             return REPLACEMENT
         self._run += byte
         try:
@@ -197,39 +210,43 @@ class SentencePieceDecoder:
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data":
                 return ""
-            self._broken = True
+            self._run_is_invalid = True
             text = REPLACEMENT * len(self._run)
         self._run = b""
         return text
 
     def flush(self) -> str:
         rest = REPLACEMENT * len(self._run)
-        self._run, self._broken = b"", False
+        self._run, self._run_is_invalid = b"", False
         return rest
 
 
 class WindowDecoder:
-    """Any decoder of the library: text is what new ids add to the decoding of the last ones that showed text.
+    """For any other decoder of the tokenizers library, of which nothing is known.
 
-    Those end where a character ends, so the decoder never starts in the middle of one.
+    It decodes a window of the last ids twice, without and with the new ones; the difference is the new text. The window
+    starts where a character starts, so no decoding begins in the middle of one.
     """
 
     CONTEXT = 6
-    LONGEST = 8
-    """Ids that may wait for the rest of a character; what is longer is not one."""
+    """Prompt ids that the first window contains, because a token's text can depend on the tokens before it."""
+    MAX_PENDING = 8
+    """Ids that may be held back for the rest of a character; no character takes more."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skip = skip
         self._ids = [token_id for token_id in prompt_ids[-self.CONTEXT :] if token_id not in skip]
+        """The window."""
         self._shown = len(self._ids)
+        """How many of them have been given out as text."""
 
     def feed(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
         self._ids.append(token_id)
         text = self._new_text()
-        if text.endswith(REPLACEMENT) and len(self._ids) - self._shown < self.LONGEST:
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._shown < self.MAX_PENDING:
             return ""
         if text:
             self._ids = self._ids[self._shown :]
@@ -247,4 +264,4 @@ class WindowDecoder:
 
 
 Decoder = ByteLevelDecoder | SentencePieceDecoder | WindowDecoder
-"""Adds up token ids to text: `feed` gives what one more id completes, `flush` what is left at the end."""
+"""Decodes ids one by one: `feed` returns the text that one more id completes, `flush` what is left at the end."""

@@ -1,8 +1,9 @@
-"""Grammars that answers must follow, by llguidance (https://github.com/guidance-ai/llguidance): writing and compiling.
+"""Writes and compiles grammars that constrain answers, with llguidance (https://github.com/guidance-ai/llguidance).
 
-`python -m quire.engine.text.grammar` is the process that tries callers' grammars out: a chain of 3,000 references
-overflows the native stack, `multipleOf: 99999999` computes for hours. There that ends a child, not the server.
-llguidance itself is imported when the first grammar comes; it takes a fifth of a second.
+`python -m quire.engine.text.grammar` runs a process that checks callers' grammars before an engine gets them. A hostile
+grammar can crash the process that compiles it (a chain of 3,000 references overflows the native stack) or keep it busy
+for hours (`multipleOf: 99999999`). In a process of its own that does not harm the server. llguidance is imported when
+the first grammar arrives, because the import takes a fifth of a second.
 """
 
 from __future__ import annotations
@@ -28,39 +29,42 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CPU_SECONDS = 2.0
-"""To compile a grammar and take its first steps; the engine, which does so again, stands still meanwhile."""
+"""Processor time that a check may take. The engine later does the same work, and computes nothing else meanwhile."""
 MAX_CHECK_MEMORY = 8 << 30
+"""Bytes of address space that the checking process may use."""
 MAX_LEXER_STATES = 50_000
-"""Of one matcher, at 1 to 2 KB."""
-CHECK_STACK = 4 << 20
-"""Bytes; half of what the engine has, so what passes here does not overflow there."""
-_KEPT = 32
-_STEPS = 3
-_COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""One space after a comma or a colon, or none: JSON as models write it on one line. Free whitespace need never end."""
+"""Limit for one matcher; a state takes 1 to 2 KB."""
+CHECK_STACK_BYTES = 4 << 20
+"""Half of the engine's stack, so a grammar that passes the check does not overflow the engine's."""
+_CACHED_GRAMMARS = 32
+_CHECK_STEPS = 3
+"""Tokens that a check advances the matcher by."""
+_COMPACT_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+"""At most one space after a comma or a colon and no other whitespace: JSON as models write it on one line. With free
+whitespace a model could write spaces for ever."""
 
 
 def json_grammar(schema: Any) -> Grammar:
-    """Of a JSON schema: an object or true. Raises InvalidRequest for what is no schema at all."""
-    return Grammar("json", _dump(_compact(schema)))
+    """The grammar of a JSON schema, an object or true. Raises InvalidRequest for anything else."""
+    return Grammar("json", _dump(_with_compact_whitespace(schema)))
 
 
 def json_rule(schema: Any) -> str:
-    """`%json {…}`: a schema as a rule's body in a Lark grammar, with the whitespace of `json_grammar`."""
-    return f"%json {_dump(_compact(schema))}"
+    """A JSON schema as the body of a Lark grammar's rule: `%json {…}`, with the same whitespace as `json_grammar`."""
+    return f"%json {_dump(_with_compact_whitespace(schema))}"
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
-    """One of these texts."""
+    """The grammar that matches exactly one of these texts."""
     return Grammar("lark", "start: " + " | ".join(map(json.dumps, choices)))
 
 
-def _compact(schema: Any) -> Any:
+def _with_compact_whitespace(schema: Any) -> Any:
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise InvalidRequest("a JSON schema must be an object", param="grammar")
-    own = schema.get("x-guidance")
-    return {**schema, "x-guidance": {**(own if isinstance(own, dict) else {}), **_COMPACT}}
+    options = schema.get("x-guidance")  # where llguidance reads options in a schema
+    return {**schema, "x-guidance": {**(options if isinstance(options, dict) else {}), **_COMPACT_WHITESPACE}}
 
 
 def _dump(schema: Any) -> str:
@@ -71,24 +75,25 @@ def _dump(schema: Any) -> str:
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """The tokens that a grammar's text is made of."""
+    """What llguidance needs to know about a model's tokens."""
 
     tokenizer: str
-    """The text of a tokenizer.json."""
+    """The content of a tokenizer.json."""
     size: int
+    """Number of token ids."""
     eos_token_ids: tuple[int, ...]
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """vocab_size is the model's, which may have more tokens than the tokenizer, or fewer."""
+    """vocab_size: of the model, which may have more tokens than the tokenizer, or fewer."""
     highest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
     return Vocabulary(tokenizer.backend.to_str(), max(vocab_size, highest + 1), tuple(eos_token_ids))
 
 
 class GrammarCompiler:
-    """Makes matchers: parsers that say which tokens may come next.
+    """Compiles grammars to matchers: parsers that know which tokens may follow.
 
-    Raises ModelError for a tokenizer that llguidance does not know, or a model without an end-of-sequence token.
+    Raises ModelError for a tokenizer that llguidance cannot read and for a model without an end-of-sequence token.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -104,25 +109,27 @@ class GrammarCompiler:
         except ValueError as error:
             raise ModelError(f"grammars are not available with this model's tokenizer: {error}") from error
         self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._cache: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        """The grammars compiled last, the least recently used one first."""
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """At the beginning of the grammar. Raises InvalidRequest for one that is wrong or not supported."""
-        kept = self._kept.pop(grammar, None) or self._compile(grammar)
-        self._kept[grammar] = kept
-        if len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
-        return kept.deep_copy()
+        """A matcher at the start of the grammar. Raises InvalidRequest for one that is wrong or not supported."""
+        compiled = self._cache.pop(grammar, None) or self._compile(grammar)
+        self._cache[grammar] = compiled
+        if len(self._cache) > _CACHED_GRAMMARS:
+            self._cache.popitem(last=False)
+        return compiled.deep_copy()
 
     def check(self, grammar: Grammar) -> None:
-        """Compile it and take a few steps. Raises InvalidRequest as `matcher` does, and for one that nothing matches.
+        """Compile the grammar and follow it for a few tokens.
 
-        It kills the process when the grammar is too much for llguidance, and may take for ever: see `main`.
+        Raises InvalidRequest as `matcher` does, and for a grammar that no text matches. A hostile grammar can crash the
+        process or compute for ever; see `main` for the limits.
         """
         import numpy as np
 
         matcher = self.matcher(grammar)
-        for _ in range(_STEPS):
+        for _ in range(_CHECK_STEPS):
             allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
             if matcher.is_error() or not len(allowed):
                 raise InvalidRequest(f"no text matches, or too complex: {first_line(matcher)}", param="grammar")
@@ -148,12 +155,16 @@ class GrammarCompiler:
 
 
 def first_line(matcher: LLMatcher) -> str:
-    """What went wrong; llguidance adds the parser's state below."""
+    """The first line of a matcher's error; llguidance adds the parser's state below it."""
     return matcher.get_error().partition("\n")[0][:300]
 
 
 def main(stdin: BinaryIO, stdout: BinaryIO) -> None:
-    """Read a Vocabulary, then grammars, each a line of JSON; answer each with a line: null, or what is wrong."""
+    """Check grammars: read a Vocabulary and then Grammars, each a line of JSON.
+
+    Answers each grammar with a line of JSON: null, or the message that says what is wrong with it. The process ends
+    when a check takes more than MAX_CPU_SECONDS.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (MAX_CHECK_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
     vocabulary = msgspec.json.decode(stdin.readline(), type=Vocabulary)
     compiler: GrammarCompiler | None = None
@@ -162,7 +173,7 @@ def main(stdin: BinaryIO, stdout: BinaryIO) -> None:
         try:
             if compiler is None:
                 compiler = GrammarCompiler(vocabulary)
-            # The signal's default action ends the process, also inside native code.
+            # The timer's signal, SIGPROF, ends the process by default, even inside native code.
             signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
             compiler.check(msgspec.json.decode(line, type=Grammar))
         except QuireError as error:
@@ -173,7 +184,7 @@ def main(stdin: BinaryIO, stdout: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    threading.stack_size(CHECK_STACK)
+    threading.stack_size(CHECK_STACK_BYTES)
     thread = threading.Thread(target=main, args=(sys.stdin.buffer, sys.stdout.buffer))
     thread.start()
     thread.join()

@@ -1,6 +1,6 @@
-"""Text to token ids and back, read from a model directory by the tokenizers library: no torch, no transformers.
+"""Turns text into token ids and back, with the tokenizers library and the files of a model directory.
 
-transformers is the fallback for directories without a tokenizer.json, and imported only then: it costs seconds.
+Only a directory without a tokenizer.json needs transformers, which is imported only then because that takes seconds.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import tokenizers
 from quire.engine.errors import ConfigError, ModelError
 
 SPACE_MARK = "\u2581"
-"""SentencePiece's visible space."""
+"""The character that SentencePiece writes for a space."""
 
 
 class Scheme(Enum):
-    """How token strings become text, told by the tokenizer's decoder."""
+    """How a vocabulary's token strings become text. The tokenizer's decoder settings tell which scheme it uses."""
 
     BYTE_LEVEL = "byte_level"
-    """GPT-2's: every character of a token string stands for one byte."""
+    """As in GPT-2: every character of a token string stands for one byte."""
     SENTENCE_PIECE = "sentence_piece"
-    """Llama 2's: U+2581 is a space, `<0xE2>` a byte, all else itself."""
+    """As in Llama 2: U+2581 stands for a space, `<0xE2>` for one byte, all other characters for themselves."""
     OTHER = "other"
-    """Known to the tokenizers library alone."""
+    """Anything else; only the tokenizers library can decode it."""
 
 
 class Tokenizer:
-    """Encodes and decodes; also knows what single tokens look like, for logprobs."""
+    """Encodes and decodes texts, and gives the text and bytes of single tokens, which logprobs show."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class Tokenizer:
     ) -> None:
         self.backend = backend
         self.special_tokens = dict(special_tokens)
-        """By role: bos_token, eos_token, …: the variables that chat templates use."""
+        """By role (bos_token, eos_token, …): the variables that chat templates can use."""
         self.chat_templates = dict(chat_templates)
-        """By name; the usual one is "default"."""
+        """Jinja sources by name; the usual one is "default"."""
         self.bos_token_id = self._id_of("bos_token")
         eos = self._id_of("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *([] if eos is None else [eos])]))
@@ -58,8 +58,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """Read a model directory; `chat_template`, a file or the template itself, stands in for its own. Raises
-        ModelError when it holds no tokenizer that can be read, ConfigError where there is no such template."""
+        """Read a model directory.
+
+        chat_template: a file or the template itself, to be used instead of the model's own.
+        Raises ModelError when the directory has no readable tokenizer, ConfigError when the template's file cannot be
+        read.
+        """
         path = Path(path)
         config = _read_json(path / "tokenizer_config.json")
         special_map = _read_json(path / "special_tokens_map.json")
@@ -72,7 +76,7 @@ class Tokenizer:
                 backend = _load_by_transformers(path)
         except ModelError:
             raise
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:  # the tokenizers library raises no narrower type
             raise ModelError(f"cannot read the tokenizer of {path.name}: {error}") from error
         backend.no_truncation()
         backend.no_padding()
@@ -89,7 +93,7 @@ class Tokenizer:
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; with add_special_tokens the tokenizer puts its BOS (or what it uses) around them."""
+        """Token ids of a text; with add_special_tokens also those that the tokenizer puts around it, such as BOS."""
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
@@ -100,32 +104,34 @@ class Tokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's string for an id, as `Ġhello` or `▁hello`; None for an id it does not hold."""
+        """The vocabulary's string for an id, such as `Ġhello` or `▁hello`; None for an id outside the vocabulary."""
         return self.backend.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds in the middle of a text; empty for an id outside the vocabulary."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._spell(self.token(token_id) or "")
-        return known
+        cached = self._bytes.get(token_id)
+        if cached is None:
+            cached = self._bytes[token_id] = self._decode_token(self.token(token_id) or "")
+        return cached
 
     def token_text(self, token_id: int) -> str:
-        r"""A single token as users read it in logprobs; a part of a character as OpenAI writes it: `\xe2\x82`."""
-        known = self._texts.get(token_id)
-        if known is None:
+        r"""A single token as shown in logprobs; a part of a character is written as OpenAI does: `\xe2\x82`."""
+        cached = self._texts.get(token_id)
+        if cached is None:
             raw = self.token_bytes(token_id)
             try:
-                known = raw.decode()
+                cached = raw.decode()
             except UnicodeDecodeError:
-                known = "".join(f"\\x{byte:02x}" for byte in raw)
-            self._texts[token_id] = known
-        return known
+                cached = "".join(f"\\x{byte:02x}" for byte in raw)
+            self._texts[token_id] = cached
+        return cached
 
-    def _spell(self, token: str) -> bytes:
+    def _decode_token(self, token: str) -> bytes:
+        """The bytes that a vocabulary string stands for."""
         if self.scheme is Scheme.BYTE_LEVEL:
             values = [BYTE_OF_CHARACTER.get(character) for character in token]
-            # The library takes a token with one foreign character (an added one, mostly) as plain text, whole.
+            # If a token has a character outside of GPT-2's map (mostly an added token), the library takes all of it as
+            # plain text.
             return token.encode() if None in values else bytes(value for value in values if value is not None)
         byte = fallback_byte(token)
         return token.replace(SPACE_MARK, " ").encode() if byte is None else bytes([byte])
@@ -136,7 +142,7 @@ class Tokenizer:
 
 
 def fallback_byte(token: str) -> int | None:
-    """The byte that SentencePiece's `<0xE2>` stands for; None for any other token."""
+    """The byte that a SentencePiece token such as `<0xE2>` stands for; None for any other token."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)
@@ -146,7 +152,10 @@ def fallback_byte(token: str) -> int | None:
 
 
 def _bytes_as_characters() -> dict[str, int]:
-    """GPT-2's reversible map (Radford et al., 2019): printable bytes as themselves, the others from U+0100 on."""
+    """GPT-2's map from characters to bytes (Radford et al., 2019).
+
+    Printable bytes are written as themselves, the others as characters from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -156,7 +165,7 @@ BYTE_OF_CHARACTER = _bytes_as_characters()
 
 
 def _read_decoder(backend: tokenizers.Tokenizer) -> tuple[Scheme, bool]:
-    """The scheme, and whether the first space of a text is dropped."""
+    """Returns the scheme, and whether decoding drops the first space of a text."""
     if backend.decoder is None:
         return Scheme.OTHER, False
     state = json.loads(backend.decoder.__getstate__())
@@ -173,6 +182,7 @@ def _read_decoder(backend: tokenizers.Tokenizer) -> tuple[Scheme, bool]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} for a file that is missing or empty, or that does not contain an object."""
     if not path.is_file() or path.stat().st_size == 0:
         return {}
     try:
@@ -183,7 +193,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Every `…_token` entry: a string, or an object with its content."""
+    """The entries named `…_token`, by name. Each is a string, or an object with the string as its `content`."""
     found = {}
     for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -195,7 +205,10 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _add_missing_tokens(
     backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
 ) -> None:
-    """What transformers does on loading: tokens that tokenizer_config.json alone knows join, and roles are special."""
+    """Complete the vocabulary as transformers does.
+
+    Tokens that only tokenizer_config.json lists are added, and every token with a role becomes a special token.
+    """
     known = backend.get_added_tokens_decoder()
     listed = {int(key): value for key, value in config.get("added_tokens_decoder", {}).items()}
     for token_id, entry in sorted(listed.items()):
@@ -219,6 +232,7 @@ ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized"
 
 
 def _load_by_transformers(path: Path) -> tokenizers.Tokenizer:
+    """Let transformers convert other tokenizer files, such as SentencePiece's tokenizer.model."""
     if not any(path.glob("*.json")):
         raise ModelError(f"model: {path.name} has no config.json and no tokenizer")
     from transformers import AutoTokenizer
@@ -231,7 +245,7 @@ def _load_by_transformers(path: Path) -> tokenizers.Tokenizer:
 
 
 def _given_template(given: str) -> dict[str, str]:
-    """By its path, or as it is: no path has a brace."""
+    """Read a template given by its path or as Jinja source; what contains a brace is taken as source."""
     try:
         return {"default": given if "{" in given else Path(given).expanduser().read_text(encoding="utf-8")}
     except (OSError, ValueError) as error:
@@ -239,7 +253,7 @@ def _given_template(given: str) -> dict[str, str]:
 
 
 def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name. A file beside the weights wins over tokenizer_config.json, as in transformers."""
+    """The model's templates by name. A file of its own overrides tokenizer_config.json, as in transformers."""
     templates: dict[str, str] = {}
     entry = config.get("chat_template")
     if isinstance(entry, str):
@@ -257,6 +271,6 @@ def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _eos_token_ids(path: Path) -> list[int]:
-    """From generation_config.json: one id or several."""
+    """The end-of-sequence ids in generation_config.json, which holds one id, several or none."""
     eos = _read_json(path / "generation_config.json").get("eos_token_id")
     return [eos] if isinstance(eos, int) else list(eos or [])

@@ -10,18 +10,19 @@ import torch
 from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes, device_kv_budget, host_kv_budget
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.models.decoder import Decoder, DecoderSpec, KVCache
+from quire.engine.layers.attention import PageTensor
+from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
 from quire.engine.worker.device_sampler import choose_sampler
 from quire.engine.worker.sampler import SamplingRow
-from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.backend import AttentionMetadata, Backend, Pages
 
 _HEADROOM = 1 / 8
-"""Of a KV cache in the host's memory: the share that is ready before it is needed."""
+"""The share of a KV cache in the host's memory that is touched before it is needed."""
 _PIECE = 512 * 2**10
-"""Bytes made ready at a time: within about a millisecond."""
+"""Bytes touched at a time, which takes about a millisecond."""
 _CPU_REFUSAL = "can't allocate memory"
-"""In the message of the RuntimeError by which PyTorch says so."""
+"""Part of the message of the RuntimeError that PyTorch raises where the host's memory runs out."""
 
 
 def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
@@ -49,18 +50,18 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
 
 
 @torch.inference_mode()
-def measure_step(model: Decoder, backend: Backend, config: EngineConfig, dtype: torch.dtype) -> int:
-    """Bytes that the largest step takes on the GPU beside weights and KV cache: run once, on pages of its own."""
+def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
+    """Bytes that the largest step takes on the GPU beside weights and KV cache. Runs one, on pages of its own."""
     device, length = model.device, min(config.max_num_batched_tokens, model.max_model_len)
     seqs = -(-config.max_num_batched_tokens // length)
-    metadata = prompts(seqs, length, backend.BLOCK_SIZE, device)
-    pages = allocate_kv_cache(model.spec, backend, metadata.block_table.numel(), dtype=dtype, device=device, layers=1)
+    metadata = prompts(seqs, length, backend.block_size, device)
+    pages = _shared_pages(model, metadata.block_table.numel())
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(seqs * length, dtype=torch.int32, device=device)
     picks = min(config.max_num_seqs, len(ids))
-    hidden = model.forward(ids, metadata, pages * model.spec.num_layers, torch.arange(picks, device=device))
+    hidden = model.forward(ids, metadata, pages, torch.arange(picks, device=device))
     row = SamplingRow(SamplingParams(top_p=0.5), 0, length, length, ids[None], 0)
     choose_sampler(device, model.argmax, model.draw)(model.logits(hidden), [row] * picks, (), None)
     torch.cuda.synchronize(device)
@@ -90,44 +91,43 @@ def prompts(seqs: int, length: int, block_size: int, device: torch.device) -> At
     )
 
 
-def allocate_kv_cache(
-    spec: DecoderSpec,
-    backend: Backend,
-    num_blocks: int,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    layers: int | None = None,
-) -> KVCache:
-    """Key and value pages of every layer, or of the first `layers`. Their content is undefined; on Linux, untouched
-    pages of the host take no memory."""
-    shape = backend.kv_cache_shape(num_blocks, spec.num_kv_heads, spec.head_dim, dtype)
-    return [
-        (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
-        for _ in range(spec.num_layers if layers is None else layers)
-    ]
+def allocate_kv_cache(model: Decoder, num_blocks: int) -> KVCache:
+    """The pages that every layer asks for. Their content is undefined; on Linux, untouched pages of the host take no
+    memory."""
+    return [_allocated(layer, model.device) for layer in model.pages(num_blocks)]
+
+
+def _shared_pages(model: Decoder, num_blocks: int) -> KVCache:
+    """The same, but layers that ask for alike pages have the same ones: a step on them computes nothing of use."""
+    layers = model.pages(num_blocks)
+    kinds = {layer: _allocated(layer, model.device) for layer in layers}
+    return [kinds[layer] for layer in layers]
+
+
+def _allocated(layer: tuple[PageTensor, ...], device: torch.device) -> Pages:
+    return tuple(torch.empty(each.shape, dtype=each.dtype, device=device) for each in layer)
 
 
 class Headroom:
-    """Pages of a KV cache in the host's memory that nothing has used yet, made ready while there is time.
+    """Touches pages of a KV cache in the host's memory, while the engine is idle, before a sequence needs them.
 
-    The system hands memory over at its first use, 4 KB at a time: a microsecond each, or ten on a virtual machine
-    whose host must do the same, and then 7 % of the time that a small model takes for a prompt.
+    The system maps memory at its first use, 4 KB at a time. That takes a microsecond each, or ten on a virtual machine
+    whose host must do the same: then 7 % of the time that a small model takes for a prompt.
     """
 
     def __init__(self, kv_cache: KVCache) -> None:
         self._caches = [cache for layer in kv_cache for cache in layer]
         pages = len(self._caches[0])
-        self._piece = max(_PIECE // self._caches[0][0].nbytes, 1)
+        self._piece = max(_PIECE // max(cache[0].nbytes for cache in self._caches), 1)
         self._most = int(pages * _HEADROOM)
         self._used = self._ready = self._next = 0
 
     def use(self, pages: Iterable[int]) -> None:
-        """These will be written to: from now on they are never touched here."""
+        """A step will write to these pages; they are never touched here from now on."""
         self._used = max(self._used, 1 + max(pages, default=-1))
 
     def grow(self) -> bool:
-        """Make some pages ready, in one of the layers; False when enough are."""
+        """Touch some more pages of one tensor; False when enough are touched."""
         begin = max(self._used, self._ready)
         end = min(begin + self._piece, self._used + self._most, len(self._caches[0]))
         if begin >= end:
@@ -141,7 +141,7 @@ class Headroom:
 
 @contextmanager
 def explained(what: str, param: str, advice: str) -> Iterator[None]:
-    """Turns running out of memory into a ConfigError that says for what, and what to change."""
+    """Turns an out-of-memory error into a ConfigError that says what needed the memory, and what to change."""
     try:
         yield
     except RuntimeError as error:

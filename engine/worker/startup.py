@@ -1,9 +1,10 @@
-"""Bringing the device half up: device, dtype, kernels, weights, KV cache, runner; each choice in one function."""
+"""Starts the device half: device, dtype, backend, weights, KV cache, runner; each is chosen in one function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from quire.engine.checkpoint.kv_plan import KVPlan, check_positions, check_room,
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.models import decoder_spec
-from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.worker.grammar import SlotGrammars
@@ -30,7 +31,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A device that is ready, and what was chosen for it."""
+    """A device half that is ready, and what was chosen for it."""
 
     runner: Runner
     plan: KVPlan
@@ -44,9 +45,9 @@ class Worker:
 
 
 def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, progress: Callable[[], None]) -> Worker:
-    """Load the model at `path` and cut its KV cache. Raises ConfigError, naming the key at fault.
+    """Load the model at `path` and allocate its KV cache. Raises ConfigError, naming the key at fault.
 
-    `progress` is called after every layer of every step: a step may be long, a layer that takes for ever hangs.
+    `progress` is called after every layer of every step: a step may take long, but a layer that does not end hangs.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -57,27 +58,21 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
     if device.type == "cpu" and config.load_format == "auto":
         check_room(read_stored_weights(path), dtype_name)
     spec = decoder_spec(model_config)
-    capped = spec.softcap is not None
-    try:
-        backend, why = select_backend(device, dtype, spec.head_dim, config.attention_backend, capped)
-    except ValueError as error:
-        raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
-    if config.deterministic and device.type == "cuda":  # a CPU's results never depend on the batch
-        backend, why = fixed_order(backend), f"{why}; deterministic"
-    # The context's length is fitted later, with the weights loaded; until then it can be as long as the model allows.
+    backend, why = choose_backend(config, device, dtype, spec)
+    # plan_kv fits the context's length once the weights are loaded; until then it is the longest that is allowed.
     length = config.max_model_len or model_config.max_position
     with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
-        model = Decoder(spec, backend, device=device, max_model_len=length, progress=progress)
-        weight_bytes = fill(model, config, path, dtype)
+        model = Decoder(spec, backend, dtype=dtype, device=device, max_model_len=length, progress=progress)
+        weight_bytes = fill(model, config, path)
     step_bytes = 0
     if device.type == "cuda":
         tokens = config.max_num_batched_tokens
         with explained(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):
-            step_bytes = measure_step(model, backend, config, dtype)
+            step_bytes = measure_step(model, backend, config)
     plan = plan_kv(
         model_config,
-        dtype=dtype_name,
-        block_size=backend.BLOCK_SIZE,
+        page_bytes=sum(tensor.nbytes for layer in model.pages(1) for tensor in layer),
+        block_size=backend.block_size,
         available_bytes=kv_budget(config, device, step_bytes),
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
@@ -88,13 +83,13 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
     param = "gpu_memory_utilization" if device.type == "cuda" else "kv_cache_memory"
     with explained(f"{plan.num_blocks} pages of KV cache", param, "Lower it, or --max-model-len"):
         blocks = plan.num_blocks + (scratch is not None)
-        kv_cache = allocate_kv_cache(model.spec, backend, blocks, dtype=dtype, device=device)
-    slots = Slots(config.max_num_seqs, plan.max_model_len, backend.BLOCK_SIZE, device, scratch_page=scratch)
+        kv_cache = allocate_kv_cache(model, blocks)
+    slots = Slots(config.max_num_seqs, plan.max_model_len, backend.block_size, device, scratch_page=scratch)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     runner = Runner(model, kv_cache, slots, grammars, model_config.eos_token_ids, capture)
     # A CPU has nothing to do beside a step: to be ahead of it would only make every token a step late.
     ahead = 1 if device.type == "cuda" else 0
-    return Worker(runner, plan, str(device), dtype_name, f"{backend.NAME} ({why})", weight_bytes, ahead)
+    return Worker(runner, plan, str(device), dtype_name, f"{backend.name} ({why})", weight_bytes, ahead)
 
 
 def grammar_compiler(config: EngineConfig, path: Path, model_config: ModelConfig) -> GrammarCompiler:
@@ -111,18 +106,26 @@ def choose_device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def fixed_order(backend: Backend) -> Backend:
-    """The backend for --deterministic. Raises ConfigError where Triton, which computes its products, is missing."""
+def choose_backend(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec
+) -> tuple[Backend, str]:
+    """The backend and why it is this one. Raises ConfigError for one that cannot serve, and for --deterministic where
+    Triton, which computes its products, is missing."""
+    deterministic = config.deterministic and device.type == "cuda"  # a CPU's results never depend on the batch
+    if deterministic and find_spec("triton") is None:
+        raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
+    wanted = (dtype, spec.head_dim, config.attention_backend, spec.softcap is not None)
     try:
-        from quire.kernels.gpu.triton_linear import batch_invariant
-    except ImportError as error:
-        raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic") from error
-    return batch_invariant(backend)
+        backend, why = select_backend(device, *wanted, deterministic=deterministic)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
+    return backend, f"{why}; deterministic" if deterministic else why
 
 
 def choose_capture(config: EngineConfig, backend: Backend, device: torch.device) -> Capture | None:
-    """How decodes become graphs. The reference's attention reads lengths on the host, which no graph can hold."""
-    able = device.type == "cuda" and backend.NAME != "reference"
+    """What captures decode steps as graphs; None: nothing does. The reference's attention reads lengths on the host,
+    which no graph can hold."""
+    able = device.type == "cuda" and backend.name != "reference"
     return CudaCapture(device) if able and not config.enforce_eager else None
 
 
@@ -137,10 +140,10 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     return _DTYPES[name]
 
 
-def fill(model: Decoder, config: EngineConfig, path: Path, dtype: torch.dtype) -> int:
+def fill(model: Decoder, config: EngineConfig, path: Path) -> int:
     """Load the model's weights, or make them up. Returns their bytes."""
     table, stream = model.parameters(), safetensors_stream(path)
     if config.load_format == "dummy":
-        stream = dummy_stream(table, config.seed, dtype, model.device)
+        stream = dummy_stream(table, config.seed, model.device)
     with torch.inference_mode():
-        return load_weights(table, stream, dtype=dtype, device=model.device)
+        return load_weights(table, stream, device=model.device)

@@ -10,44 +10,44 @@
 #pragma once
 
 constexpr int kPanel = 64;
-constexpr int kSqueezedStep = 192;  // bytes
+constexpr int kCompressedStep = 192;  // bytes
 
-struct SqueezedHeader {
+struct CompressedHeader {
   long whole;                 // steps kept whole
   uint8_t high[16], low[16];  // per code: the exponent without its last bit, and that bit as the top bit of a byte
 };
 
-// Where the parts of a squeezed matrix lie: header, [panels] longs, [whole + 1] ints, [steps][192] bytes, [whole][64].
-struct Squeezed {
-  SqueezedHeader* header;
+// Where the parts of a compressed matrix lie: header, [panels] longs, [whole + 1] ints, [steps][192] bytes, [whole][64].
+struct Compressed {
+  CompressedHeader* header;
   long* first;      // of each panel's whole steps, the first
   int* where;       // the whole steps' numbers in order, then one past all
   uint8_t* steps;
   uint32_t* whole;
   size_t bytes;     // of all
 
-  Squeezed(uint8_t* at, long panels, long panel_steps, long kept) {
+  Compressed(uint8_t* at, long panels, long panel_steps, long kept) {
     const auto aligned = [](size_t n) { return (n + 63) / 64 * 64; };
-    header = reinterpret_cast<SqueezedHeader*>(at);
+    header = reinterpret_cast<CompressedHeader*>(at);
     size_t used = 64;
     first = reinterpret_cast<long*>(at + used);
     used += aligned(panels * sizeof(long));
     where = reinterpret_cast<int*>(at + used);
     used += aligned((kept + 1) * sizeof(int));
     steps = at + used;
-    used += panels * panel_steps * kSqueezedStep;
+    used += panels * panel_steps * kCompressedStep;
     whole = reinterpret_cast<uint32_t*>(at + used);
     bytes = used + kept * kPanel * sizeof(uint32_t);
   }
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-constexpr bool kSqueezes = true;
+constexpr bool kCompresses = true;
 
 struct Codebook {
   Words high, low;
 
-  explicit Codebook(const SqueezedHeader& header)
+  explicit Codebook(const CompressedHeader& header)
       : high(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(header.high)))),
         low(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(header.low)))) {}
 };
@@ -66,9 +66,9 @@ INLINE void expand(const Codebook& book, const uint8_t* step, Words (&column)[4]
   }
 }
 #else
-constexpr bool kSqueezes = false;
+constexpr bool kCompresses = false;
 struct Codebook {
-  explicit Codebook(const SqueezedHeader&) {}
+  explicit Codebook(const CompressedHeader&) {}
 };
 INLINE void expand(const Codebook&, const uint8_t*, Words (&)[4]) {}
 #endif
@@ -105,7 +105,7 @@ inline int choose_base(const uint16_t* weights, long steps) {
   return base;
 }
 
-INLINE void fill_codebook(SqueezedHeader& header, int base) {
+INLINE void fill_codebook(CompressedHeader& header, int base) {
   for (int c = 0; c < 16; ++c) {
     const int e = c == 0 ? 0 : base + c;
     header.high[c] = static_cast<uint8_t>(e >> 1 & 0x7f);
@@ -113,13 +113,13 @@ INLINE void fill_codebook(SqueezedHeader& header, int base) {
   }
 }
 
-INLINE bool can_squeeze(const uint16_t* step, int base) {
+INLINE bool can_compress(const uint16_t* step, int base) {
   unsigned missing = 0;
   for (int i = 0; i < 2 * kPanel; ++i) missing |= !has_code(exponent(step[i]), base);
   return !missing;
 }
 
-INLINE void squeeze_step(const uint16_t* weights, int base, uint8_t* step) {
+INLINE void compress_step(const uint16_t* weights, int base, uint8_t* step) {
   uint8_t codes[2 * kPanel];
   for (int b = 0; b < 2 * kPanel; ++b) {
     const uint16_t weight = weights[weight_at(b)];

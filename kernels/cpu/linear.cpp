@@ -125,7 +125,7 @@ template <class T, class O>
 void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, const char* next) {
   const long groups = (count + kRows - 1) / kRows;  // nearly equal ones: 8 rows are 4 + 4
   const uint32_t* words = l.packed + panel * l.steps() * kPanel;
-  if constexpr (kSqueezes && sizeof(T) == 2)
+  if constexpr (kCompresses && sizeof(T) == 2)
     if (l.compressed) words = groups == 1 ? nullptr : reinterpret_cast<uint32_t*>(scratch(4L * l.steps() * kPanel));
   const int stride = l.compressed ? kCompressedStep : 4 * kPanel, lines = stride / 64;
   for (long g = 0; g < groups; ++g) {
@@ -134,7 +134,7 @@ void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, co
     if (next) ahead = {next + line * 64, static_cast<int>(lines * (g + 1) / groups - line), stride};
     if (l.meanwhile && g > 0) ahead.others = l.meanwhile->take(l.steps());
     with_rows(count * (g + 1) / groups - row, [&](auto r) {
-      if constexpr (kSqueezes && sizeof(T) == 2)
+      if constexpr (kCompresses && sizeof(T) == 2)
         if (l.compressed && g == 0) return multiply_compressed<T, r()>(l, begin + row, panel, const_cast<uint32_t*>(words));
       multiply_panel<T, r()>(l, begin + row, panel, words, ahead);
     });
@@ -206,7 +206,7 @@ void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads,
   if (!l.compressed) return run(static_cast<const uint32_t*>(l.weight), nullptr);
   auto* at = static_cast<uint8_t*>(l.weight);
   const long panels = (l.outs + kPanel - 1) / kPanel;
-  const Compressed parts(at, panels, l.in / 2, reinterpret_cast<const SqueezedHeader*>(at)->whole);
+  const Compressed parts(at, panels, l.in / 2, reinterpret_cast<const CompressedHeader*>(at)->whole);
   run(nullptr, &parts);
 }
 
@@ -260,7 +260,7 @@ EXPORT(bf16, bf16)
 
 // Bytes that a packed matrix compresses into; 0: not with these instructions, or not worth it.
 EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads) {
-  if (!kSqueezes) return 0;
+  if (!kCompresses) return 0;
   const Compressor compressor(packed, in, outs, threads);
   const long whole = compressor.first[compressor.panels], steps = compressor.panels * compressor.panel_steps;
   return whole * 8 < steps ? static_cast<long>(Compressed(nullptr, compressor.panels, in / 2, whole).bytes) : 0;

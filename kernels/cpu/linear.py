@@ -1,4 +1,4 @@
-"""Packed linears (linear.cpp), and decoder layers built of them (layers.cpp)."""
+"""Packed linears (linear.cpp), and decoder layers made of them (layers.cpp)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, DecoderLayer, FusedLayers, Pages
+from quire.kernels.backend import AttentionMetadata, DecoderLayer, FusedLayers, LinearContext, Pages
 from quire.kernels.cpu import native
 
 
 class PackedLinear:
-    """x @ weight.T + bias. Its result has the dtype of the weight, or is float32 where `wide`."""
+    """x @ weight.T + bias. The result has the dtype of the weight, or is float32 if `wide`."""
 
     def __init__(self, library: native.Native, weight: Tensor, bias: Tensor | None, *, wide: bool) -> None:
         self.outs, self.inner = weight.shape
@@ -35,7 +35,7 @@ class PackedLinear:
         self.native = native.PackedLinear(self._weight.data_ptr(), bias_ptr, *shape, compressed > 0, wide)
         self._pointer = ctypes.addressof(self.native)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
         rows, inner = x.shape
         if x.dtype != self.dtype or inner != self.inner:
             raise TypeError(
@@ -51,7 +51,7 @@ def fuse_layers(
     library: native.Native, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float
 ) -> FusedLayers | None:
     """`Backend.fuse_layers`; None where a linear is not one of ours."""
-    parts = [part for layer in layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    parts = [part for attention, mlp in layers for part in (attention.qkv, attention.out, mlp.gate_up, mlp.down)]
     ours = [part for part in parts if isinstance(part, PackedLinear)]
     if not ours or len(ours) < len(parts):
         return None
@@ -68,7 +68,7 @@ class _FusedLayers:
         eps: float,
     ) -> None:
         """`linears`: qkv, out, gate_up and down of each layer in turn."""
-        self._layers = layers  # keeps what the pointers below lead to
+        self._layers = layers  # keeps alive what the pointers below point to
         qkv, out, _, down = linears[:4]
         self._dtype = qkv.dtype
         self._kernel = library.decoder_layers[self._dtype]
@@ -84,6 +84,7 @@ class _FusedLayers:
     def __call__(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, kv_cache: Sequence[Pages], layers: range
     ) -> tuple[Tensor, Tensor]:
+        assert metadata.linear.adapters is None, "these layers multiply by the packed weights alone"
         if kv_cache is not self._caches:
             self._take_caches(kv_cache)
         x, table = x.contiguous(), metadata.block_table
@@ -120,10 +121,11 @@ class _FusedLayers:
 
 
 def _native_layer(layer: DecoderLayer, linears: Sequence[PackedLinear]) -> native.DecoderLayer:
-    """All but its caches."""
-    rope, softmax = layer.rope, layer.softmax
-    norms = [layer.input_norm, layer.output_norm, rope.q_norm, rope.k_norm, layer.attention_norm, layer.mlp_norm]
+    """The layer without its caches."""
+    attention, mlp = layer
+    rope, softmax = attention.rope, attention.softmax
+    norms = [attention.input_norm, mlp.input_norm, rope.q_norm, rope.k_norm, attention.output_norm, mlp.output_norm]
     pointers = [None if each is None else each.data_ptr() for each in (*norms, rope.cos_sin)]
     natives = [linear.native for linear in linears]
-    rules = (softmax.window or 0, softmax.scale, softmax.softcap or 0.0, layer.gelu)
+    rules = (softmax.window or 0, softmax.scale, softmax.softcap or 0.0, mlp.gelu)
     return native.DecoderLayer(*natives, *pointers, None, None, 0, 0, *rules)

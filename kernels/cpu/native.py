@@ -1,4 +1,4 @@
-"""Loads the compiled kernels: the best library this CPU can run. They are built by setup.py."""
+"""Loads the compiled kernels, which setup.py builds: the library for the best instruction set that this CPU has."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ct
 
 
 class PackedLinear(ctypes.Structure):
-    """exports.h; the fields here and below are explained in the C++ they mirror."""
+    """Mirrors exports.h, which explains the fields."""
 
     _fields_ = [("weight", _POINTER), ("bias", _POINTER), *[(n, _INT) for n in ("in_", "outs", "compressed", "wide")]]
 
 
 class DecoderLayer(ctypes.Structure):
-    """layers.cpp, as are the next two."""
+    """Mirrors layers.cpp, which explains the fields, as do the next two."""
 
     _fields_ = [
         *[(name, PackedLinear) for name in ("qkv", "out", "gate_up", "down")],
@@ -55,14 +55,15 @@ _HUGE, _CHUNK = 2 << 20, 32 << 20
 
 
 class Arena:
-    """Memory for weights: pieces of large mappings, which live as long as a piece does; on huge pages where there are
-    some. With 4 KB pages, walking page tables costs up to a third of the speed at which weights stream through."""
+    """Memory for weights, on huge pages where the system has them: with 4 KB pages, walking page tables costs up to a
+    third of the speed at which weights stream through. Tensors are pieces of large mappings; a mapping lives as long as
+    one of its pieces."""
 
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, size: int) -> Tensor:
-        """[size] uint8, aligned to 64 bytes, not filled."""
+        """[size] uint8, aligned to 64 bytes, uninitialized."""
         rounded = -(-size // 64) * 64
         if rounded > len(self._free):
             self._free = _map(max(_CHUNK, -(-rounded // _HUGE) * _HUGE))
@@ -99,7 +100,7 @@ class Native:
     """One loaded library. Each kernel is a table from dtype to the C function."""
 
     weights: Arena
-    """Where packed weights are put."""
+    """The memory of packed weights."""
     paged_attention: Table
     store_kv: Table
     rope_store: Table
@@ -111,10 +112,11 @@ class Native:
     linear: Table
     decoder_layers: Table
     compressed_size: Callable[..., int]
-    """Of a packed bfloat16 matrix, in bytes; 0: it does not pay, or not with this instruction set (compress12.h)."""
+    """Bytes of a packed bfloat16 matrix when compressed; 0: compressing does not pay, or this instruction set cannot
+    (compress12.h)."""
     compress: Callable[..., int]
     argmax: Callable[..., int]
-    """Of float32, as is `draw`."""
+    """Takes float32, as `draw` does."""
     draw: Callable[..., int]
 
     def __init__(self, isa: str) -> None:
@@ -138,6 +140,16 @@ class Native:
         self.argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
         self.draw = library.draw_f32
         self.draw.argtypes = [*[_POINTER] * 4, _LONG, _LONG, _INT]
+
+
+def load() -> Native | str:
+    """The library for the best instruction set that this CPU has, or, in one line, why there is none."""
+    try:
+        isas = runnable()
+        missing = "the C++ kernels were not built; install a C++ compiler such as g++, then Quire again"
+        return Native(isas[-1]) if isas else missing
+    except (OSError, AttributeError) as error:  # a library that does not fit this machine, or is from another version
+        return f"the C++ kernels cannot be loaded: {error}"
 
 
 def runnable() -> list[str]:

@@ -1,4 +1,4 @@
-"""What stands between the matrix products and attention, each one Triton kernel; twins in kernels/reference.py.
+"""Everything between the matrix products and attention, each as one Triton kernel. kernels/reference.py is the judge.
 
 Caches are [pages, page size, K, D] with pages of any size. Arithmetic is float32, as are the weights of norms, rounded
 once, at the end. Rows share nothing, so no bit depends on the batch.

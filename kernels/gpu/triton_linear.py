@@ -1,6 +1,6 @@
-"""What --deterministic computes with on a GPU: matrix products and attention whose sums do not depend on the batch.
+"""The matrix products of --deterministic on a GPU: sums that do not depend on the batch.
 
-A library picks its tiles, and whether to split the inner dimension, by the number of rows; so the same row gets other
+A library chooses its tiles, and whether to split the inner dimension, by the number of rows; so the same row gets other
 bits in another batch (He and Thinking Machines, "Defeating Nondeterminism in LLM Inference", 2025). Here one tiling per
 weight serves every number of rows, and nothing is split: an output is one sum, over the inner dimension in order.
 The price is speed: for many rows these tiles are smaller than the best, for one row a product without splits fills
@@ -9,15 +9,12 @@ fewer of the GPU's processors.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import cast
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.backend import Backend, Linear
+from quire.kernels.backend import Linear, LinearContext
 from quire.kernels.gpu.triton_sizes import cdiv
 
 _ROWS = 64
@@ -64,7 +61,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
     outs, inner = weight.shape
     block_n = 128 if outs >= _WIDE_OUTS else 64
 
-    def linear(x: Tensor) -> Tensor:
+    def linear(x: Tensor, context: LinearContext) -> Tensor:
         x = x.contiguous()
         rows = x.shape[0]
         out = x.new_empty((rows, outs), dtype=torch.float32 if wide else x.dtype)
@@ -77,10 +74,3 @@ def pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> L
         return out
 
     return linear
-
-
-def batch_invariant(backend: Backend) -> Backend:
-    """The backend with these products and its attention in a fixed order; what else it has never mixes rows."""
-    attention = getattr(backend, "deterministic_attention", backend.paged_attention)
-    own = {"pack_linear": pack_linear, "paged_attention": attention}
-    return cast(Backend, SimpleNamespace(**(vars(backend) | own)))

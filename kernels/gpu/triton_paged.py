@@ -1,43 +1,37 @@
 """The Triton backend: paged attention for pages of any size on any GPU that Triton compiles for.
 
-No call waits for the device, and every grid follows from shapes and from the metadata's two maxima, so that a decode
-step replayed from a CUDA graph stays right while its contexts grow. Tile sizes come from a table, not from autotuning:
-the first call of a kind compiles it (seconds, then kept on disk by Triton), no later one does.
+No call waits for the device, and every grid follows from shapes and from the metadata's two maxima. So a decode step
+replayed from a CUDA graph stays correct while its contexts grow. Tile sizes come from a table, not from autotuning: the
+first call of a kind compiles its kernel (this takes seconds; Triton then keeps it on disk), no later call does.
 Kernels: kernels/gpu/triton_attention.py, kernels/gpu/triton_fused.py.
 """
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.gpu import triton_fused
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
-from quire.kernels.gpu.triton_fused import add_rms_norm, gelu_mul, rms_norm, rope_store, silu_mul, store_kv
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
-from quire.kernels.reference import argmax, draw, fuse_layers, pack_linear
+from quire.kernels.reference import Reference
 
-__all__ = ["BLOCK_SIZE", "NAME", "add_rms_norm", "argmax", "cannot_serve", "description", "deterministic_attention"]
-__all__ += ["draw", "fuse_layers", "gelu_mul", "kv_cache_shape", "pack_linear", "paged_attention", "rms_norm"]
-__all__ += ["rope_store", "silu_mul", "store_kv"]
-
-NAME = "triton"
-BLOCK_SIZE = 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIXED_SPLIT = 512
-"""Keys in a split where results must not depend on the batch."""
+"""Keys in a split of deterministic attention."""
 _LEAST_EVEN_SPLIT, _MOST_EVEN_SPLIT = 256, 8192
 _MOST_SPLITS = 32
 _MOST_PARTS = 2**26
-"""Numbers, 4 bytes each, that may be stored to be reduced."""
+"""The most partial sums, 4 bytes each, that may be stored before they are reduced."""
 
 
 class Tiles(NamedTuple):
-    """Rows (query tokens times heads of a group) and keys of a tile, and how it is compiled."""
+    """How many rows (query tokens times heads of a group) and keys a tile has, and how it is compiled."""
 
     block_m: int
     block_n: int
@@ -45,30 +39,57 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def description() -> str:
-    return f"Triton {triton.__version__}"
+class Triton(Reference):
+    """Pages are [page, token, KV head, head_dim]: the layout of flash-attn, whose pages are larger."""
 
+    name = "triton"
+    block_size = 16
 
-def cannot_serve(device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False) -> str | None:
-    if device.type != "cuda":
-        return f"runs on a GPU, not on {device.type}"
-    if dtype not in _DTYPES:
-        return f"takes float32, bfloat16 and float16, not {dtype}"
-    return None if head_dim <= 256 else f"takes a head_dim up to 256, not {head_dim}"
+    def description(self) -> str:
+        return f"Triton {triton.__version__}"
 
+    def cannot_serve(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+    ) -> str | None:
+        if device.type != "cuda":
+            return f"runs on a GPU, not on {device.type}"
+        if dtype not in _DTYPES:
+            return f"takes float32, bfloat16 and float16, not {dtype}"
+        return None if head_dim <= 256 else f"takes a head_dim up to 256, not {head_dim}"
 
-def kv_cache_shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """[pages, tokens of a page, kv_heads, head_dim]: the layout of flash-attn, whose pages are larger."""
-    return (num_blocks, BLOCK_SIZE, kv_heads, head_dim)
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        return paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=self.deterministic)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return triton_fused.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return triton_fused.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return triton_fused.silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        return triton_fused.gelu_mul(gate_up)
+
+    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+        triton_fused.store_kv(k, v, k_cache, v_cache, slots)
+
+    def rope_store(
+        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        return triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, fixed: bool = False
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax, *, fixed: bool
 ) -> Tensor:
     """As in kernels/backend.py; pages [P, page size, K, D] of any power-of-two size.
 
-    fixed: sums are split where absolute positions say, and all tiles are of one size, so that a row's bits do
-    not depend on the batch. Otherwise they are split to fill the GPU, which depends on how many rows there are.
+    fixed: sums are split at fixed positions and all tiles have one size, so that a row's bits do not depend on the
+    batch. Otherwise sums are split to fill the GPU, which depends on how many rows there are.
     """
     q, window = q.contiguous(), softmax.window
     out = torch.empty_like(q)
@@ -109,10 +130,6 @@ def paged_attention(
     return out
 
 
-deterministic_attention = partial(paged_attention, fixed=True)
-"""What --deterministic uses."""
-
-
 def choose_tiles(group: int, max_query_len: int, padded_dim: int, dtype: torch.dtype, *, fixed: bool) -> Tiles:
     """Small tiles for decode steps, whose time is reading keys; large ones for prompts, whose time is arithmetic.
 
@@ -134,13 +151,13 @@ def choose_tiles(group: int, max_query_len: int, padded_dim: int, dtype: torch.d
 
 
 def wanted_programs(without: int, device: int | None) -> int:
-    """Into how many a tile is cut so that two programs a multiprocessor run, where there are `without` tiles."""
+    """Programs per tile so that two programs run on each multiprocessor, where there are `without` tiles."""
     return max(1, 2 * _processors(device) // without)
 
 
 def even_splits(wanted: int, seen: int, one_token: bool) -> int:
-    """Splits of a tile that sees up to `seen` keys: not too short ones; in a decode step, where one long context would
-    keep all others waiting, not too long ones either."""
+    """Splits of a tile that sees up to `seen` keys. No split is too short; in a decode step, where one long context
+    would keep all others waiting, none is too long either."""
     if one_token:
         wanted = max(wanted, cdiv(seen, _MOST_EVEN_SPLIT))
     return min(wanted, cdiv(seen, _LEAST_EVEN_SPLIT), _MOST_SPLITS)
@@ -148,5 +165,5 @@ def even_splits(wanted: int, seen: int, one_token: bool) -> int:
 
 @cache
 def _processors(device: int | None) -> int:
-    """Multiprocessors of a GPU; some, under the interpreter."""
+    """Multiprocessors of a GPU; under the interpreter, any number."""
     return 16 if device is None else torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,26 +1,91 @@
-"""Whether a generation may come in: its key's rate limits, and the room in the queue."""
+"""Whether a generation may come in: is the server open, is there room in the queue, do its key's limits allow it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.client.client import EngineClient
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
 from quire.server.access.rate_limits import Reservation
 from quire.server.access.tenants import Tenant
-from quire.server.generation.prompts import Prompt
-from quire.server.served_model import Serving, serving_of
+from quire.server.config import ServerConfig
 
 SHUTTING_DOWN = "The server is shutting down"
 
 
+class Admission:
+    """Admits generations as long as the queue has room for them.
+
+    A call is checked twice: `check_open` before its body is read, `admit` when its prompts are known.
+    """
+
+    def __init__(self, client: EngineClient, config: ServerConfig, *, keyed: bool) -> None:
+        """`keyed`: the server asks for API keys, so tenants compete for the queue."""
+        self.draining = False
+        """Whether the server is about to end, and takes no new generations."""
+        self._client = client
+        self._config = config
+        self._keyed = keyed
+
+    def drain(self) -> None:
+        """Refuse all new generations from now on."""
+        self.draining = True
+
+    def check_open(self, tenant: Tenant) -> None:
+        """Refuse what no body could make acceptable: an overloaded server should not read it. Raises Overloaded."""
+        if self.draining:
+            raise Overloaded(SHUTTING_DOWN)
+        self._check_room(tenant, requests=1, tokens=1)
+
+    def admit(
+        self, tenant: Tenant, *, prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
+    ) -> Reservation:
+        """Reserve tokens for n answers to each of so many prompts, which have prompt_tokens together.
+
+        Settle the reservation when the answers have ended. Raises InvalidRequest for a priority that the tenant may
+        not have and for more answers than can ever be queued, Overloaded when the queue is full, RateLimited.
+        """
+        tenant.check_priority(priority)
+        answers, most = prompts * n, self._config.max_num_seqs + self._config.max_queued_requests
+        if answers > most:
+            param = "prompt" if prompts > 1 else "n"
+            raise InvalidRequest(f"{prompts} prompts with n {n} are more than {most} answers", param=param)
+        self._check_room(tenant, requests=answers, tokens=prompt_tokens * n)
+        return tenant.limits.reserve(prompt_tokens + answers * (max_tokens or 0))
+
+    def _check_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
+        """Raises Overloaded when so many more would make the queue longer than it may be.
+
+        Where keys are asked for, a tenant's share of the queue may not exceed the room that it leaves to others
+        (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"); otherwise one tenant could lock out all others.
+        """
+        client, config = self._client, self._config
+        waiting = max(0, client.num_open + requests - config.max_num_seqs)
+        room = config.max_queued_requests - waiting
+        mine = min(waiting, client.num_open_of(tenant.name) + requests)
+        if room < 0 or (self._keyed and mine > room + 1):
+            raise Overloaded(f"Too many requests wait already ({client.num_open} are open). Please try again later")
+        if client.queued_tokens and client.queued_tokens + tokens > config.max_queued_tokens:
+            raise Overloaded(
+                f"Too many prompt tokens wait already ({client.queued_tokens} of {config.max_queued_tokens}). "
+                "Please try again later"
+            )
+
+
+def admission_of(request: Request) -> Admission:
+    admission = request.app.state.admission
+    assert isinstance(admission, Admission)
+    return admission
+
+
 class CountedRoute(APIRoute):
-    """Counts a call among its key's requests a minute before the body is read; answers tell the key's limits in
+    """Counts a call among its key's requests a minute, before the body is read. Answers tell the key's limits in
     x-ratelimit headers."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -37,48 +102,11 @@ class CountedRoute(APIRoute):
         return counted
 
     def check(self, request: Request) -> None:
-        """Raise what a call is to be refused with, whatever its body."""
+        """Raise the error that refuses a call whatever its body says."""
 
 
 class GenerationRoute(CountedRoute):
-    """A server in overload has better to do than to read what it will refuse."""
+    """A counted route whose calls need room in the engine's queue."""
 
     def check(self, request: Request) -> None:
-        if serving_of(request).draining.is_set():
-            raise Overloaded(SHUTTING_DOWN)
-        check_room(serving_of(request), tenant_of(request.scope), requests=1, tokens=1)
-
-
-def admit(serving: Serving, tenant: Tenant, prompts: Sequence[Prompt], n: int, max_tokens: int | None) -> Reservation:
-    """Room for n answers to each prompt. Settle the reservation when they have ended.
-
-    Raises InvalidRequest for more than can ever be queued, Overloaded when the queue is full, RateLimited.
-    """
-    config = serving.config
-    most = config.max_num_seqs + config.max_queued_requests
-    if len(prompts) * n > most:
-        param = "prompt" if len(prompts) > 1 else "n"
-        raise InvalidRequest(f"{len(prompts)} prompts with n {n} are more than {most} answers", param=param)
-    tokens = sum(len(prompt.ids) for prompt in prompts)
-    check_room(serving, tenant, requests=len(prompts) * n, tokens=tokens * n)
-    return tenant.limits.reserve(tokens + len(prompts) * n * (max_tokens or 0))
-
-
-def check_room(serving: Serving, tenant: Tenant, *, requests: int, tokens: int) -> None:
-    """Raises Overloaded when so many more would make the queue longer than it may be.
-
-    Nobody alone fills the queue where keys are asked for: a tenant's part of it may be as long as the room that it
-    leaves to others (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"), or the queue of a greedy one would
-    lock the others out.
-    """
-    client, config = serving.client, serving.config
-    waiting = max(0, client.num_open + requests - config.max_num_seqs)
-    room = config.max_queued_requests - waiting
-    mine = min(waiting, client.num_open_of(tenant.name) + requests)
-    if room < 0 or (serving.tenants.closed and mine > room + 1):
-        raise Overloaded(f"Too many requests wait already ({client.num_open} are open). Please try again later")
-    if client.queued_tokens and client.queued_tokens + tokens > config.max_queued_tokens:
-        raise Overloaded(
-            f"Too many prompt tokens wait already ({client.queued_tokens} of {config.max_queued_tokens}). "
-            "Please try again later"
-        )
+        admission_of(request).check_open(tenant_of(request.scope))

@@ -1,4 +1,4 @@
-"""Who may come in: API keys, before any route sees the request."""
+"""Authentication by API keys, before any route sees the request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.server.access.tenants import Tenant, Tenants
 from quire.server.errors import error_body
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
-"""What load balancers ask, and they have no key."""
+"""Load balancers ask for these without a key."""
 PAGE = "/web/"
-"""The web page is open: it holds nothing, and asks for a key itself."""
+"""The web page needs no key: it holds no data, and asks its user for a key."""
 ADMIN_PREFIX = "/v1/engine/"
-"""Routes for those who run the server: where keys are needed, only an admin's opens them."""
+"""Routes for the server's operators: where keys are needed, only an admin's key opens them."""
 
 
 def is_open(path: str) -> bool:
@@ -22,9 +22,9 @@ def is_open(path: str) -> bool:
 
 
 class AuthenticationMiddleware:
-    """ASGI middleware that answers 401 without one of the keys, as `Authorization: Bearer KEY`.
+    """ASGI middleware that answers 401 to requests without a valid `Authorization: Bearer KEY`.
 
-    The key's owner is left in the scope, as `tenant`: see `tenant_of`.
+    It puts the key's owner into the scope as `tenant`: see `tenant_of`.
     """
 
     def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
@@ -55,7 +55,7 @@ class AuthenticationMiddleware:
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """Whose request it is."""
+    """The tenant whose key the request showed."""
     tenant = scope["tenant"]
     assert isinstance(tenant, Tenant)
     return tenant

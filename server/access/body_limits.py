@@ -1,4 +1,4 @@
-"""Request bodies within bounds: their size, counted as it comes, and how deep their JSON is nested."""
+"""Limits of request bodies: their size, and how deep their JSON is nested."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _OTHERS = bytes(set(range(256)) - set(_BRACKETS))
 _STEPS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
-"""As signed bytes: one level down, one level up."""
+"""Maps an opening bracket to 1 and a closing one to -1, as signed bytes."""
 
 
 class BodyLimitMiddleware:
     """ASGI middleware. A body over `max_bytes` is answered 413, one that is nested too deeply 400.
 
-    A body is gathered when somebody first asks for it: who refuses a request without pending at it does not wait.
+    A body is read when the application first asks for it: a request that is refused without it is refused at once.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -43,7 +43,7 @@ class BodyLimitMiddleware:
         await self._app(scope, bounded, send)
 
     async def _gather(self, scope: Scope, receive: Receive) -> Message:
-        """The whole body in one message. The HTTPException it raises is answered wherever the app meets it."""
+        """The whole body in one message. Raises HTTPException, which the application answers."""
         if int(Headers(scope=scope).get("content-length", 0)) > self._max_bytes:
             raise self._too_large()
         body = bytearray()
@@ -65,7 +65,7 @@ class BodyLimitMiddleware:
 
 
 def too_deep(body: bytes | bytearray) -> bool:
-    """Whether brackets outside of strings are nested more than MAX_JSON_DEPTH deep, in whatever is or is not JSON."""
+    """Whether brackets outside strings are nested more than MAX_JSON_DEPTH deep. The body need not be JSON."""
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return False
     steps = array("b", _STRING.sub(b"", body).translate(_STEPS, _OTHERS))

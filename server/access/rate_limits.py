@@ -1,4 +1,4 @@
-"""How fast a tenant may go: requests and tokens per minute, told in OpenAI's headers."""
+"""Limits of a tenant: requests and tokens per minute, with OpenAI's headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = 60.0
 
 
 class Bucket:
-    """A token bucket: it holds a minute's amount at most, and fills evenly. What is taken may leave it in debt."""
+    """A token bucket. It holds a minute's amount at most and fills evenly; taking too much puts it in debt."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.per_minute = per_minute
@@ -28,16 +28,16 @@ class Bucket:
         return self._level
 
     def take(self, amount: float) -> None:
-        """Negative amounts are given back."""
+        """Take an amount; a negative one is given back."""
         self._level = min(self.per_minute, self.level - amount)
 
     def seconds_until(self, amount: float) -> float:
-        """0 when it holds `amount` now."""
+        """Seconds until it holds `amount`; 0 when it does now."""
         return max(0.0, amount - self.level) * SECONDS / self.per_minute
 
 
 class Reservation:
-    """Tokens taken for an answer that is not there yet; settle it with what was used in the end."""
+    """Tokens taken for an answer in advance. Settle it with the number used in the end."""
 
     def __init__(self, bucket: Bucket | None, tokens: int) -> None:
         self._bucket = bucket
@@ -51,7 +51,7 @@ class Reservation:
 
 
 class RateLimits:
-    """Of one tenant; None: no limit. Raises RateLimited where one is exceeded."""
+    """The limits of one tenant; None: no limit. The methods raise RateLimited for a limit that is exceeded."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RateLimits:
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)
 
     def count_request(self) -> None:
-        """Before anything is known of it. A tenant that owes tokens must wait too."""
+        """Count a request, of which nothing is known yet. A tenant that owes tokens must wait too."""
         if self._tokens is not None:
             self._wait("tokens", self._tokens, 0)
         if self._requests is not None:
@@ -71,7 +71,7 @@ class RateLimits:
             self._requests.take(1)
 
     def reserve(self, tokens: int) -> Reservation:
-        """The most that an answer may come to, its prompt included."""
+        """Reserve the most tokens that a prompt and its answer may have."""
         if self._tokens is not None:
             limit = self._tokens.per_minute
             if tokens > limit:
@@ -82,7 +82,7 @@ class RateLimits:
         return Reservation(self._tokens, tokens)
 
     def headers(self) -> dict[str, str]:
-        """OpenAI's x-ratelimit-*, as of now."""
+        """OpenAI's x-ratelimit-* headers, as of now."""
         found = {}
         for name, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is not None:
@@ -105,7 +105,7 @@ class RateLimits:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 7.7s, 6m0s."""
+    """A duration as OpenAI writes it: 120ms, 7.7s, 6m0s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < SECONDS:

@@ -1,4 +1,4 @@
-"""Who may use the server: API keys from flags and from a TOML file (see the README), and what each is allowed."""
+"""Tenants: the owners of API keys, from flags and from a TOML file (see the README), and what each may do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
-    """The key itself, or HASHED and its digest."""
+    """The key itself, or HASHED followed by its digest."""
     weight: float = Field(default=1.0, gt=0, le=1000)
     requests_per_minute: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
@@ -34,7 +34,7 @@ class KeyEntry(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The owner of a key, or everybody where no key is asked for."""
+    """The owner of a key, or all callers where no key is needed."""
 
     name: str
     digest: bytes
@@ -42,12 +42,15 @@ class Tenant:
     limits: RateLimits
     weight: float = 1.0
     priority: int | None = None
-    """The most urgent one its requests may have; None: any."""
+    """The most urgent priority that its requests may have; None: any."""
     admin: bool = False
+    shares_prefixes: bool = False
+    """Whether its requests may use cached prefixes of other keys' requests."""
 
     def salt(self, cache_salt: str) -> str:
-        """The prefix cache's: requests of different keys share no prefixes, so none can time another's prompts."""
-        return f"{self.digest.hex()}/{cache_salt}" if self.digest else cache_salt
+        """The prefix cache's salt. It keeps the prefixes of different keys apart, so that none can find out by timing
+        what another has sent."""
+        return cache_salt if self.shares_prefixes or not self.digest else f"{self.digest.hex()}/{cache_salt}"
 
     def check_priority(self, priority: int) -> None:
         """Raises InvalidRequest."""
@@ -56,7 +59,7 @@ class Tenant:
 
 
 class Tenants:
-    """All who may come in. Raises ConfigError for keys that cannot be used."""
+    """All tenants. Raises ConfigError for keys that cannot be used."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -71,16 +74,17 @@ class Tenants:
             known[tenant.digest] = tenant
             names.add(name)
         self._all = list(known.values())
-        if len(self._all) == 1:  # whoever has the only key runs the server
+        if len(self._all) == 1:  # the owner of the only key runs the server
             self._all = [replace(self._all[0], admin=True)]
         self.closed = bool(self._all)
         """Whether a key is needed."""
         limits = RateLimits(config.requests_per_minute, config.tokens_per_minute)
         self.anybody = Tenant("", b"", limits, admin=not self.closed)
-        """Whoever shows no key: all callers of an open server, of a closed one those of its open routes."""
+        """Callers without a key: all of them where no key is needed, otherwise those of the open routes."""
 
     def find(self, key: str) -> Tenant | None:
-        """Whose key that is, of a header's bytes as Latin-1. All are compared, so that the time taken tells nothing."""
+        """The key's owner. The key is a header's bytes as Latin-1. All keys are compared, so that the time taken tells
+        nothing."""
         shown = _digest(key)
         found = [tenant for tenant in self._all if hmac.compare_digest(shown, tenant.digest)]
         return found[0] if found else None
@@ -116,7 +120,8 @@ class Tenants:
             )
         else:
             digest = _digest(entry.key)
-        return Tenant(name, digest, limits, entry.weight, entry.priority, entry.admin)
+        shares = config.share_prefix_cache
+        return Tenant(name, digest, limits, entry.weight, entry.priority, entry.admin, shares_prefixes=shares)
 
 
 def _read(path: Path) -> dict[str, KeyEntry]:

@@ -45,7 +45,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
         """Raises ConfigError for certificates that cannot be used."""
-        bounds = Bounds(config.read_timeout, config.write_timeout, app.state.serving.client)
+        bounds = Bounds(config.read_timeout, config.write_timeout, app.state.runtime.client)
         tls = tls_context(config)
         super().__init__(
             uvicorn.Config(
@@ -78,17 +78,17 @@ class HttpServer(uvicorn.Server):
     async def drain(self) -> None:
         """Take no more generations, but say so; stop when those under way have ended, or time is up: then they end with
         an error."""
-        serving = self._app.state.serving
-        serving.draining.set()
+        client = self._app.state.runtime.client
+        self._app.state.admission.drain()
         ends = time.monotonic() + self._patience
-        while serving.client.num_open and time.monotonic() < ends:  # noqa: ASYNC110 - noticed soon enough
+        while client.num_open and time.monotonic() < ends:  # noqa: ASYNC110 - noticed soon enough
             await asyncio.sleep(_DRAIN_SECONDS)
-        serving.client.end_all(Overloaded(SHUTTING_DOWN))
+        client.end_all(Overloaded(SHUTTING_DOWN))
         self.config.timeout_graceful_shutdown = max(1, round(ends - time.monotonic()))
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        self._app.state.serving.live_view.close()
+        self._app.state.runtime.live_view.close()
         await super().shutdown(sockets)
 
 

@@ -99,7 +99,7 @@ class Service:
         try:
             hosting = await asyncio.to_thread(import_module, "quire.server.cli.hosting")
             async with hosting.running_app(self._config, self._client) as app:
-                announce = partial(self._announce, app.state.serving.info, machine)
+                announce = partial(self._announce, app.state.runtime.info, machine)
                 self._server = hosting.HttpServer(app, self._config, announce)
                 return await self._serve(self._server)
         except asyncio.CancelledError:
@@ -143,7 +143,7 @@ class Service:
         seconds = time.perf_counter() - self._started
         base = url(host, port, tls=self._config.ssl_certfile is not None)
         print(announcement(self._config, info, base, seconds, planned), flush=True)
-        gc.freeze()  # what is there for good is not looked through for garbage, again and again
+        gc.freeze()  # exempts what lives as long as the process from every later collection
 
 
 def url(host: str, port: int, *, tls: bool = False) -> str:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.engine.client.history import History, Step, Timeline
-from quire.server.generation.answers.head import encode_json
+from quire.server.encoding import encode_json
 from quire.server.version import VERSION
 
 ENGINE, REQUESTS = 1, 2

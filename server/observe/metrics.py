@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from quire.engine.client.client import EngineClient
 from quire.engine.client.history import Timeline
 from quire.engine.config import EngineConfig
-from quire.engine.types import EngineInfo, SamplingParams
+from quire.engine.types import EngineInfo
 from quire.server.observe.rolling_stats import RollingStats
 
 FIRST_TOKEN_SECONDS = (
@@ -122,31 +122,31 @@ class Metrics:
         self._next_token.observe(seconds)
         self.recent.now().between_tokens.add(seconds)
 
-    def finished(
+    def choice_ended(
         self,
         reason: str,
         *,
         seconds: float,
         decode_seconds: float,
         prompt_tokens: int,
-        ended: Sequence[int],
-        params: SamplingParams,
+        generation_tokens: int,
+        max_tokens: int | None,
     ) -> None:
-        """One choice has ended. decode_seconds is the time from the first token to the last; `ended` are the tokens
-        generated for each choice of its prompt that has ended, this one the last."""
-        generation_tokens = ended[-1]
+        """One choice has ended. decode_seconds is the time from its first token to its last."""
         self._success[reason].inc()
         self._seconds.observe(seconds)
         self._prompt.observe(prompt_tokens)
         self._prompt_total.inc(prompt_tokens)
         self._generation.observe(generation_tokens)
-        if len(ended) == params.n:
-            self._n.observe(params.n)
-            self._longest.observe(max(ended))
-        if params.max_tokens is not None:
-            self._max_tokens.observe(params.max_tokens)
+        if max_tokens is not None:
+            self._max_tokens.observe(max_tokens)
         if generation_tokens > 1:
             self._per_token.observe(decode_seconds / (generation_tokens - 1))
+
+    def prompt_ended(self, n: int, *, longest: int) -> None:
+        """All n choices of a prompt have ended, the longest with so many tokens."""
+        self._n.observe(n)
+        self._longest.observe(longest)
 
     def tell_cache(self, info: EngineInfo, config: EngineConfig) -> None:
         """How the KV cache is cut; as in vLLM, in the labels of a metric that is always 1."""

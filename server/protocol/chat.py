@@ -30,7 +30,7 @@ class TextPart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn. Fields that templates may read (name, tool_calls, tool_call_id, reasoning_content …) pass through."""
+    """One turn. Other fields (name, tool_call_id, reasoning_content …) are passed on to the template."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -40,7 +40,7 @@ class ChatMessage(BaseModel):
 
     def as_dict(self) -> dict[str, Any]:
         turn = self.model_dump(exclude_unset=True)
-        if self.tool_calls:  # some templates read type and arguments without pending whether they are there
+        if self.tool_calls:  # some templates read type and arguments without checking whether they are there
             turn["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         return turn
 
@@ -52,11 +52,11 @@ class ChatRequest(GenerationBody):
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    """The answer goes on where the last message, an assistant's, ends."""
+    """The answer continues the last message, which must be an assistant's."""
     chat_template: str | None = None
-    """Instead of the model's; only where the operator allows it."""
+    """Used instead of the model's, where the operator allows it."""
     add_special_tokens: bool = False
-    """Templates write BOS themselves."""
+    """False, because templates write BOS themselves."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     documents: list[dict[str, Any]] | None = None
     tools: list[ToolSpec] = Field(default_factory=list)
@@ -64,14 +64,14 @@ class ChatRequest(GenerationBody):
     parallel_tool_calls: bool = True
     """False: of several calls only the first is kept."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """A variable of the template; "none" also sets its enable_thinking to false."""
+    """A variable of the template; "none" also sets the variable enable_thinking to false."""
     include_reasoning: bool = True
     thinking_token_budget: int | None = Field(None, ge=-1, lt=2**31)
     """Most tokens of thinking; -1: no limit."""
 
     @property
     def implied_variables(self) -> dict[str, Any]:
-        """What reasoning_effort is to templates."""
+        """The template variables that reasoning_effort sets."""
         implied: dict[str, Any] = {}
         if self.reasoning_effort is not None:
             implied["reasoning_effort"] = self.reasoning_effort
@@ -81,7 +81,7 @@ class ChatRequest(GenerationBody):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """chat_template_kwargs win."""
+        """All variables of the template; chat_template_kwargs take precedence."""
         return {**self.implied_variables, **self.chat_template_kwargs}
 
     @model_validator(mode="after")
@@ -99,7 +99,7 @@ class ChatRequest(GenerationBody):
 
 
 def check_continuation(messages: Sequence[ChatMessage], generation_prompt: bool) -> None:
-    """Raises InvalidRequest where continue_final_message cannot be had."""
+    """Raises InvalidRequest where continue_final_message is not possible."""
     if generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"

@@ -1,9 +1,9 @@
-"""What the request bodies share: nulls mean unset, and what becomes of parameters that are not honoured."""
+"""What all request bodies share: a null means unset, and a parameter that is not honoured is named or refused."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -25,21 +25,21 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Parameters that would change the answer and cannot be honoured, with the values at which they change nothing."""
+"""Parameters that would change the answer but are not supported, with the values at which they change nothing."""
 
 NOT_WITH_BEAM_SEARCH = (
     *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
     *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "queue_timeout"),
     *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget"),
 )
-"""Parameters that beam search cannot honour."""
+"""Parameters that beam search does not support."""
 MAX_NAMES = 20
 MAX_BAD_WORDS = 1024
 MAX_WORD = 128
-"""Characters of a bad word."""
+"""Most characters of a bad word."""
 MAX_SALT = 1024
 MAX_IDS = 1024
-"""Entries of logit_bias and of stop_token_ids: each of n answers carries its own."""
+"""Most entries of logit_bias and of stop_token_ids: each of n answers carries a copy."""
 
 
 class RequestBody(BaseModel):
@@ -53,7 +53,7 @@ class RequestBody(BaseModel):
         return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     def ignored_params(self) -> list[str]:
-        """Names of parameters that have no effect. Raises InvalidRequest for one that would have had."""
+        """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one."""
         ignored = []
         for name, value in (self.model_extra or {}).items():
             harmless = NOT_HONOURED.get(name)
@@ -65,7 +65,7 @@ class RequestBody(BaseModel):
 
 
 class RepetitionDetection(RequestBody):
-    """vLLM's RepetitionDetectionParams: end when the last tokens are min_count times the same pattern."""
+    """vLLM's RepetitionDetectionParams: an answer ends when its last tokens are min_count times the same pattern."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -73,15 +73,6 @@ class RepetitionDetection(RequestBody):
     """In tokens; 0 detects nothing."""
     min_pattern_size: int = Field(0, ge=0)
     min_count: int = Field(0, ge=0, lt=2**31)
-
-    def fits(self, ids: Sequence[int]) -> bool:
-        """Whether the last of these are min_count times the same pattern, by vLLM's check_sequence_repetition."""
-        sizes = range(max(1, self.min_pattern_size), self.max_pattern_size + 1)
-        return any(self._repeats(ids, size) for size in sizes if size * self.min_count <= len(ids))
-
-    def _repeats(self, ids: Sequence[int], size: int) -> bool:
-        """Whether the last size * min_count tokens have the period `size`."""
-        return all(ids[-i] == ids[-i - size] for i in range(1, size * (self.min_count - 1) + 1))
 
     @model_validator(mode="after")
     def in_order(self) -> RepetitionDetection:
@@ -95,11 +86,11 @@ class RepetitionDetection(RequestBody):
 class StreamOptions(RequestBody):
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """With include_usage: every chunk says what the call has used so far."""
+    """With include_usage: every chunk gives the usage so far."""
 
 
 class GenerationBody(RequestBody):
-    """What completions and chat have in common."""
+    """The fields that completions and chat have in common."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -123,24 +114,24 @@ class GenerationBody(RequestBody):
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = Field(None, ge=0)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Keep the last so many tokens of a prompt; -1: as many as the context holds beside the answer."""
+    """Keep only the last tokens of a prompt, so many; -1: as many as the context holds beside the answer."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """Log probabilities name tokens `token_id:123`, which tells apart tokens of the same text."""
+    """Log probabilities name tokens `token_id:123`, so that tokens of the same text can be told apart."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
-    """vLLM's older names of what structured_outputs holds."""
+    """The guided_ fields are vLLM's older names of structured_outputs' entries."""
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
     use_beam_search: bool = False
-    """Answer the n most likely hypotheses of a search n beams wide; whole answers only."""
+    """Answer with the n best hypotheses of a search n beams wide; whole answers only."""
     length_penalty: float = Field(1.0, ge=-10.0, le=10.0)
-    """A hypothesis of the search scores its log probability over length to this power."""
+    """A hypothesis scores its log probability divided by its length to this power."""
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Seconds in which the answer must be complete; 408 otherwise."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -184,7 +175,7 @@ class GenerationBody(RequestBody):
 def ignored_header(names: list[str], strict: bool) -> dict[str, str]:
     """The X-Ignored-Params header. Raises InvalidRequest instead when the server is strict.
 
-    Names come from the caller: only what is safe in a header is repeated.
+    The names come from the caller, so characters that are not safe in a header are replaced.
     """
     if names and strict:
         raise InvalidRequest(f"{names[0]} is not a parameter that has an effect here", param=names[0])

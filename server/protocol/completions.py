@@ -14,7 +14,7 @@ MAX_BEST_OF = 128
 
 
 def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Pydantic's own would be one for every token that is no string, and for every string that is no token."""
+    """Refuse a wrong prompt with one message. Pydantic would give one for each token and for each type it could be."""
     try:
         return validate(value)
     except ValidationError:
@@ -32,9 +32,9 @@ class CompletionRequest(GenerationBody):
     echo: bool = False
     logprobs: int | None = Field(None, ge=0)
     best_of: int | None = Field(None, ge=1)
-    """Generate so many, answer the n most likely ones by their mean log probability per token."""
+    """Generate so many choices, and answer with the n of highest mean log probability per token."""
     suffix: str = ""
-    """Fill in what stands between the prompt and this, with models that are trained for it."""
+    """The text after the gap that the answer fills; for models that are trained to fill in the middle."""
     add_special_tokens: bool = True
 
     @model_validator(mode="after")

@@ -24,10 +24,10 @@ class TokenizeRequest(RequestBody):
     continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template: str | None = None
-    """Instead of the model's; only where the operator allows it."""
+    """Used instead of the model's, where the operator allows it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     tools: list[ToolSpec] = Field(default_factory=list)
-    """Of a chat, as its template shows them to the model."""
+    """Tools of a chat, which the template shows the model."""
 
     @model_validator(mode="after")
     def one_of_two(self) -> TokenizeRequest:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
-"""OpenAI's are [a-zA-Z0-9_-]{1,64}; others' have name spaces."""
+"""OpenAI allows [a-zA-Z0-9_-]{1,64}; other clients use name spaces too."""
 
 
 class FunctionSpec(BaseModel):
@@ -16,7 +16,7 @@ class FunctionSpec(BaseModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments, an object; none: no arguments."""
+    """JSON schema of the arguments, an object; None: the function takes no arguments."""
     strict: bool | None = None
 
 
@@ -27,7 +27,7 @@ class ToolSpec(BaseModel):
     function: FunctionSpec
 
     def as_dict(self) -> dict[str, Any]:
-        """As templates show it to the model."""
+        """The tool as templates show it to the model."""
         return self.model_dump(exclude_none=True)
 
 
@@ -52,7 +52,7 @@ class CalledFunction(BaseModel):
 
     name: str
     arguments: str | dict[str, Any] = Field(default="{}")
-    """JSON in a string, as OpenAI has it; some clients send the object."""
+    """JSON in a string, as OpenAI has it, or the object itself, as some clients send it."""
 
 
 class ToolCall(BaseModel):

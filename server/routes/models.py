@@ -1,4 +1,4 @@
-"""GET /v1/models: what is served."""
+"""GET /v1/models: the names that requests may use."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from quire.server.served_model import Serving, serving_of
+from quire.server.served_model import ServedModel, model_of
 
 router = APIRouter()
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    serving = serving_of(request)
-    return {"object": "list", "data": [_card(name, serving) for name in serving.config.model_names]}
+    model = model_of(request)
+    return {"object": "list", "data": [_card(name, model) for name in model.names]}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One model; ids may contain slashes."""
-    serving = serving_of(request)
-    return _card(serving.model_name(model), serving)
+    served = model_of(request)
+    return _card(served.answer_name(model), served)
 
 
-def _card(name: str, serving: Serving) -> dict[str, Any]:
+def _card(name: str, model: ServedModel) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": serving.created,
+        "created": model.created,
         "owned_by": "quire",
-        "root": serving.config.model_names[0],
+        "root": model.names[0],
         "parent": None,
-        "max_model_len": serving.info.max_model_len,
+        "max_model_len": model.context_length,
     }

@@ -1,4 +1,4 @@
-"""GET / and /web/…: the playground and the dashboard, files that a browser runs."""
+"""GET / and /web/…: the files of the playground and the dashboard."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # asks each time whether it has changed, which costs one short answer
+    "cache-control": "no-cache",  # a browser asks each time whether the file has changed, which costs one short answer
 }
 
 
 class WebFiles(StaticFiles):
-    """Files, and with each of them what it may do: nothing but talk to the server it came from."""
+    """Serves files with headers that let them talk to no server but this one."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
@@ -37,5 +37,5 @@ router = APIRouter(routes=[Mount("/web", files)])
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
-    """The page; no key is needed for it, as it holds nothing."""
+    """The page. It needs no key, because it holds no data."""
     return await files.get_response("index.html", {"type": "http", "method": "GET", "headers": []})

@@ -1,4 +1,4 @@
-"""/v1/requests/{id}: end a request from another connection, and say where its time went."""
+"""/v1/requests/{id}: cancel a request from another connection; explain where its time went."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from quire.engine.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
 from quire.server.observe.explain import explanation
-from quire.server.served_model import serving_of
+from quire.server.runtime import runtime_of
 
 router = APIRouter()
 
@@ -26,7 +26,7 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     Only an admin's API key cancels what came with another key.
     """
     tenant = tenant_of(request.scope)
-    cancelled = serving_of(request).client.cancel(request_id, None if tenant.admin else tenant.name)
+    cancelled = runtime_of(request).client.cancel(request_id, None if tenant.admin else tenant.name)
     if not cancelled:
         raise RequestNotFound(f"No open request has the id `{request_id}`", param="request_id")
     return {"id": request_id, "object": "request", "cancelled": True, "sequences": cancelled}
@@ -38,8 +38,8 @@ async def explain(name: str, request: Request) -> dict[str, Any]:
 
     By the answer's id or by X-Request-Id. With API keys, only of requests made with the same key, or with an admin key.
     """
-    serving = serving_of(request)
-    record = serving.request_log.find(name, request.scope)
+    runtime = runtime_of(request)
+    record = runtime.request_log.find(name, request.scope)
     if record is None:
         raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")
-    return explanation(record, serving.client.history, lambda name: serving.request_log.may_name(name, request.scope))
+    return explanation(record, runtime.client.history, lambda name: runtime.request_log.may_name(name, request.scope))

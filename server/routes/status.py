@@ -7,7 +7,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.server.served_model import serving_of
+from quire.server.access.admission import admission_of
+from quire.server.runtime import runtime_of
 from quire.server.version import VERSION
 
 router = APIRouter()
@@ -18,16 +19,16 @@ router = APIRouter()
 @router.get("/ping", response_model=None)
 @router.get("/ready", response_model=None)
 async def health(request: Request) -> Response:
-    """200 when the engine gave a sign of life within the bound; 503 when it is silent, being replaced, or gone, and
-    when this server is about to end."""
-    serving = serving_of(request)
-    return Response(status_code=200 if serving.client.responsive and not serving.draining.is_set() else 503)
+    """200 when the engine can answer now; 503 when it is silent, being replaced or gone, or when the server is shutting
+    down."""
+    ready = runtime_of(request).client.responsive and not admission_of(request).draining
+    return Response(status_code=200 if ready else 503)
 
 
 @router.get("/live", response_model=None)
 async def live(request: Request) -> Response:
-    """200 as long as this process answers and can still bring an engine back."""
-    return Response(status_code=200 if serving_of(request).client.alive else 503)
+    """200 unless the engine is gone for good: while one can be brought back, this process should live."""
+    return Response(status_code=200 if runtime_of(request).client.alive else 503)
 
 
 @router.get("/version")
@@ -37,4 +38,4 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    return Response(serving_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(runtime_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)

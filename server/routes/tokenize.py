@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize. Both run in a thread: their inputs may be as long as bodies may be."""
+"""POST /tokenize and /detokenize. Both run in a thread, because their inputs may be as long as any body."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.access.admission import CountedRoute
-from quire.server.generation.answers.head import encode_json
-from quire.server.generation.prompts import renderer_for
-from quire.server.generation.sampling_params import check_text, check_token_id
+from quire.server.encoding import encode_json
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from quire.server.served_model import serving_of
+from quire.server.resolve.checks import check_text, check_token_id
+from quire.server.resolve.prompts import renderer_for
+from quire.server.runtime import runtime_of
+from quire.server.served_model import model_of
 
 router = APIRouter(route_class=CountedRoute)
 
@@ -20,13 +21,13 @@ router = APIRouter(route_class=CountedRoute)
 @router.post("/tokenize", response_model=None)
 def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """Token ids of a prompt, or of a conversation as the chat template writes it."""
-    serving = serving_of(request)
-    serving.model_name(body.model)
-    headers = ignored_header(body.ignored_params(), serving.config.strict)
+    model, config = model_of(request), runtime_of(request).config
+    model.answer_name(body.model)
+    headers = ignored_header(body.ignored_params(), config.strict)
     if body.messages is None:
         text, param, special = body.prompt or "", "prompt", True
     else:
-        text = renderer_for(body.chat_template, serving).render(
+        text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
             [message.as_dict() for message in body.messages],
             tools=[spec.as_dict() for spec in body.tools],
             add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
@@ -36,19 +37,19 @@ def tokenize(body: TokenizeRequest, request: Request) -> Response:
         param, special = "messages", False
     check_text(text, param)
     special = special if body.add_special_tokens is None else body.add_special_tokens
-    ids = serving.tokenizer.encode(text, add_special_tokens=special)
-    strings = [serving.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
-    told = {"count": len(ids), "max_model_len": serving.info.max_model_len, "tokens": ids, "token_strs": strings}
+    ids = model.tokenizer.encode(text, add_special_tokens=special)
+    strings = [model.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
+    told = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
     return Response(encode_json(told), 200, headers, "application/json")
 
 
 @router.post("/detokenize", response_model=None)
 def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens shown."""
-    serving = serving_of(request)
-    serving.model_name(body.model)
-    headers = ignored_header(body.ignored_params(), serving.config.strict)
+    model, config = model_of(request), runtime_of(request).config
+    model.answer_name(body.model)
+    headers = ignored_header(body.ignored_params(), config.strict)
     for token_id in body.tokens:
-        check_token_id(token_id, serving.vocab_size, "tokens")
-    text = serving.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        check_token_id(token_id, model.vocab_size, "tokens")
+    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return Response(encode_json({"prompt": text}), 200, headers, "application/json")

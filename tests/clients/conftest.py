@@ -1,4 +1,4 @@
-"""One real server on the embedded model for all clients. It never heard of tools: a grammar makes it call them."""
+"""One real server on the embedded model for all clients. It was not trained on tools: a grammar makes it call them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ DEMO = ROOT / "configs" / "demo"
 QUESTIONS = [
     ("Once upon a time there was a", [" king", " miller who had three sons", " zebra"], 1),
     ("The fox said to the", [" crow", " wolf: good day, neighbour", " tax office"], 0),
-    ("In the middle of the forest stood a little", [" api", " cottage of gingerbread", " aeroplane"], 0),
+    ("In the middle of the forest stood a little", [" house", " cottage of gingerbread", " aeroplane"], 0),
     ("Then she put on her red", [" cap and went", " shoes", " submarine"], 2),
 ]
 ROWS = [{"text": text, "choices": choices, "answer": answer} for text, choices, answer in QUESTIONS]

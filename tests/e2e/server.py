@@ -37,6 +37,8 @@ class Server:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
+        # One for all looks, for a client takes long to make; no connection of it stays open while the server drains.
+        self._http = httpx.Client(base_url=self.url, limits=httpx.Limits(max_keepalive_connections=0))
         quire = quire or Path(sys.executable).with_name("quire")
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -56,15 +58,18 @@ class Server:
             assert time.monotonic() < deadline, f"the server did not start: {self.log.read_text()}"
             time.sleep(0.05)
 
+    def get(self, path: str) -> httpx.Response:
+        return self._http.get(path)
+
     def healthy(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health").status_code == 200
+            return self.get("/health").status_code == 200
         except httpx.TransportError:
             return False
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels other than the model's."""
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = self.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
     def engine_pid(self) -> int | None:

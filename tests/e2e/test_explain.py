@@ -1,4 +1,4 @@
-"""Explanations of the real engine: phases add up, chunks and batch mates are those that were, deaths are told of."""
+"""Explanations of the real engine: phases add up, chunks and batch mates are right, restarts are in them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def explain(client: httpx.AsyncClient, name: str) -> Any:
 
 
 def check_sums(found: Any) -> None:
-    assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], rel=0.05)
+    assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], abs=0.1)
 
 
 async def test_a_lone_request(server: Server) -> None:
@@ -86,7 +86,7 @@ async def test_mates_queues_and_preemptions(server: Server) -> None:
         assert ("preempted" in own["phases_ms"]) == (own["preemptions"] > 0)
 
 
-async def test_it_survives_the_engine(server: Server) -> None:
+async def test_an_explanation_covers_the_restart_of_an_engine(server: Server) -> None:
     """The pool has room for one sequence and a bit, so that four take long enough to be killed at it."""
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
         asking = asyncio.create_task(complete(client, prompt="Once", max_tokens=450, n=4))

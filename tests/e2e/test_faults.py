@@ -15,6 +15,8 @@ import pytest
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer
 
+pytestmark = pytest.mark.slow
+
 STREAMS = 64
 KILLS = int(os.environ.get("TEST_KILLS", "8"))
 SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)

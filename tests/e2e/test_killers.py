@@ -1,4 +1,4 @@
-"""A request that ends every engine that computes it: it is given up with an error of its own, and nobody else is."""
+"""A request that ends every engine that computes it: it ends with an error, and no other request does."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from openai import AsyncOpenAI, InternalServerError
 from tests.e2e.killer.sitecustomize import SEEDS
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS, answer
+
+pytestmark = pytest.mark.slow
 
 PATHS = (str(Path(__file__).with_name("killer")), os.environ.get("PYTHONPATH", ""))
 ENV = {"PYTHONPATH": os.pathsep.join(path for path in PATHS if path)}
@@ -44,7 +46,7 @@ def client_of(server: Server) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, timeout=280, limits=httpx.Limits(max_connections=80))
 
 
-async def test_a_killer_among_64(tmp_path: Path) -> None:
+async def test_a_request_that_kills_the_engine_among_64(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", *FLAGS, env=ENV)
     async with client_of(server) as client:
         (response,) = await beside(server, client, 63, killer("segfault", tokens=3))
@@ -71,7 +73,7 @@ async def test_a_killer_among_64(tmp_path: Path) -> None:
         ("silence", r"gave no sign of life for \d+ s"),
     ],
 )
-async def test_other_ways_to_end(tmp_path: Path, way: str, how: str) -> None:
+async def test_requests_that_raise_hang_or_freeze_the_engine(tmp_path: Path, way: str, how: str) -> None:
     server = Server(tmp_path / "log", *FLAGS, env=ENV)
     async with client_of(server) as client:
         (response,) = await beside(server, client, 5, killer(way))
@@ -85,7 +87,7 @@ async def test_other_ways_to_end(tmp_path: Path, way: str, how: str) -> None:
         assert "RuntimeError: a bug in the engine" in log, "its last words"
 
 
-async def test_two_killers_one_streaming_one_by_openais_sdk(tmp_path: Path) -> None:
+async def test_two_such_requests_one_streaming_one_by_openais_sdk(tmp_path: Path) -> None:
     """The stream keeps what came before; the SDK does not send it again; the choices beside it go down with it."""
     server = Server(tmp_path / "log", *FLAGS, env=ENV)
     async with client_of(server) as client, AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as openai:

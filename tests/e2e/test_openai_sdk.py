@@ -151,9 +151,10 @@ def test_models_tokens_and_version(client: openai.OpenAI, server: Server) -> Non
     assert tokens["max_model_len"] == 2048
     back = httpx.post(f"{server.url}/detokenize", json={"tokens": tokens["tokens"]}).json()
     assert back["prompt"] == "Hello, fox"
-    assert httpx.get(f"{server.url}/version").json()["version"]
+    assert server.get("/version").json()["version"]
 
 
+@pytest.mark.slow
 async def test_200_streams_at_once_all_finish_as_they_would_alone(server: Server) -> None:
     async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=250) as client:
 
@@ -171,6 +172,7 @@ async def test_200_streams_at_once_all_finish_as_they_would_alone(server: Server
     assert server.metric("vllm:num_requests_running") == 0
 
 
+@pytest.mark.slow
 async def test_100_clients_that_leave_midway_free_their_blocks(server: Server) -> None:
     async with httpx.AsyncClient(base_url=server.url, timeout=250, limits=httpx.Limits(max_connections=200)) as client:
 

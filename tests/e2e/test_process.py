@@ -53,7 +53,7 @@ def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
     wait_until_gone(engine)
 
 
-def test_who_watches_does_not_hold_it_back(tmp_path: Path) -> None:
+def test_an_open_event_stream_does_not_delay_the_end(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout", "1000")
     with httpx.stream("GET", f"{server.url}/v1/engine/events", timeout=120) as events:
         lines = events.iter_lines()
@@ -62,7 +62,8 @@ def test_who_watches_does_not_hold_it_back(tmp_path: Path) -> None:
         assert list(lines), "what was under way, and an end"
 
 
-def test_while_it_drains_it_says_so_and_time_ends_with_an_error(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_health_is_503_while_it_drains_and_what_is_late_ends_with_an_error(tmp_path: Path) -> None:
     """On connections it has: health and new requests are 503. What is not done in time ends with an error."""
     server = Server(tmp_path / "log", "--shutdown-timeout=4", "--threads=1")
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 40}
@@ -83,6 +84,7 @@ def test_while_it_drains_it_says_so_and_time_ends_with_an_error(tmp_path: Path) 
     assert server.process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout=1000", "--threads=1")
     engine = server.engine_pid()
@@ -91,7 +93,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         lines = response.iter_lines()
         next(lines)
         server.process.send_signal(signal.SIGTERM)
-        while httpx.get(f"{server.url}/health").status_code == 200:
+        while server.healthy():
             time.sleep(0.01)
         assert server.stop(signal.SIGTERM) == 130
     wait_until_gone(engine)
@@ -105,7 +107,8 @@ def test_the_engine_does_not_outlive_a_killed_server(tmp_path: Path) -> None:
     wait_until_gone(engine)
 
 
-def test_nor_does_one_that_hangs_with_the_interpreters_lock(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_an_engine_that_hangs_with_the_gil_held_does_not_outlive_it_either(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--engine-heartbeat-timeout=1000", env=ENV)
     engine = server.engine_pid()
     with pytest.raises(httpx.ReadTimeout):
@@ -128,7 +131,7 @@ def test_a_stream_goes_on_when_the_engine_is_killed(tmp_path: Path) -> None:
                 os.kill(server.engine_pid(), signal.SIGKILL)
     assert text == whole
     assert server.metric("quire:engine_deaths_total") == 1
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert server.healthy()
     assert server.stop() == 0
 
 
@@ -150,13 +153,14 @@ def test_bad_settings_end_the_start_with_one_line_each(tmp_path: Path) -> None:
     assert "port" in fail("--port", "many")
 
 
-def test_health_is_true_while_an_engine_is_stopped_and_replaced(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_health_reports_a_stopped_engine_until_it_is_replaced(tmp_path: Path) -> None:
     """A stopped engine is found out within the bound, by a server that itself answers all the time."""
     server = Server(tmp_path / "log", "--engine-heartbeat-timeout", "1")
     os.kill(server.engine_pid(), signal.SIGSTOP)
     while server.healthy():
         time.sleep(0.02)
-    answers = {path: httpx.get(f"{server.url}{path}").status_code for path in ("/health", "/ready", "/ping", "/live")}
+    answers = {path: server.get(path).status_code for path in ("/health", "/ready", "/ping", "/live")}
     assert answers == {"/health": 503, "/ready": 503, "/ping": 503, "/live": 200}
     while not server.healthy():
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Short requests by the thousand, many of them left half-way: what they took is given back, all of it.
+"""Short requests by the thousand, many of them left half-way: afterwards all memory, threads and files are free again.
 
 TEST_SOAK=20000 makes it long; then the slopes are telling.
 """
@@ -19,6 +19,8 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS
+
+pytestmark = pytest.mark.slow
 
 REQUESTS = int(os.environ.get("TEST_SOAK", "300"))
 USERS = 24
@@ -116,7 +118,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.timeout(3600)
-async def test_nothing_is_kept_of_requests_that_are_over(server: Server) -> None:
+async def test_finished_requests_leave_no_memory_threads_or_files(server: Server) -> None:
     pids = {"API": server.process.pid, "engine": server.engine_pid()}
     seen: dict[str, list[tuple[int, Footprint]]] = {name: [] for name in pids}
     limits = httpx.Limits(max_connections=USERS, max_keepalive_connections=USERS // 2)

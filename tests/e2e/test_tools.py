@@ -1,4 +1,4 @@
-"""Calls that must be made, by the embedded model, which never heard of tools: the grammar makes it write them."""
+"""Required calls by the embedded model, which was not trained on tools: the grammar makes it write them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
 
 @pytest.mark.parametrize("choice", MUST, ids=["required", "named"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_call_that_must_be_made_is_made(client: OpenAI, choice: Any, temperature: float) -> None:
+def test_a_required_call_is_made(client: OpenAI, choice: Any, temperature: float) -> None:
     asked: dict[str, Any] = {
         **{"model": "quire-demo", "messages": [{"role": "user", "content": "Hello"}], "seed": 1, "max_tokens": 200},
         **{"tools": TOOLS, "tool_choice": choice, "temperature": temperature, "parallel_tool_calls": False},
@@ -72,7 +72,7 @@ def test_the_sdk_parses_a_call_into_a_pydantic_model(client: OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, Weather)
 
 
-def test_max_tokens_is_length(client: OpenAI) -> None:
+def test_max_tokens_finishes_with_length(client: OpenAI) -> None:
     answer = client.chat.completions.create(
         model="quire-demo",
         messages=[{"role": "user", "content": "Hi"}],

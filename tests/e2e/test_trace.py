@@ -23,14 +23,13 @@ def test_a_recording_of_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFi
     )
     asking.start()
     out = tmp_path / "trace.json"
-    assert cli.main(["trace", "--url", server.url, "--seconds", "2", "-o", str(out), "--api-key", "secret"]) == 0
+    assert cli.main(["trace", "--url", server.url, "--seconds", "1", "-o", str(out), "--api-key", "secret"]) == 0
     asking.join()
     found = json.loads(out.read_text())
     check(found)
     phases, seconds = found["otherData"]["phases_seconds"], found["otherData"]["seconds"]
-    assert seconds > 1.9
-    assert sum(phases.values()) == pytest.approx(seconds, rel=0.05)
-    assert phases["compute"] > phases["schedule"] + phases["apply"]
+    assert phases.keys() == {"between steps", "schedule", "compute", "apply"}
+    assert sum(phases.values()) == pytest.approx(seconds, abs=0.001), "no moment is left out or counted twice"
     steps = [event for event in found["traceEvents"] if event["ph"] == "X" and event["cat"] == "step"]
     assert max(event["args"]["rows"] for event in steps) == 3
     assert "ui.perfetto.dev" in capsys.readouterr().out

@@ -49,7 +49,7 @@ GPU_BACKENDS = ("flash", "torch_varlen", "triton", "reference")
     [
         ("float32", "cpu", "cpu"),
         ("bfloat16", "cpu", "cpu"),
-        ("bfloat16", "reference", "cpu"),
+        pytest.param("bfloat16", "reference", "cpu", marks=pytest.mark.slow),
         *(pytest.param("bfloat16", name, "cuda", marks=pytest.mark.gpu) for name in GPU_BACKENDS),
     ],
 )

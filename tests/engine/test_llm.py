@@ -122,7 +122,7 @@ def test_progress_is_told_beside_the_output(llm: LLM, capfd: pytest.CaptureFixtu
 
 
 def test_options_that_are_none_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"max_num_seqs: .*got 0; quantization: Extra inputs"):
+    with pytest.raises(ConfigError, match=r"max_num_seqs: .*got 0 \(argument max_num_seqs\); quantization: no such"):
         LLM(max_num_seqs=0, quantization="awq")
 
 
@@ -155,3 +155,14 @@ def test_answers_follow_a_grammar(llm: LLM) -> None:
     assert all(1900 <= json.loads(output.text)["year"] <= 2100 for output in found.outputs)
     with pytest.raises(EngineError, match="unclosed group"):
         llm.generate("Once", SamplingParams(grammar=Grammar("regex", "(")), use_tqdm=False)
+
+
+def test_options_win_over_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MAX_MODEL_LEN", "MAX_NUM_SEQS"):
+        monkeypatch.setenv(f"QUIRE_{name}", "64")
+    llm = LLM(num_kv_blocks=64, max_model_len=32, threads=1)
+    assert llm.info.max_model_len == 32
+    llm.close()
+    monkeypatch.setenv("QUIRE_MAX_NUM_SEQS", "many")
+    with pytest.raises(ConfigError, match=r"max_num_seqs: .*got 'many' \(environment variable QUIRE_MAX_NUM_SEQS\)"):
+        LLM()

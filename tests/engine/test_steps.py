@@ -265,7 +265,7 @@ def answers(requests: list[Request], ahead: int, **options: object) -> tuple[dic
     return got, engine.stats.preemptions
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_real_worker_learnt_from_late(requests: list[Request], ahead: int) -> None:
     wanted, _ = answers(requests, 0, max_num_seqs=8)
     got, _ = answers(requests, ahead, max_num_seqs=8)

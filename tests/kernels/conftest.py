@@ -7,22 +7,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quire.kernels import cpu
 from quire.kernels.cpu import native
+from quire.kernels.cpu.backend import Cpu
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "isa" in metafunc.fixturenames:
-        missing = pytest.param("", marks=pytest.mark.skip(reason=cpu.why_not()))
-        metafunc.parametrize("isa", native.runnable() or [missing], indirect=True)
+    if "cpu" in metafunc.fixturenames:
+        missing = pytest.param("", marks=pytest.mark.skip(reason=str(native.load())))
+        metafunc.parametrize("cpu", native.runnable() or [missing], indirect=True)
 
 
 @pytest.fixture
-def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Makes kernels.cpu use this instruction set."""
-    library = _library(request.param)
-    monkeypatch.setattr(cpu, "_load", lambda: library)
-    return str(request.param)
+def cpu(request: pytest.FixtureRequest) -> Cpu:
+    """The backend on this instruction set."""
+    return Cpu(_library(request.param))
 
 
 _loaded: dict[str, native.Native] = {}

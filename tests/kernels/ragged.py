@@ -40,7 +40,7 @@ def page(
     backend: Backend, parts: list[Part], *, seed: int = 0, spare: int = 3
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
     """Caches and metadata for a step of these parts, on pages in random order. What nobody wrote is NaN."""
-    size, dtype = backend.BLOCK_SIZE, parts[0].k.dtype
+    size, dtype = backend.block_size, parts[0].k.dtype
     kv_heads, dim = parts[0].k.shape[1:]
     needs = [-(-len(part.k) // size) for part in parts]
     total = sum(needs) + spare

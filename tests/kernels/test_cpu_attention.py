@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, reference
 from quire.kernels.backend import Softmax
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
 from tests.kernels.ragged import Part, attend, error, page, random_part
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
@@ -31,10 +32,11 @@ def case(
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in mix]
     wide = [part.to(torch.float64) for part in parts]
-    return parts, attend(reference, wide, window=window, softcap=softcap, scale=scale)
+    return parts, attend(Reference(), wide, window=window, softcap=softcap, scale=scale)
 
 
 def check(
+    cpu: Cpu,
     mix: tuple[tuple[int, int], ...],
     heads: int,
     kv_heads: int,
@@ -54,42 +56,42 @@ def check(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [2, 8, 64, 80, 96, 128, 256])
-def test_head_dims(isa: str, dim: int, dtype: torch.dtype) -> None:
-    check(MIX, 4, 2, dim, dtype)
+def test_head_dims(cpu: Cpu, dim: int, dtype: torch.dtype) -> None:
+    check(cpu, MIX, 4, 2, dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (9, 3), (8, 1), (3, 3), (20, 4), (71, 1)])
-def test_grouped_heads(isa: str, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    check(MIX[:6], heads, kv_heads, 32, dtype)
+def test_grouped_heads(cpu: Cpu, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    check(cpu, MIX[:6], heads, kv_heads, 32, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 260, 4096])
-def test_window_and_softcap(isa: str, window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
-    check((*MIX, (1030, 3)), 6, 2, 16, dtype, window=window, softcap=softcap)
+def test_window_and_softcap(cpu: Cpu, window: int | None, softcap: float | None, dtype: torch.dtype) -> None:
+    check(cpu, (*MIX, (1030, 3)), 6, 2, 16, dtype, window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_contexts(isa: str, dtype: torch.dtype) -> None:
-    check(((2500, 1),), 2, 1, 64, dtype)
-    check(((1100, 700), (1030, 1)), 2, 1, 64, dtype)
+def test_long_contexts(cpu: Cpu, dtype: torch.dtype) -> None:
+    check(cpu, ((2500, 1),), 2, 1, 64, dtype)
+    check(cpu, ((1100, 700), (1030, 1)), 2, 1, 64, dtype)
 
 
-def test_large_scores(isa: str) -> None:
+def test_large_scores(cpu: Cpu) -> None:
     """Scores in the hundreds, where float32 itself knows them to about 1e-5: the weights stay finite."""
-    check(MIX, 2, 1, 64, torch.float32, tolerance=2e-4, scale=20.0)
+    check(cpu, MIX, 2, 1, 64, torch.float32, tolerance=2e-4, scale=20.0)
 
 
-def test_scores_far_below_zero(isa: str) -> None:
+def test_scores_far_below_zero(cpu: Cpu) -> None:
     """The peak of a tile, not 0, anchors its exponentials."""
     q, k = torch.full((1, 1, 16), 30.0), torch.full((300, 1, 16), -30.0)
     v = torch.arange(300.0)[:, None, None].expand(300, 1, 16).contiguous()
     assert torch.allclose(attend(cpu, [Part(q, k, v)])[0], torch.tensor(149.5))
 
 
-def test_pages_outside_the_cache_are_refused(isa: str, generator: torch.Generator) -> None:
+def test_pages_outside_the_cache_are_refused(cpu: Cpu, generator: torch.Generator) -> None:
     part = random_part(40, 1, 2, 1, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
     metadata.block_table[0, 1] = k_cache.shape[0]
@@ -97,7 +99,7 @@ def test_pages_outside_the_cache_are_refused(isa: str, generator: torch.Generato
         cpu.paged_attention(part.q, k_cache, v_cache, metadata, Softmax(1.0))
 
 
-def test_other_dtypes_are_refused(isa: str, generator: torch.Generator) -> None:
+def test_other_dtypes_are_refused(cpu: Cpu, generator: torch.Generator) -> None:
     with pytest.raises(TypeError, match="float32 or bfloat16"):
         cpu.kv_cache_shape(4, 1, 16, torch.float16)
     part = random_part(4, 1, 2, 1, 16, torch.float32, generator)
@@ -106,7 +108,7 @@ def test_other_dtypes_are_refused(isa: str, generator: torch.Generator) -> None:
         cpu.paged_attention(part.q.half(), k_cache, v_cache, metadata, Softmax(1.0))
 
 
-def test_strided_layers(isa: str, generator: torch.Generator) -> None:
+def test_strided_layers(cpu: Cpu, generator: torch.Generator) -> None:
     """A layer's cache may be a slice of one tensor for all layers, pages outermost."""
     part = random_part(70, 5, 4, 2, 32, torch.bfloat16, generator)
     k_cache, v_cache, metadata = page(cpu, [part])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import cpu
+from quire.kernels.cpu.backend import Cpu
 from tests.kernels.ragged import attend, random_part
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (20, 9.0)])
 def test_chunking(
-    isa: str, dtype: torch.dtype, window: int | None, softcap: float | None, generator: torch.Generator
+    cpu: Cpu, dtype: torch.dtype, window: int | None, softcap: float | None, generator: torch.Generator
 ) -> None:
     part = random_part(530, 530, 6, 2, 64, dtype, generator)
     whole = attend(cpu, [part], window=window, softcap=softcap)[0]
@@ -31,7 +31,7 @@ def test_chunking(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_batching_and_pages(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_batching_and_pages(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
     mix = [(1, 1), (700, 1), (33, 33), (512, 1), (300, 200), (2000, 1), (16, 1)]
     parts = [random_part(c, q, 9, 3, 64, dtype, generator) for c, q in mix]
     together = attend(cpu, parts)
@@ -43,7 +43,7 @@ def test_batching_and_pages(isa: str, dtype: torch.dtype, generator: torch.Gener
 
 @pytest.mark.usefixtures("keep_threads")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_threads(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Many pieces, and few long ones whose tiles are spread over the threads."""
     batches = [[(2300, 1)], [(1000, 300)], [(400, 1)] * 20, [(1500, 4), (90, 90)]]
     for mix in batches:
@@ -77,8 +77,9 @@ def test_any_mix(
     softcap: float | None,
 ) -> None:
     """Chunks of several sequences, mixed into steps at random, give what each sequence gives alone and whole."""
-    if not cpu.available():
-        pytest.skip(cpu.why_not())
+    cpu = Cpu()
+    if cpu.missing:
+        pytest.skip(cpu.missing)
     generator = torch.Generator().manual_seed(seed)
     parts = [random_part(n, n, *heads, dim, dtype, generator) for n in lengths]
     whole = [attend(cpu, [part], window=window, softcap=softcap)[0] for part in parts]
@@ -96,7 +97,7 @@ def test_any_mix(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rowwise_kernels(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_rowwise_kernels(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Norms and gates: a row alone gives what it gives among others."""
     x, weight = torch.randn((300, 576), generator=generator).to(dtype), torch.ones(576)
     normed, gated, bent = cpu.rms_norm(x, weight, 1e-5), cpu.silu_mul(x), cpu.gelu_mul(x)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.kernels import cpu, reference
+from quire.kernels import reference
+from quire.kernels.cpu.backend import Cpu
 
 ROW = st.tuples(
     st.sampled_from([0.1, 0.7, 1.0, 2.0]),
@@ -16,7 +17,7 @@ ROW = st.tuples(
 )
 
 
-def both(logits: torch.Tensor, rows: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
+def both(cpu: Cpu, logits: torch.Tensor, rows: list[tuple[float, ...]]) -> tuple[list[int], list[int]]:
     vocab = logits.shape[1]
     filters = torch.tensor(
         [(t, k if 0 < k < vocab else vocab, top_p, min_p) for t, k, top_p, min_p, _ in rows], dtype=torch.float64
@@ -25,31 +26,28 @@ def both(logits: torch.Tensor, rows: list[tuple[float, ...]]) -> tuple[list[int]
     return cpu.draw(logits, filters, u).tolist(), reference.draw(logits.clone(), filters, u).tolist()
 
 
-@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("vocab", [1, 5, 16, 511, 513, 6000, 50_000])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 30.0])
-def test_draws_are_the_references(vocab: int, scale: float, generator: torch.Generator) -> None:
+def test_draws_are_the_references(cpu: Cpu, vocab: int, scale: float, generator: torch.Generator) -> None:
     kinds = [(1.0, 0, 1.0, 0.0), (0.8, 0, 0.95, 0.0), (0.8, 40, 1.0, 0.0), (1.2, 100, 0.9, 0.05), (1.0, 0, 1.0, 0.2)]
     logits = torch.randn((30, vocab), generator=generator) * scale
     u = torch.rand(30, generator=generator, dtype=torch.float64).tolist()
-    got, wanted = both(logits, [(*kinds[i % len(kinds)], u[i]) for i in range(30)])
+    got, wanted = both(cpu, logits, [(*kinds[i % len(kinds)], u[i]) for i in range(30)])
     assert got == wanted
 
 
-@pytest.mark.usefixtures("isa")
-def test_any_parameters() -> None:
+def test_any_parameters(cpu: Cpu) -> None:
     @settings(max_examples=60, deadline=None)
     @given(st.integers(1, 5000), st.sampled_from([0.1, 3.0, 30.0]), st.lists(ROW, min_size=1, max_size=4))
     def check(vocab: int, scale: float, rows: list[tuple[float, ...]]) -> None:
         logits = torch.randn((len(rows), vocab), generator=torch.Generator().manual_seed(vocab)) * scale
-        got, wanted = both(logits, rows)
+        got, wanted = both(cpu, logits, rows)
         assert got == wanted
 
     check()
 
 
-@pytest.mark.usefixtures("isa")
-def test_equal_logits_are_treated_alike() -> None:
+def test_equal_logits_are_treated_alike(cpu: Cpu) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0, -torch.inf, 0.0]])
     for top_k, top_p, wanted in [
         (1, 1.0, {1, 3}),
@@ -62,8 +60,8 @@ def test_equal_logits_are_treated_alike() -> None:
         assert found == wanted
 
 
-@pytest.mark.usefixtures("isa", "keep_threads")
-def test_a_row_is_drawn_alike_in_every_batch(generator: torch.Generator) -> None:
+@pytest.mark.usefixtures("keep_threads")
+def test_a_row_is_drawn_alike_in_every_batch(cpu: Cpu, generator: torch.Generator) -> None:
     logits = torch.randn((40, 3000), generator=generator)
     filters = torch.tensor([[0.8, 50, 0.9, 0.0]], dtype=torch.float64).repeat(40, 1)
     u = torch.rand(40, generator=generator, dtype=torch.float64)
@@ -73,7 +71,6 @@ def test_a_row_is_drawn_alike_in_every_batch(generator: torch.Generator) -> None
         assert cpu.draw(logits, filters, u).tolist() == alone
 
 
-@pytest.mark.usefixtures("isa")
-def test_where_nothing_may_be_drawn_a_token_is() -> None:
+def test_where_nothing_may_be_drawn_a_token_is(cpu: Cpu) -> None:
     filters = torch.tensor([[1.0, 5, 0.5, 0.1]], dtype=torch.float64)
     assert 0 <= int(cpu.draw(torch.full((1, 9), -torch.inf), filters, torch.tensor([0.5], dtype=torch.float64))) < 9

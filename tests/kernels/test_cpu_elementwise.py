@@ -6,17 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu, reference
 from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
 from tests.kernels.ragged import attend, error, page, random_part
 
+reference = Reference()
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 256), (3, 50), (200, 2048), (2, 3, 64)])
-def test_rms_norm(isa: str, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_rms_norm(cpu: Cpu, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> None:
     x, weight = torch.randn(shape, generator=generator).to(dtype), torch.randn(shape[-1:], generator=generator)
     expected = reference.rms_norm(x.double(), weight.double(), 1e-5)
     assert error(cpu.rms_norm(x, weight, 1e-5), expected) < TOLERANCE[dtype]
@@ -25,7 +27,7 @@ def test_rms_norm(isa: str, shape: tuple[int, ...], dtype: torch.dtype, generato
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 576), (7, 50), (200, 2048)])
-def test_add_rms_norm(isa: str, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_add_rms_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
     x, residual = torch.randn((2, *shape), generator=generator).to(dtype)
     weight = torch.randn(shape[1:], generator=generator)
     total = x + residual
@@ -38,13 +40,13 @@ def test_add_rms_norm(isa: str, shape: tuple[int, int], dtype: torch.dtype, gene
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (300, 704)])
-def test_gates(isa: str, shape: tuple[int, int], gate: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_gates(cpu: Cpu, shape: tuple[int, int], gate: str, dtype: torch.dtype, generator: torch.Generator) -> None:
     x = (torch.randn(shape, generator=generator) * 8).to(dtype)
     assert error(getattr(cpu, gate)(x), getattr(reference, gate)(x.double())) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
-def test_small_results_of_gates_are_as_exact(isa: str, gate: str) -> None:
+def test_small_results_of_gates_are_as_exact(cpu: Cpu, gate: str) -> None:
     """Relative to each value, not to the largest: down the tails, where 1 + tanh would cancel."""
     x = torch.linspace(-6, 6, 1000)[None]
     both = torch.cat([x, torch.ones_like(x)], dim=1)
@@ -56,7 +58,7 @@ def test_small_results_of_gates_are_as_exact(isa: str, gate: str) -> None:
 
 
 @pytest.mark.parametrize(("gate", "small"), [("silu_mul", -20 / (1 + 485165195.4)), ("gelu_mul", 0.0)])
-def test_gates_at_the_ends(isa: str, gate: str, small: float) -> None:
+def test_gates_at_the_ends(cpu: Cpu, gate: str, small: float) -> None:
     ends = torch.tensor([[0.0, 100.0, 1e30, torch.inf, -20.0, -100.0, -1e30, torch.nan]])
     got = getattr(cpu, gate)(torch.cat([ends, torch.ones_like(ends)], dim=1))[0]
     assert got[:4].tolist() == [0.0, 100.0, float(ends[0, 2]), torch.inf]
@@ -65,7 +67,7 @@ def test_gates_at_the_ends(isa: str, gate: str, small: float) -> None:
     assert got[7].isnan()
 
 
-def test_other_dtypes_use_the_reference(isa: str) -> None:
+def test_other_dtypes_use_the_reference(cpu: Cpu) -> None:
     x = torch.randn(3, 8, dtype=torch.float64)
     weight = torch.ones(8, dtype=torch.float64)
     assert torch.equal(cpu.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
@@ -88,7 +90,7 @@ def empty_cache(metadata: AttentionMetadata, kv_heads: int, dim: int, dtype: tor
 @pytest.mark.parametrize("dim", [8, 64, 80, 96, 1030])
 @pytest.mark.parametrize(("normed", "rotate"), [(False, True), (True, True), (True, False)])
 def test_rope_store(
-    isa: str, dim: int, normed: bool, rotate: bool, dtype: torch.dtype, generator: torch.Generator
+    cpu: Cpu, dim: int, normed: bool, rotate: bool, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     """Queries are returned, keys and values are found again by attention, in a mixed step."""
     heads, kv_heads = 6, 2
@@ -110,7 +112,7 @@ def test_rope_store(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_store_kv_keeps_the_neighbours(isa: str, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_store_kv_keeps_the_neighbours(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Writing the second half of a sequence does not touch the first, to the bit."""
     part = random_part(90, 90, 2, 2, 48, dtype, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
@@ -122,10 +124,10 @@ def test_store_kv_keeps_the_neighbours(isa: str, dtype: torch.dtype, generator: 
     assert torch.equal(attend(cpu, [part])[0][-1], cpu.paged_attention(part.q, *again, metadata, Softmax(48**-0.5))[-1])
 
 
-def test_slots_outside_the_cache_are_refused(isa: str, generator: torch.Generator) -> None:
+def test_slots_outside_the_cache_are_refused(cpu: Cpu, generator: torch.Generator) -> None:
     part = random_part(20, 20, 2, 2, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])
-    metadata.slots[3] = k_cache.shape[0] * cpu.BLOCK_SIZE
+    metadata.slots[3] = k_cache.shape[0] * cpu.block_size
     before = k_cache.clone()
     with pytest.raises(IndexError, match="slots"):
         cpu.store_kv(part.k, part.v, k_cache, v_cache, metadata.slots)

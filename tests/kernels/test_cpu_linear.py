@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import cpu, reference
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.linear import PackedLinear
+from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
 
 SHAPES = [(2, 1), (30, 17), (64, 64), (256, 130), (704, 256), (1536, 65)]
@@ -16,43 +18,43 @@ SHAPES = [(2, 1), (30, 17), (64, 64), (256, 130), (704, 256), (1536, 65)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inner", "outs"), SHAPES)
-def test_linear(isa: str, inner: int, outs: int, biased: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_linear(cpu: Cpu, inner: int, outs: int, biased: bool, dtype: torch.dtype, generator: torch.Generator) -> None:
     weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
     linear = cpu.pack_linear(weight, bias if biased else None)
     for rows in (0, 1, 2, 5, 6, 7, 33, 200):
         x = torch.randn((rows, inner), generator=generator).to(dtype)
-        got = linear(x)
+        got = linear(x, NO_ADAPTERS)
         assert got.shape == (rows, outs)
         expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
         assert rows == 0 or error(got, expected) < (5e-3 if dtype == torch.bfloat16 else 2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pytorch_without_onednn(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pytorch_without_onednn(cpu: Cpu, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for Apple's CPUs: its operators do not exist there."""
     monkeypatch.setattr(torch._C, "_has_mkldnn", False)
     monkeypatch.setattr(torch.ops, "mkldnn", None)
     x, weight = torch.ones((3, 8), dtype=dtype), torch.eye(8, dtype=dtype)
     assert isinstance(cpu.pack_linear(weight, None), PackedLinear)
-    assert torch.equal(reference.pack_linear(weight, None)(x), x)
+    assert torch.equal(Reference().pack_linear(weight, None)(x, NO_ADAPTERS), x)
 
 
-def test_rounded_once(isa: str, generator: torch.Generator) -> None:
+def test_rounded_once(cpu: Cpu, generator: torch.Generator) -> None:
     """Whole numbers whose sums float32 holds: the result is the rounded exact one, to the bit."""
     x, weight = (torch.randint(-8, 9, s, generator=generator).bfloat16() for s in ((9, 300), (70, 300)))
-    assert torch.equal(cpu.pack_linear(weight, None)(x), F.linear(x.double(), weight.double()).bfloat16())
+    assert torch.equal(cpu.pack_linear(weight, None)(x, NO_ADAPTERS), F.linear(x.double(), weight.double()).bfloat16())
 
 
-def test_wide_results_are_the_sums_before_rounding(isa: str, generator: torch.Generator) -> None:
+def test_wide_results_are_the_sums_before_rounding(cpu: Cpu, generator: torch.Generator) -> None:
     x, weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((9, 300), (70, 300), (70,)))
-    wide = cpu.pack_linear(weight, bias, wide=True)(x)
+    wide = cpu.pack_linear(weight, bias, wide=True)(x, NO_ADAPTERS)
     assert wide.dtype == torch.float32
-    assert torch.equal(wide.bfloat16(), cpu.pack_linear(weight, bias)(x))
+    assert torch.equal(wide.bfloat16(), cpu.pack_linear(weight, bias)(x, NO_ADAPTERS))
     assert error(wide, F.linear(x.double(), weight.double(), bias.double())) < 2e-6
 
 
 @pytest.mark.parametrize("size", [1, 7, 16, 17, 511, 512, 513, 5000])
-def test_argmax_is_the_first_of_the_largest(isa: str, size: int, generator: torch.Generator) -> None:
+def test_argmax_is_the_first_of_the_largest(cpu: Cpu, size: int, generator: torch.Generator) -> None:
     logits = torch.randint(-50, 50, (33, size), generator=generator).float()  # many ties
     logits[3] = -torch.inf
     logits[4, size // 2] = torch.inf
@@ -66,18 +68,18 @@ def test_argmax_is_the_first_of_the_largest(isa: str, size: int, generator: torc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inner", "outs"), [(256, 512), (576, 200), (576, 320)])
 def test_a_row_has_the_same_bits_in_every_batch(
-    isa: str, inner: int, outs: int, dtype: torch.dtype, generator: torch.Generator
+    cpu: Cpu, inner: int, outs: int, dtype: torch.dtype, generator: torch.Generator
 ) -> None:
     weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in ((outs, inner), (outs,)))
     linear = cpu.pack_linear(weight, bias)
     x = torch.randn((400, inner), generator=generator).to(dtype)
-    whole = linear(x)
+    whole = linear(x, NO_ADAPTERS)
     for begin, rows in [(0, 1), (3, 1), (399, 1), (7, 2), (50, 3), (20, 6), (1, 7), (11, 64), (200, 193)]:
-        assert torch.equal(linear(x[begin : begin + rows]), whole[begin : begin + rows]), (begin, rows)
+        assert torch.equal(linear(x[begin : begin + rows], NO_ADAPTERS), whole[begin : begin + rows]), (begin, rows)
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert torch.equal(linear(x), whole), threads
-        assert torch.equal(linear(x[:90]), whole[:90]), threads  # so few that panels may be cut by rows
+        assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
+        assert torch.equal(linear(x[:90], NO_ADAPTERS), whole[:90]), threads  # so few that panels may be cut by rows
 
 
 def _outliers(kind: str, generator: torch.Generator) -> torch.Tensor:
@@ -103,43 +105,45 @@ def _outliers(kind: str, generator: torch.Generator) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["normal", "tiny and huge", "zeros", "subnormal, infinite, not a number", "any bits"])
 @pytest.mark.parametrize("wide", [False, True])
-def test_squeezed_weights_give_the_same_bits(
-    isa: str, kind: str, wide: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+def test_compressed_weights_give_the_same_bits(
+    cpu: Cpu, kind: str, wide: bool, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, bias = _outliers(kind, generator), torch.randn(200, generator=generator).bfloat16()
     compressed = cpu.pack_linear(weight, bias, wide=wide)
     assert isinstance(compressed, PackedLinear)
-    assert bool(compressed.native.compressed) == (isa == "avx512_bf16" and kind not in ("tiny and huge", "any bits"))
-    monkeypatch.setattr(cpu._native(), "compressed_size", lambda *_: 0)
+    assert bool(compressed.native.compressed) == (
+        cpu.library.isa == "avx512_bf16" and kind not in ("tiny and huge", "any bits")
+    )
+    monkeypatch.setattr(cpu.library, "compressed_size", lambda *_: 0)
     plain = cpu.pack_linear(weight, bias, wide=wide)
     for rows in (1, 5, 6, 7, 12, 13, 33, 200):
         x = torch.randn((rows, 96), generator=generator).bfloat16()
         bits = torch.int32 if wide else torch.int16
-        assert torch.equal(compressed(x).view(bits), plain(x).view(bits)), rows
+        assert torch.equal(compressed(x, NO_ADAPTERS).view(bits), plain(x, NO_ADAPTERS).view(bits)), rows
 
 
-def test_a_few_odd_exponents_are_kept_whole(isa: str, generator: torch.Generator) -> None:
+def test_a_few_odd_exponents_are_kept_whole(cpu: Cpu, generator: torch.Generator) -> None:
     weight = torch.randn((130, 640), generator=generator).bfloat16()
     weight[3, ::200] *= 2.0**-70
     weight[129, 639] = 2.0**100
     linear = cpu.pack_linear(weight, None)
     assert isinstance(linear, PackedLinear)
-    assert bool(linear.native.compressed) == (isa == "avx512_bf16")
-    assert error(linear(torch.eye(640).bfloat16()), weight.double().T) == 0.0
+    assert bool(linear.native.compressed) == (cpu.library.isa == "avx512_bf16")
+    assert error(linear(torch.eye(640).bfloat16(), NO_ADAPTERS), weight.double().T) == 0.0
 
 
-def test_the_weight_may_be_dropped(isa: str, generator: torch.Generator) -> None:
+def test_the_weight_may_be_dropped(cpu: Cpu, generator: torch.Generator) -> None:
     weight, bias = (torch.randn(s, generator=generator).bfloat16() for s in ((100, 64), (100,)))
     x = torch.ones((3, 64), dtype=torch.bfloat16)
     linear = cpu.pack_linear(weight, bias)
-    before = linear(x)
+    before = linear(x, NO_ADAPTERS)
     weight.zero_()
-    assert torch.equal(linear(x), before)
+    assert torch.equal(linear(x, NO_ADAPTERS), before)
 
 
-def test_what_does_not_fit_is_refused(isa: str) -> None:
+def test_what_does_not_fit_is_refused(cpu: Cpu) -> None:
     linear = cpu.pack_linear(torch.ones((8, 6), dtype=torch.bfloat16), None)
     with pytest.raises(TypeError, match="from 6 to 8"):
-        linear(torch.ones((2, 4), dtype=torch.bfloat16))
+        linear(torch.ones((2, 4), dtype=torch.bfloat16), NO_ADAPTERS)
     with pytest.raises(TypeError, match="float32"):
-        linear(torch.ones((2, 6)))
+        linear(torch.ones((2, 6)), NO_ADAPTERS)

@@ -3,14 +3,15 @@ functions, is what the float64 reference says; on a GPU the real ones are held t
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import pytest
 import torch
 
-from quire.kernels import reference
-from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.backend import AttentionMetadata, Backend, Rope, Softmax
 from quire.kernels.gpu import flash, torch_varlen
+from quire.kernels.gpu.flash import Flash
+from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.ragged import Part, error, page, random_part
@@ -29,7 +30,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> FakeFlashAttn:
 
 
 def check(
-    backend: ModuleType,
+    backend: Backend,
     device: str,
     mix: tuple[tuple[int, int], ...],
     *,
@@ -44,7 +45,7 @@ def check(
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in mix]
     got = attend(backend, parts, device, window, softcap, scale)
-    expected = attend(reference, [part.to(torch.float64) for part in parts], "cpu", window, softcap, scale)
+    expected = attend(Reference(), [part.to(torch.float64) for part in parts], "cpu", window, softcap, scale)
     first = 0
     for row, part in enumerate(parts):
         rows = slice(first, first := first + len(part.q))
@@ -52,7 +53,7 @@ def check(
 
 
 def attend(
-    backend: ModuleType, parts: list[Part], device: str, window: int | None, softcap: float | None, scale: float
+    backend: Backend, parts: list[Part], device: str, window: int | None, softcap: float | None, scale: float
 ) -> torch.Tensor:
     k_cache, v_cache, metadata = page(backend, parts)
     q = torch.cat([part.q for part in parts]).to(device)
@@ -83,9 +84,10 @@ CASES = [
 
 @pytest.mark.parametrize("mix", [DECODES, MIXED, MIXED[:1]], ids=["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", [flash, torch_varlen], ids=lambda backend: backend.NAME)
-def test_arguments(library: FakeFlashAttn, backend: ModuleType, case: dict, mix: tuple) -> None:
-    if backend is torch_varlen and case.get("softcap"):
+@pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
+def test_arguments(library: FakeFlashAttn, made_by: type[FlashPages], case: dict, mix: tuple) -> None:
+    backend = made_by()
+    if made_by is TorchVarlen and case.get("softcap"):
         with pytest.raises(NotImplementedError, match="softcap"):
             check(backend, "cpu", mix, **case)
     else:
@@ -95,27 +97,30 @@ def test_arguments(library: FakeFlashAttn, backend: ModuleType, case: dict, mix:
 @pytest.mark.gpu
 @pytest.mark.parametrize("mix", [DECODES, MIXED, MIXED[:1]], ids=["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", [flash, torch_varlen], ids=lambda backend: backend.NAME)
-def test_on_a_gpu(backend: ModuleType, case: dict, mix: tuple) -> None:
+@pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
+def test_on_a_gpu(made_by: type[FlashPages], case: dict, mix: tuple) -> None:
+    backend = made_by()
     reason = backend.cannot_serve(torch.device("cuda"), case.get("dtype", torch.bfloat16), case.get("dim", 64))
-    if reason is not None or (backend is torch_varlen and case.get("softcap")):
+    if reason is not None or (made_by is TorchVarlen and case.get("softcap")):
         pytest.skip(reason or "no softcap")
     check(backend, "cuda", mix, **case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", [flash, torch_varlen], ids=lambda backend: backend.NAME)
-def test_deterministic_attention_does_not_depend_on_the_batch(backend: ModuleType) -> None:
+@pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
+def test_deterministic_attention_does_not_depend_on_the_batch(made_by: type[FlashPages]) -> None:
+    backend = made_by(deterministic=True)
     if (reason := backend.cannot_serve(torch.device("cuda"), torch.bfloat16, 64)) is not None:
         pytest.skip(reason)
     generator = torch.Generator().manual_seed(20)
     whole = random_part(1500, 1500, 8, 2, 64, torch.bfloat16, generator)
-    run = getattr(backend, "deterministic_attention", backend.paged_attention)
 
     def rows(begin: int, end: int, others: list[Part]) -> torch.Tensor:
         k_cache, v_cache, metadata = page(backend, [whole.rows(begin, end), *others])
         q = torch.cat([part.q for part in (whole.rows(begin, end), *others)]).cuda()
-        out: torch.Tensor = run(q, k_cache.cuda(), v_cache.cuda(), to_device(metadata, "cuda"), Softmax(0.125))
+        out: torch.Tensor = backend.paged_attention(
+            q, k_cache.cuda(), v_cache.cuda(), to_device(metadata, "cuda"), Softmax(0.125)
+        )
         return out[: end - begin]
 
     others = [random_part(c, 1, 8, 2, 64, torch.bfloat16, generator) for c in (3000, 17, 900)]
@@ -127,24 +132,25 @@ def test_deterministic_attention_does_not_depend_on_the_batch(backend: ModuleTyp
 
 
 def test_decodes_use_the_split_kernel_and_all_else_the_ragged_one(library: FakeFlashAttn) -> None:
-    check(flash, "cpu", DECODES)
-    check(flash, "cpu", MIXED)
+    check(Flash(), "cpu", DECODES)
+    check(Flash(), "cpu", MIXED)
     assert library.calls == [("kvcache", {"num_splits": 0}), ("varlen", {"max_seqlen_q": 257, "max_seqlen_k": 600})]
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, 4, 2, 64, torch.bfloat16, generator) for c, q in DECODES]
-    k_cache, v_cache, metadata = page(flash, parts)
-    flash.deterministic_attention(torch.cat([part.q for part in parts]), k_cache, v_cache, metadata, Softmax(0.1))
+    backend = Flash(deterministic=True)
+    k_cache, v_cache, metadata = page(backend, parts)
+    backend.paged_attention(torch.cat([part.q for part in parts]), k_cache, v_cache, metadata, Softmax(0.1))
     assert library.calls[-1] == ("kvcache", {"num_splits": 1})
 
 
 def test_store_and_rope_on_large_pages(library: FakeFlashAttn) -> None:
     """What rope_store writes, attention finds."""
     generator = torch.Generator().manual_seed(3)
-    part = random_part(300, 300, 4, 2, 64, torch.bfloat16, generator)
-    k_cache, v_cache, metadata = page(flash, [part])
+    part, backend = random_part(300, 300, 4, 2, 64, torch.bfloat16, generator), Flash()
+    k_cache, v_cache, metadata = page(backend, [part])
     empty = [torch.full_like(cache, torch.nan) for cache in (k_cache, v_cache)]
     qkv = torch.cat([part.q.flatten(1), part.k.flatten(1), part.v.flatten(1)], dim=1)
-    q = flash.rope_store(qkv, Rope(64, None), *empty, metadata)
+    q = backend.rope_store(qkv, Rope(64, None), *empty, metadata)
     assert torch.equal(q, part.q)
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(empty, (k_cache, v_cache), strict=True))
 
@@ -157,15 +163,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.d
 def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyPatch) -> None:
     device = gpu(monkeypatch, (9, 0))
     backend, why = select_backend(device, torch.bfloat16, 128)
-    assert (backend.NAME, why) == ("flash", "flash-attn 2.8.3")
+    assert (backend.name, why) == ("flash", "flash-attn 2.8.3")
     monkeypatch.setattr(flash, "_load", lambda: "flash-attn is not installed (pip install 'quire[flash]')")
     backend, why = select_backend(device, torch.bfloat16, 128)
-    assert backend.NAME == "torch_varlen"
+    assert backend.name == "torch_varlen"
     assert "pip install 'quire[flash]'" in why
     with pytest.raises(ValueError, match=r"flash: flash-attn is not installed \(pip install 'quire\[flash\]'\)"):
         select_backend(device, torch.bfloat16, 128, "flash")
     assert select_backend(device, torch.bfloat16, 128, "torch_varlen")[1].endswith("asked for")
-    assert select_backend(device, torch.bfloat16, 128, softcap=True)[0].NAME not in ("flash", "torch_varlen")
+    assert select_backend(device, torch.bfloat16, 128, softcap=True)[0].name not in ("flash", "torch_varlen")
     with pytest.raises(ValueError, match="no softcap"):
         select_backend(device, torch.bfloat16, 128, "torch_varlen", softcap=True)
 
@@ -188,7 +194,7 @@ def test_what_flash_cannot_serve(
 ) -> None:
     device = gpu(monkeypatch, capability)
     backend, why = select_backend(device, dtype, head_dim)
-    assert backend.NAME not in ("flash", "torch_varlen")
+    assert backend.name not in ("flash", "torch_varlen")
     assert f"flash: {message}" in why
     with pytest.raises(ValueError, match=message):
         select_backend(device, dtype, head_dim, "flash")

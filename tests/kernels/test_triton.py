@@ -16,7 +16,10 @@ HERE = Path(__file__).parent
 SHARED_MEMORY = 99 * 1024
 """Bytes that a thread block can have on a consumer GPU; an H100 has 227 KB."""
 
-pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.slow,
+]
 
 
 def run(arguments: list[str], environment: dict[str, str]) -> str:

@@ -1,49 +1,28 @@
-"""A client that goes away frees the engine at once; on a real socket, with the OpenAI SDK."""
+"""A client that goes away frees the engine at once; on our own server and real sockets, with the OpenAI SDK."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import struct
 
 import httpx
 import pytest
-import uvicorn
 from openai import AsyncOpenAI
 
-from tests.server.api import NAME, make_app
+from tests.server.api import NAME
 from tests.server.fake import FakeEngine, hashed
+from tests.server.hosted import idle, serving
 
-
-@asynccontextmanager
-async def serve(engine: FakeEngine) -> AsyncIterator[str]:
-    """The server's URL, on a free port of this machine."""
-    config = uvicorn.Config(make_app(engine), log_level="warning", http="httptools", loop="asyncio")
-    server = uvicorn.Server(config)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    task = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
-
-
-async def idle(engine: FakeEngine) -> None:
-    async with asyncio.timeout(5):
-        while engine.running or engine.num_open:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+LETTERS = hashed(b"abc")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_stream_that_is_left(path: str) -> None:
-    engine = FakeEngine(hashed(b"abc"), max_model_len=100_000, step_seconds=0.002)
+    engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "n": 2, "max_tokens": 90_000, "stream": True}
-    async with serve(engine) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(engine) as port, httpx.AsyncClient(base_url=port.url) as http:
         async with http.stream("POST", path, json=body) as response:
             async for _ in response.aiter_lines():
                 break
@@ -56,20 +35,47 @@ async def test_a_stream_that_is_left(path: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_call_that_is_given_up_before_anything_came(stream: bool) -> None:
-    engine = FakeEngine(hashed(b"abc"), max_model_len=100_000, step_seconds=30 if stream else 0.002)
+    engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=30 if stream else 0.002)
     if stream:
         engine.pick = lambda request, position: 0xC3  # half a character: there is nothing to show
-    async with serve(engine) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(engine) as port, httpx.AsyncClient(base_url=port.url) as http:
         body = {"prompt": "x", "max_tokens": 90_000, "stream": stream}
         call = asyncio.create_task(http.post("/v1/completions", json=body))
         await engine.sent.wait()
         call.cancel()
         await idle(engine)
+        assert engine.aborted == [engine.seen[0].id]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/engine/events"])
+async def test_a_killed_client_leaves_nothing_behind(path: str) -> None:
+    """Its kernel resets the connection: no task, no request and no reader of the live view stays."""
+    engine = FakeEngine(LETTERS, max_model_len=100_000, step_seconds=0.002)
+    async with serving(engine) as port, httpx.AsyncClient(base_url=port.url) as http:
+        assert (await http.post("/v1/completions", json={"prompt": "x", "stream": True})).status_code == 200
+        await idle(engine)
+        before = len(asyncio.all_tasks())  # with sse-starlette's watcher, which stays
+        body = json.dumps({"prompt": "x", "max_tokens": 90_000, "stream": True}).encode()
+        with socket.socket() as client:
+            client.setblocking(False)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(client, ("127.0.0.1", port.number))
+            method = b"GET" if path == "/v1/engine/events" else b"POST"
+            head = b"%s %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (method, path.encode(), len(body))
+            await loop.sock_sendall(client, head + body)
+            while b"data: " not in await loop.sock_recv(client, 65536):
+                pass
+            assert len(asyncio.all_tasks()) > before
+        async with asyncio.timeout(20):
+            while len(asyncio.all_tasks()) > before:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await idle(engine)
 
 
 async def test_many_streams_of_the_openai_sdk_at_once() -> None:
-    engine = FakeEngine(hashed(b"abc"), max_model_len=100_000)
-    async with serve(engine) as url, AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+    engine = FakeEngine(LETTERS, max_model_len=100_000)
+    async with serving(engine) as port, AsyncOpenAI(base_url=f"{port.url}/v1", api_key="none") as client:
 
         async def one(number: int) -> None:
             asked = {"model": NAME, "messages": [{"role": "user", "content": str(number)}], "max_tokens": 50}

@@ -51,7 +51,7 @@ def patient(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iter
     save_tiny_model(folder, "llama", dtype=torch.bfloat16, **shape, **context)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(DEMO_MODEL) / name, folder)
-    template = Path(DEMO_MODEL).with_name("demo_template.jinja")
+    template = Path(DEMO_MODEL) / "training" / "template.jinja"
     options = ("--chat-template", str(template), "--num-kv-blocks", "600", "--threads", "1")
     running = Server(folder / "server.log", str(folder), *options)
     yield running

@@ -1,4 +1,4 @@
-"""Both views for everybody: axe-core finds nothing, nothing sticks out, the keyboard reaches all."""
+"""Accessibility of both views: axe-core finds nothing, nothing overflows, the keyboard reaches every control."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from selenium.webdriver.common.keys import Keys
 from tests.e2e.server import Server
 from tests.web.browser import Browser
 from tests.web.test_dashboard import streams
+
+pytestmark = pytest.mark.slow
 
 AXE = Path(__file__).with_name("axe.min.js")
 """axe-core 4.14.1 of Deque Systems, under the Mozilla Public License 2.0; for tests alone."""
@@ -31,7 +33,7 @@ def violations(page: Browser) -> list[Any]:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
-def test_nothing_is_out_of_reach(browser: Browser, patient: Server, theme: str, width: int) -> None:
+def test_both_views_pass_axe_and_fit_the_width(browser: Browser, patient: Server, theme: str, width: int) -> None:
     browser.open(f"{patient.url}/", width, 900)
     browser.run(
         "const select = document.getElementById('theme'); select.value = arguments[0];"
@@ -57,7 +59,7 @@ def test_nothing_is_out_of_reach(browser: Browser, patient: Server, theme: str, 
     assert violations(browser) == []
 
 
-def test_the_system_s_theme_holds_until_another_is_chosen(browser: Browser, server: Server) -> None:
+def test_the_systems_theme_holds_until_another_is_chosen(browser: Browser, server: Server) -> None:
     sheet = "return getComputedStyle(document.querySelector('.masthead')).backgroundColor"
     seen = set()
     for scheme in ("light", "dark"):
@@ -73,7 +75,7 @@ def test_the_system_s_theme_holds_until_another_is_chosen(browser: Browser, serv
     browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
-def test_the_keyboard_alone_suffices(browser: Browser, server: Server) -> None:
+def test_every_control_is_reached_by_keyboard(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/")
     focused = "const one = document.activeElement; return one.id || one.className || one.textContent.trim()"
     reached = []

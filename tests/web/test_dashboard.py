@@ -19,6 +19,8 @@ from selenium.webdriver.common.keys import Keys
 from tests.e2e.server import Server
 from tests.web.browser import Browser
 
+pytestmark = pytest.mark.slow
+
 TOTAL = 600
 """Pages of the server's pool."""
 
@@ -126,13 +128,13 @@ def test_a_request_is_explained(page: Browser, patient: Server) -> None:
         page.click("#text-dialog [data-close]")
 
 
-def test_twins_share_pages(page: Browser, patient: Server) -> None:
+def test_identical_prompts_share_pages(page: Browser, patient: Server) -> None:
     with streams(patient, 2, prompt=[7] * 64) as events:
         page.until(lambda: all(events) and legend(page)[2] >= 3)
         page.until(lambda: "shared" in page.text("#requests tbody"))
 
 
-def test_a_dead_engine_is_told_of_and_its_streams_go_on(page: Browser, patient: Server) -> None:
+def test_an_engine_death_is_shown_and_streams_go_on(page: Browser, patient: Server) -> None:
     deaths = int(page.text(".figure.deaths dd"))
     with streams(patient, 1) as events:
         page.until(lambda: all(events))
@@ -146,7 +148,7 @@ def test_a_dead_engine_is_told_of_and_its_streams_go_on(page: Browser, patient: 
         assert int(page.text(".figure.replays dd")) >= 1
 
 
-def test_nobody_is_watched_while_another_view_shows(page: Browser, patient: Server) -> None:
+def test_the_event_stream_closes_with_the_view_and_opens_once(page: Browser, patient: Server) -> None:
     page.click("#to-playground")
     page.one("#draft")
     page.run("window.asked = 0; const real = fetch; window.fetch = (...all) => { asked++; return real(...all) }")
@@ -155,7 +157,7 @@ def test_nobody_is_watched_while_another_view_shows(page: Browser, patient: Serv
     page.until(lambda: page.text("#live") == "Live")
 
 
-def test_a_key_is_asked_for_and_kept_only_when_told_to(browser: Browser, tmp_path: Path) -> None:
+def test_a_key_is_asked_for_and_stored_only_on_request(browser: Browser, tmp_path: Path) -> None:
     keys = ("--api-key", "open-sesame", "--admin-api-key", "boss")
     guarded = Server(tmp_path / "log", *keys, "--num-kv-blocks", "200", "--threads", "1")
     try:

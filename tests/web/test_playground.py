@@ -15,6 +15,8 @@ from selenium.webdriver.common.keys import Keys
 from tests.e2e.server import Server
 from tests.web.browser import Browser
 
+pytestmark = pytest.mark.slow
+
 STORY = "Tell me a story about a fox."
 LAST = "#log .message:last-child"
 
@@ -52,7 +54,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_it_says_what_the_api_says_and_remembers_it(page: Browser, server: Server) -> None:
+def test_it_shows_the_apis_answer_and_remembers_it(page: Browser, server: Server) -> None:
     page.fill("#draft", STORY + Keys.ENTER)
     first = settled(page)
     wanted = answer(server, [{"role": "user", "content": STORY}])
@@ -77,7 +79,7 @@ def test_it_says_what_the_api_says_and_remembers_it(page: Browser, server: Serve
     assert page.all("#log .message") == []
 
 
-def test_a_stream_stops_when_told_to_and_the_engine_too(browser: Browser, patient: Server) -> None:
+def test_stop_ends_the_stream_and_the_request(browser: Browser, patient: Server) -> None:
     page = visited(browser, patient)
     page.click(".settings details details summary")
     page.fill("#extra", '{"ignore_eos": true, "max_tokens": 8000}')
@@ -96,7 +98,7 @@ def test_a_stream_stops_when_told_to_and_the_engine_too(browser: Browser, patien
     assert said(page) == kept, "what there is stays"
 
 
-def test_messages_can_be_changed_dropped_and_asked_again(page: Browser, server: Server) -> None:
+def test_messages_can_be_edited_deleted_and_sent_again(page: Browser, server: Server) -> None:
     page.click("#system-fold summary")
     page.fill("#system", "You tell short tales.")
     page.fill("#draft", STORY + Keys.ENTER)
@@ -149,7 +151,7 @@ def test_a_text_is_continued_and_can_be_adopted(page: Browser, server: Server) -
     assert page.one("#prompt").get_property("value") == "Once upon a time" + wanted
 
 
-def test_the_code_it_shows_does_what_it_did(page: Browser, server: Server) -> None:
+def test_the_code_shown_repeats_the_request(page: Browser, server: Server) -> None:
     page.fill("#max_tokens", "60")
     page.fill("#top_k", "7")
     page.fill("#draft", "It's a fox's \"story\"?" + Keys.ENTER)
@@ -170,7 +172,7 @@ def test_the_code_it_shows_does_what_it_did(page: Browser, server: Server) -> No
         assert output.count('"content"') > 5
 
 
-def test_mistakes_are_told_in_words(page: Browser) -> None:
+def test_errors_are_shown_in_words(page: Browser) -> None:
     page.fill("#temperature", "9")
     page.fill("#draft", STORY + Keys.ENTER)
     page.until(lambda: "temperature" in page.text("#problem"))

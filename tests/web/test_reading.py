@@ -16,6 +16,8 @@ from tests.server.fake import FakeEngine
 from tests.texts import CHATML
 from tests.web.browser import Browser
 
+pytestmark = pytest.mark.slow
+
 EOS = 258
 CALL = b"""<think>They want *weather*.</think>Let me look.
 <tool_call>
@@ -42,7 +44,7 @@ def url(chromium: Browser) -> Iterator[str]:
     thread = threading.Thread(target=running.run)
     thread.start()
     yield f"http://127.0.0.1:{port}"
-    app.state.serving.watchers.close()
+    app.state.runtime.live_view.close()
     running.should_exit = True
     thread.join(30)
 

@@ -1,6 +1,6 @@
 """Text for the embedded demo model: clean books, cut them into stories, and build chats from them.
 
-Everything here is plain Python on strings; `train_demo.py` turns the result into tokens. All choices are drawn
+Everything here is plain Python on strings; `train.py` turns the result into tokens. All choices are drawn
 from the `random.Random` that the caller passes, so that one seed gives one data set.
 """
 
@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-WORDS = json.loads(Path(__file__).with_name("demo_words.json").read_text(encoding="utf-8"))
+WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 """Words and sentences by hand."""
 CLASS_OF = {noun: kind for kind, nouns in WORDS["nouns"].items() for noun in nouns}
 NOUNS = sorted(CLASS_OF)

@@ -2,7 +2,7 @@
 
     python configs/demo/training/train.py CORPUS_DIR OUT_DIR [--minutes 80] [--tokens N] [--threads 2] [--seed 0]
 
-CORPUS_DIR holds `.txt` books and, if you like, `.jsonl` questions (see `demo_text.py`). OUT_DIR becomes a folder that
+CORPUS_DIR holds `.txt` books and, if you like, `.jsonl` questions (see `corpus.py`). OUT_DIR becomes a folder that
 transformers can load. It is written at the start (untrained), every few minutes, at the end, and when the run is
 stopped by Ctrl-C or SIGTERM, so that it can be used at any time. The learning rate follows the clock (`--minutes`) or
 the tokens seen (`--tokens`). A run by `--tokens` repeats itself for the same seed, but for the order in which threads
@@ -26,14 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from demo_text import Chat, chats, hold_out, load_books
+from corpus import Chat, chats, hold_out, load_books
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 END, START_TURN, END_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = Path(__file__).with_name("demo_template.jinja").read_text("utf-8").rstrip("\n")
+CHAT_TEMPLATE = Path(__file__).with_name("template.jinja").read_text("utf-8").rstrip("\n")
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ def save_card(model: LlamaForCausalLM, data: Data, minutes: float, seen: int, ou
     count = sum(p.numel() for p in model.parameters())
     rows = "\n".join(f"| {n} tokens | {loss:.3f} | {loss * per_byte:.3f} |" for n, loss in losses.items())
     print(rows, flush=True)
-    template = Path(__file__).with_name("demo_card.md").read_text("utf-8")
+    template = Path(__file__).with_name("card.md").read_text("utf-8")
     sizes = {"count": count / 1e6, "held": len(data.held), "held_bytes": data.held_bytes}
     card = template.format(**SHAPE, **sizes, minutes=minutes, seen=seen / 1e6, rows=rows)
     _replace(out / "README.md", card)

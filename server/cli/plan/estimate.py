@@ -17,10 +17,10 @@ from quire.server.cli.plan.machine import Machine, read_cards
 
 BLOCK_SIZE = 16
 """Tokens of a page; the kernels that need larger ones waste less than one such page per request."""
-MAX_NUM_SEQS = 256
-STEP_TOKENS = 2048
-UTILIZATION = 0.9
-"""The server's defaults."""
+_DEFAULTS = EngineConfig()
+MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
+STEP_TOKENS = _DEFAULTS.max_num_batched_tokens
+UTILIZATION = _DEFAULTS.gpu_memory_utilization
 _COUNTS = (1, 2, 4, 8)
 
 

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, GIB
-from quire.engine.checkpoint.sizes import SERVED
 from quire.engine.config import DEMO_MODEL
 from quire.server.cli.plan.estimate import BLOCK_SIZE, Estimate
 from quire.server.cli.plan.machine import Machine
@@ -116,7 +116,7 @@ def notes(made: Estimate) -> list[str]:
     """What a reader of the figures must know beside them."""
     sizes = made.sizes
     found = list(sizes.notes)
-    if sizes.model_type not in SERVED:
+    if sizes.model_type not in FAMILIES:
         found.append(f"Quire does not serve {sizes.model_type or 'this'} models yet: figures only")
     if sizes.quantization:
         found.append("Quire does not load quantized weights yet: figures only")

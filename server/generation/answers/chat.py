@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 
-from quire.server.generation.answers.head import encode_json
+from quire.server.encoding import encode_json
+from quire.server.formats.tools.sink import CallDelta
 from quire.server.generation.answers.logprobs import chat_logprobs
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta, TokenText
-from quire.server.generation.generate import Answer, Usage
-from quire.server.generation.tools.sink import CallDelta
+from quire.server.generation.fold import Answer
+from quire.server.generation.generation import Usage
 
 
 class ChatWriter(AnswerWriter):
@@ -20,13 +21,13 @@ class ChatWriter(AnswerWriter):
     AFTER_TEXT = b"}"
     UNFINISHED = b',"logprobs":null,"finish_reason":null'
 
-    def first(self, num_choices: int) -> bytes:
+    def first(self) -> bytes:
         """The role of each choice, before the first step."""
         delta = b'[{"index":%d,"delta":{"role":"assistant","content":""'
-        return b"".join([self._opening + delta % index + self._running for index in range(num_choices)])
+        return b"".join([self._opening + delta % index + self._running for index in range(self._spec.num_choices)])
 
     def _events(self, delta: ChoiceDelta) -> bytes:
-        """Reasoning, content and each call have events of their own: some clients read only one kind of an event."""
+        """Reasoning, content and each call are events of their own: some clients read only one of them in an event."""
         if delta.reasoning or delta.calls:
             rest = msgspec.structs.replace(delta, text="") if delta.calls else delta
             more = rest.text or rest.tokens or rest.finish_reason or rest.token_ids or rest.prompt_ids
@@ -57,7 +58,7 @@ class ChatWriter(AnswerWriter):
         return encode_json({**fields, "choices": choices, "usage": usage.as_dict(), **self._prompt(answers[0])})
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
-        return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._tokens_as_token_ids)
+        return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)
 
 
 def _message(answer: Answer) -> dict[str, object]:
@@ -75,7 +76,7 @@ def _message(answer: Answer) -> dict[str, object]:
 
 
 def _call_delta(call: CallDelta) -> dict[str, object]:
-    """The first one of a call has its id and name."""
+    """A delta of a call; the first one gives its id and name."""
     if call.name is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.server.generation.answers.head import encode_json
+from quire.server.encoding import encode_json
 from quire.server.generation.answers.logprobs import completion_logprobs
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta, TokenText
-from quire.server.generation.generate import Answer, Usage
+from quire.server.generation.fold import Answer
+from quire.server.generation.generation import Usage
 
 
 class CompletionWriter(AnswerWriter):
@@ -29,4 +30,4 @@ class CompletionWriter(AnswerWriter):
         return encode_json({**self._head.fields(self.CHUNK), "choices": choices, "usage": usage.as_dict()})
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
-        return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._tokens_as_token_ids)
+        return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)

@@ -1,22 +1,17 @@
-"""What all chunks of an answer have in common."""
+"""The fields that all chunks of an answer have in common."""
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
-encode_json = msgspec.json.Encoder().encode
-DATA, END = b"data: ", b"\n\n"
-DONE = b"data: [DONE]\n\n"
+from quire.server.encoding import DATA, encode_json
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Identity of one answer."""
+    """The identity of one answer."""
 
     id: str
     model: str
@@ -33,9 +28,5 @@ class Head:
         }
 
     def opening(self, kind: str, extra: Mapping[str, object] | None = None) -> bytes:
-        """An event up to the value of `choices`, which is left to add."""
+        """An event up to the value of `choices`, which the caller adds."""
         return DATA + encode_json({**self.fields(kind), **(extra or {})})[:-1] + b',"choices":'
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(16)}"

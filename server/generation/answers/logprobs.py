@@ -10,17 +10,17 @@ from quire.engine.types import TokenLogprob
 from quire.server.generation.choice import TokenText
 
 LOWEST = -9999.0
-"""JSON has no -inf; this is what vLLM writes for it."""
+"""Written instead of -inf, which JSON does not have, as vLLM does."""
 
 
 Namer = Callable[[int], str]
-"""What a token is called: its text, or `token_id:123`."""
+"""Gives the name of a token: its text, or `token_id:123`."""
 
 
 def completion_logprobs(
     tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Four lists, one entry per token. The top ones hold the picked token too, likely or not."""
+    """Four lists with one entry per token. top_logprobs has the picked token too, however unlikely it is."""
     name = token_id_name if as_token_ids else tokenizer.token_text
     return {
         "tokens": [name(token.token_id) for token in tokens],
@@ -43,7 +43,7 @@ def chat_logprobs(tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token
 def prompt_logprobs(
     logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's shape: for each prompt token but the first its own and the most likely ones, by token id."""
+    """In vLLM's shape: by token id, for each prompt token but the first, its own and the most likely ones."""
     return [None if each is None else _by_token_id(each, tokenizer) for each in logprobs]
 
 

@@ -1,4 +1,4 @@
-"""What the writers of both endpoints share: who the answer is from, and how its choices and chunks end."""
+"""What the writers of all endpoints share: the head of an answer, and the ends of its choices and chunks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.generation.answers.head import DONE, END, Head, encode_json
+from quire.server.encoding import DONE, END, encode_json
+from quire.server.generation.answers.head import Head
 from quire.server.generation.answers.logprobs import prompt_logprobs
 from quire.server.generation.choice import ChoiceDelta, TokenText
-from quire.server.generation.generate import Answer, Usage
-from quire.server.protocol.common import GenerationBody
+from quire.server.generation.fold import Answer
+from quire.server.generation.generation import Usage
+from quire.server.generation.spec import GenerationSpec
 
 
 class AnswerWriter(ABC):
@@ -20,37 +22,35 @@ class AnswerWriter(ABC):
     CHUNK: ClassVar[str]
     """The `object` of a chunk."""
     AFTER_TEXT: ClassVar[bytes]
-    """What closes the part of a choice that has the text."""
+    """Closes the part of a choice that has the text."""
     UNFINISHED: ClassVar[bytes]
-    """What follows it in a choice that has neither log probabilities nor an end."""
+    """Follows that part in a choice that has neither log probabilities nor an end."""
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, body: GenerationBody, *, logprobs: bool) -> None:
-        self._head = head
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        self._spec = spec
+        self._head = Head(spec.id, spec.model, fingerprint)
         self._tokenizer = tokenizer
-        self._with_logprobs = logprobs
-        self._tokens_as_token_ids = body.return_tokens_as_token_ids
-        self._include_usage = body.include_usage
-        self._opening = head.opening(self.CHUNK)
-        self._end_chunks(b'}],"usage":null}' + END if body.include_usage else b"}]}" + END)
+        self._opening = self._head.opening(self.CHUNK)
+        self._end_chunks(b'}],"usage":null}' + END if spec.include_usage else b"}]}" + END)
 
     def tell_usage(self, usage: Usage) -> None:
-        """What the chunks from now on say of usage."""
+        """Set the usage that chunks give from now on."""
         self._end_chunks(b'}],"usage":%b}%b' % (encode_json(usage.as_dict()), END))
 
     def _end_chunks(self, close: bytes) -> None:
         self._close = close
         self._running = self.AFTER_TEXT + self.UNFINISHED + close
 
-    def first(self, num_choices: int) -> bytes:
-        """What comes before the first step."""
+    def first(self) -> bytes:
+        """The events before the first step."""
         return b""
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         return b"".join([self._events(delta) for delta in deltas])
 
     def last(self, usage: Usage) -> bytes:
-        """What comes after the last step."""
-        if not self._include_usage:
+        """The events after the last step."""
+        if not self._spec.include_usage:
             return DONE
         return self._opening + b'[],"usage":' + encode_json(usage.as_dict()) + b"}" + END + DONE
 
@@ -60,13 +60,13 @@ class AnswerWriter(ABC):
 
     @abstractmethod
     def _events(self, delta: ChoiceDelta) -> bytes:
-        """A choice's share of a step."""
+        """The events of one choice in a step."""
 
     @abstractmethod
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]: ...
 
     def _closed(self, event: bytes, delta: ChoiceDelta) -> bytes:
-        """An event that is whole up to its text."""
+        """The whole of an event that is written up to its text."""
         if delta.finish_reason is None and not delta.tokens:
             return event + self._running
         return b'%b%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b' % (
@@ -79,18 +79,18 @@ class AnswerWriter(ABC):
         )
 
     def _choice(self, answer: Answer, shown: Mapping[str, object]) -> dict[str, object]:
-        """A whole choice that shows this."""
+        """A whole choice with the fields `shown`."""
         return {
             "index": answer.index,
             **shown,
-            "logprobs": self._logprobs(answer.tokens) if self._with_logprobs else None,
+            "logprobs": self._logprobs(answer.tokens) if self._spec.logprobs else None,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
             **({} if answer.prompt_ids is None else {"token_ids": answer.token_ids}),
         }
 
     def _prompt(self, answer: Answer) -> dict[str, object]:
-        """What was asked of the prompt."""
+        """The fields about the prompt that were asked for."""
         prompt: dict[str, object] = {}
         if answer.prompt_ids is not None:
             prompt["prompt_token_ids"] = answer.prompt_ids

@@ -41,14 +41,14 @@ function take(chunk, message, seconds) {
   if (said) meta.seconds = seconds();
   message.content += delta.content ?? "";
   if (delta.reasoning_content) message.reasoning = (message.reasoning ?? "") + delta.reasoning_content;
-  for (const call of delta.tool_calls ?? []) addCall(message, call);
+  for (const part of delta.tool_calls ?? []) addCall(message, part);
   if (choice.logprobs) (message.tokens ??= []).push(...tokensOf(choice.logprobs));
   if (choice.finish_reason) meta.finish = choice.finish_reason;
 }
 
 function addCall(message, delta) {
   const calls = (message.tool_calls ??= []);
-  const call = (calls[delta.index] ??= { id: delta.id, type: "function", function: { name: "", arguments: "" } });
-  call.function.name += delta.function?.name ?? "";
-  call.function.arguments += delta.function?.arguments ?? "";
+  const added = (calls[delta.index] ??= { id: delta.id, type: "function", function: { name: "", arguments: "" } });
+  added.function.name += delta.function?.name ?? "";
+  added.function.arguments += delta.function?.arguments ?? "";
 }

@@ -22,16 +22,21 @@ export async function call(path, { method = "GET", body, signal } = {}) {
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    response = await fetch(path, {
+      method,
+      headers,
+      signal,
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, "The server cannot be reached.");
   }
   if (response.ok) return response;
-  throw new ApiError(response.status, await message(response));
+  throw new ApiError(response.status, await errorMessage(response));
 }
 
-async function message(response) {
+async function errorMessage(response) {
   const text = await response.text().catch(() => "");
   try {
     return JSON.parse(text).error.message;
@@ -51,7 +56,7 @@ export async function* events(response) {
       rest += value;
       const blocks = rest.split("\n\n");
       rest = blocks.pop();
-      for (const block of blocks) yield parse(block);
+      for (const block of blocks) if (!block.startsWith(":")) yield parse(block); // no comments
     }
   } finally {
     reader.cancel().catch(() => {});

@@ -5,7 +5,12 @@ import { $, el, say } from "./dom.js";
 const [CACHED, FIRST_OWNER, UNLISTED, SHARED] = [1, 2, 0x7fff, 0x8000];
 const [SMALLEST, LARGEST] = [3, 20];
 const [FREE_KIND, CACHED_KIND, SHARED_KIND, OTHER_KIND, FIRST_HUE] = [0, 1, 2, 3, 4];
-const KINDS = [["free", "Empty"], ["cached", "Cached, free to reuse"], ["shared", "Shared"], ["owned", "Held by one request"]];
+const KINDS = [
+  ["free", "Empty"],
+  ["cached", "Cached, free to reuse"],
+  ["shared", "Shared"],
+  ["owned", "Held by one request"],
+];
 const LEAST_SHOWN = 512;
 const STEP = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 
@@ -89,7 +94,8 @@ export class BlockMap {
   }
 
   #layout() {
-    const width = this.canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(this.canvas.parentElement).paddingLeft);
+    const width =
+      this.canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(this.canvas.parentElement).paddingLeft);
     const pages = this.shown;
     if (!pages || width < 50) return;
     const most = innerWidth < 700 ? 280 : 330;
@@ -193,8 +199,11 @@ export class BlockMap {
     for (const code of this.codes) totals[code === 0 ? 0 : code === CACHED ? 1 : code >= SHARED ? 2 : 3]++;
     totals.forEach((total, kind) => say(this.counts[kind].count, total.toLocaleString("en")));
     const [free, cached, shared, owned] = totals;
-    this.canvas.setAttribute("aria-label",
-      `Map of ${this.codes.length} KV cache pages: ${free} empty, ${cached} cached, ${shared} shared, ${owned} held by one request`);
+    this.canvas.setAttribute(
+      "aria-label",
+      `Map of ${this.codes.length} KV cache pages: ${free} empty, ${cached} cached, ${shared} shared, ` +
+        `${owned} held by one request`,
+    );
   }
 
   #cellAt(event) {

@@ -9,15 +9,39 @@ const TOP = 8;
 const BOTTOM = 18;
 const SPANS = [60, 120, 300];
 
-const milliseconds = (seconds) => (seconds >= 10 ? `${seconds.toFixed(0)} s` : seconds >= 1 ? `${seconds.toFixed(1)} s` : `${Number((seconds * 1000).toPrecision(2))} ms`);
+const milliseconds = (seconds) =>
+  seconds >= 10
+    ? `${seconds.toFixed(0)} s`
+    : seconds >= 1
+      ? `${seconds.toFixed(1)} s`
+      : `${Number((seconds * 1000).toPrecision(2))} ms`;
 const count = (value) => (value >= 10000 ? `${Math.round(value / 1000)}k` : String(Math.round(value)));
 
 const CHARTS = [
-  { title: "Tokens per second", write: count, idle: 0, lines: [["generated", "generated", (bin) => bin.generation_tokens]] },
-  { title: "Time to first token", write: milliseconds, idle: null, lines: [
-    ["middle", "median", (bin) => bin.first_token?.[0]], ["high", "p95", (bin) => bin.first_token?.[1]]] },
-  { title: "Between tokens", write: milliseconds, idle: null, lines: [
-    ["middle", "median", (bin) => bin.between_tokens?.[0]], ["high", "p95", (bin) => bin.between_tokens?.[1]]] },
+  {
+    title: "Tokens per second",
+    write: count,
+    idle: 0,
+    lines: [["generated", "generated", (bin) => bin.generation_tokens]],
+  },
+  {
+    title: "Time to first token",
+    write: milliseconds,
+    idle: null,
+    lines: [
+      ["middle", "median", (bin) => bin.first_token?.[0]],
+      ["high", "p95", (bin) => bin.first_token?.[1]],
+    ],
+  },
+  {
+    title: "Between tokens",
+    write: milliseconds,
+    idle: null,
+    lines: [
+      ["middle", "median", (bin) => bin.between_tokens?.[0]],
+      ["high", "p95", (bin) => bin.between_tokens?.[1]],
+    ],
+  },
 ];
 
 /** The last minutes, second by second; the server tells some seconds more than once. */
@@ -68,20 +92,46 @@ class Chart {
     this.area = svg("path", { class: "area" });
     this.grid = [0, 0.5, 1].map((share) => {
       const y = TOP + (1 - share) * (HEIGHT - TOP - BOTTOM);
-      return { share, label: svg("text", { x: LEFT - 6, y: y + 4, class: "tick end" }), rule: svg("path", { d: `M${LEFT} ${y}H${WIDTH}`, class: "grid" }) };
+      return {
+        share,
+        label: svg("text", { x: LEFT - 6, y: y + 4, class: "tick end" }),
+        rule: svg("path", { d: `M${LEFT} ${y}H${WIDTH}`, class: "grid" }),
+      };
     });
     this.rule = svg("path", { class: "cursor" });
     this.begin = svg("text", { x: LEFT, y: HEIGHT - 3, class: "tick" });
     const end = svg("text", { x: WIDTH, y: HEIGHT - 3, class: "tick end" }, "now");
-    this.figure = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": definition.title },
-      ...this.grid.flatMap(({ label, rule }) => [rule, label]), this.begin, end, ...(definition.idle === 0 ? [this.area] : []), ...this.paths, ...this.dots, this.rule);
+    this.figure = svg(
+      "svg",
+      { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": definition.title },
+      ...this.grid.flatMap(({ label, rule }) => [rule, label]),
+      this.begin,
+      end,
+      ...(definition.idle === 0 ? [this.area] : []),
+      ...this.paths,
+      ...this.dots,
+      this.rule,
+    );
     this.readings = definition.lines.map(([name, label]) => {
       const value = el("b", {}, "–");
-      return { value, item: el("li", {}, el("i", { class: `dash ${name}`, "aria-hidden": "true" }), label, " ", value) };
+      return {
+        value,
+        item: el("li", {}, el("i", { class: `dash ${name}`, "aria-hidden": "true" }), label, " ", value),
+      };
     });
     this.when = el("li", { class: "when" }, "now");
-    this.element = el("section", { class: "sheet chart", "aria-label": definition.title },
-      el("h2", {}, definition.title), el("ul", { class: "readings" }, this.readings.map(({ item }) => item), this.when), this.figure);
+    this.element = el(
+      "section",
+      { class: "sheet chart", "aria-label": definition.title },
+      el("h2", {}, definition.title),
+      el(
+        "ul",
+        { class: "readings" },
+        this.readings.map(({ item }) => item),
+        this.when,
+      ),
+      this.figure,
+    );
     this.at = null;
     this.figure.addEventListener("pointermove", (event) => this.#point(event));
     this.figure.addEventListener("pointerleave", () => this.#point(null));
@@ -98,7 +148,11 @@ class Chart {
       this.paths[index].setAttribute("d", line(values, step, y));
       this.dots[index].setAttribute("d", dots(values, step, y));
     });
-    if (idle === 0) this.area.setAttribute("d", `M${LEFT} ${HEIGHT - BOTTOM}${line(this.values[0], step, y).replace("M", "L")}V${HEIGHT - BOTTOM}Z`);
+    if (idle === 0)
+      this.area.setAttribute(
+        "d",
+        `M${LEFT} ${HEIGHT - BOTTOM}${line(this.values[0], step, y).replace("M", "L")}V${HEIGHT - BOTTOM}Z`,
+      );
     for (const { share, label } of this.grid) say(label, share * most ? this.definition.write(share * most) : "0");
     this.#read();
   }

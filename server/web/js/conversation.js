@@ -34,8 +34,11 @@ export class MessageView {
 
   /** Turns the text into a field to change it in. */
   edit() {
-    const field = el("textarea", { rows: Math.min(20, this.message.content.split("\n").length + 1), value: this.message.content,
-      "aria-label": `Text of this message by ${NAMES[this.message.role]}` });
+    const field = el("textarea", {
+      rows: Math.min(20, this.message.content.split("\n").length + 1),
+      value: this.message.content,
+      "aria-label": `Text of this message by ${NAMES[this.message.role]}`,
+    });
     const done = (keep) => {
       if (keep) this.message.content = field.value;
       if (keep) delete this.message.tokens;
@@ -99,7 +102,8 @@ export function content(message, settings) {
     return [block];
   }
   if (!message.content) return [];
-  if (settings.markdown && message.role === "assistant") return [el("div", { class: "prose" }, markdown(message.content))];
+  if (settings.markdown && message.role === "assistant")
+    return [el("div", { class: "prose" }, markdown(message.content))];
   return [el("div", { class: "plain" }, message.content)];
 }
 
@@ -107,11 +111,16 @@ export function content(message, settings) {
 export function note(meta) {
   if (!meta) return "";
   const parts = [];
-  if (meta.finish) parts.push({ stop: "finished", length: "cut at max tokens", abort: "cancelled by the server" }[meta.finish] ?? meta.finish.replaceAll("_", " "));
+  if (meta.finish)
+    parts.push(
+      { stop: "finished", length: "cut at max tokens", abort: "cancelled by the server" }[meta.finish] ??
+        meta.finish.replaceAll("_", " "),
+    );
   if (meta.stopped) parts.push("stopped");
   if (meta.tokens) parts.push(`${meta.tokens} tokens`);
   if (meta.first !== undefined) parts.push(`first after ${duration(meta.first)}`);
-  if (meta.tokens > 1 && meta.seconds > meta.first) parts.push(`${((meta.tokens - 1) / (meta.seconds - meta.first)).toFixed(0)} tokens/s`);
+  if (meta.tokens > 1 && meta.seconds > meta.first)
+    parts.push(`${((meta.tokens - 1) / (meta.seconds - meta.first)).toFixed(0)} tokens/s`);
   if (meta.cached) parts.push(`${meta.cached} of ${meta.prompt} prompt tokens cached`);
   return parts.join(" · ");
 }

@@ -3,7 +3,7 @@
 import { call, events } from "./api.js";
 import { BlockMap, decodePages, Hues } from "./blockmap.js";
 import { Charts, History } from "./charts.js";
-import { $, el, say } from "./dom.js";
+import { $, el, say, sleep } from "./dom.js";
 import { duration, Requests } from "./requests.js";
 
 const PATH = "/v1/engine/events";
@@ -68,7 +68,10 @@ export class Dashboard {
         this.#live("The stream ended. Connecting again", "bad");
       } catch (error) {
         if (stream.signal.aborted) return;
-        this.#live(error.needsKey ? "Needs an API key that may watch the engine" : `${error.message} Trying again`, "bad");
+        this.#live(
+          error.needsKey ? "Needs an API key that may watch the engine" : `${error.message} Trying again`,
+          "bad",
+        );
         if (error.needsKey) {
           this.stream = null;
           this.frame.askForKey(error.message);
@@ -76,7 +79,7 @@ export class Dashboard {
         }
       }
       const seconds = RETRY_SECONDS[Math.min(failures, RETRY_SECONDS.length - 1)];
-      await new Promise((resolve) => setTimeout(resolve, seconds * 1000));
+      await sleep(seconds * 1000);
     }
   }
 
@@ -113,13 +116,20 @@ export class Dashboard {
     this.#figure("rate", whole(rate), prompt ? `${whole(prompt)} prompt/s` : "");
     this.#figure("running", stats.running, `of ${this.facts.limits.max_num_seqs}`);
     this.#figure("waiting", stats.waiting);
-    this.#figure("cache", share(stats.used_blocks, stats.total_blocks), `${whole(stats.used_blocks)} of ${whole(stats.total_blocks)} pages`);
+    this.#figure(
+      "cache",
+      share(stats.used_blocks, stats.total_blocks),
+      `${whole(stats.used_blocks)} of ${whole(stats.total_blocks)} pages`,
+    );
     this.prefixes.push([clock, stats.prefix_queries, stats.prefix_hits]);
     while (this.prefixes[0][0] < clock - MINUTE) this.prefixes.shift();
     const [, queries, hits] = this.prefixes[0];
     const asked = stats.prefix_queries - queries;
-    this.#figure("hits", asked ? share(stats.prefix_hits - hits, asked) : share(stats.prefix_hits, stats.prefix_queries),
-      asked ? `${share(stats.prefix_hits, stats.prefix_queries)} in all` : "of prompt tokens");
+    this.#figure(
+      "hits",
+      asked ? share(stats.prefix_hits - hits, asked) : share(stats.prefix_hits, stats.prefix_queries),
+      asked ? `${share(stats.prefix_hits, stats.prefix_queries)} in all` : "of prompt tokens",
+    );
     this.#figure("preemptions", whole(stats.preemptions));
     this.#figure("deaths", whole(deaths), quarantined ? `${quarantined} requests given up` : "");
     this.#figure("replays", whole(replays));

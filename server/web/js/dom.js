@@ -41,3 +41,9 @@ export function perFrame(work) {
     });
   };
 }
+
+export function sleep(milliseconds) {
+  return new Promise((resolve) => {
+    setTimeout(resolve, milliseconds);
+  });
+}

@@ -32,14 +32,35 @@ export function buildFields(settings, changed) {
     changed(name);
   };
   const text = (name, label, hint, rows) =>
-    labelled(label, name, el("textarea", { id: name, rows, value: settings[name] ?? "", placeholder: hint, spellcheck: false,
-      oninput: (event) => keep(name, event.target.value) }));
+    labelled(
+      label,
+      name,
+      el("textarea", {
+        id: name,
+        rows,
+        value: settings[name] ?? "",
+        placeholder: hint,
+        spellcheck: false,
+        oninput: (event) => keep(name, event.target.value),
+      }),
+    );
   const check = (name, label) =>
     el("label", { class: "check" }, el("input", { id: name, type: "checkbox", checked: settings[name],
       onchange: (event) => keep(name, event.target.checked) }), label);
   const number = ([name, label, range]) =>
-    labelled(label, name, el("input", { id: name, type: "number", inputMode: "decimal", placeholder: "default", ...range,
-      value: settings[name] ?? "", oninput: (event) => keep(name, event.target.value) }));
+    labelled(
+      label,
+      name,
+      el("input", {
+        id: name,
+        type: "number",
+        inputMode: "decimal",
+        placeholder: "default",
+        ...range,
+        value: settings[name] ?? "",
+        oninput: (event) => keep(name, event.target.value),
+      }),
+    );
   $("fields").append(
     labelled("Model", "model", el("select", { id: "model", onchange: (event) => keep("model", event.target.value) })),
     el("div", { class: "pairs" }, NUMBERS.map(number)),
@@ -62,7 +83,9 @@ function labelled(label, name, control) {
 
 export function fillModels(names, settings) {
   if (!names.includes(settings.model)) settings.model = names[0] ?? "";
-  $("model").replaceChildren(...names.map((name) => el("option", { value: name, selected: name === settings.model }, name)));
+  $("model").replaceChildren(
+    ...names.map((name) => el("option", { value: name, selected: name === settings.model }, name)),
+  );
 }
 
 /** The request's fields that do not depend on the endpoint, and what asks for token probabilities. Throws Error. */

@@ -8,7 +8,19 @@ const RULE = /^\s*([-*_])(\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^\s*>\s?(.*)$/;
 const SEPARATOR = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
-const INLINE = /(`+)([\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=\S)([\s\S]*?\S)\*|(?<!\w)_(?=\S)([\s\S]*?\S)_(?!\w)|~~(?=\S)([\s\S]*?\S)~~|\[([^\]]*)\]\(([^)\s]+)\)|(https?:\/\/[^\s<>()]+[^\s<>().,;:!?'"])/;
+const INLINE = new RegExp(
+  [
+    /(`+)([\s\S]*?[^`])\1(?!`)/, // code
+    /\*\*(?=\S)([\s\S]*?\S)\*\*/, // bold
+    /\*(?=\S)([\s\S]*?\S)\*/, // italic
+    /(?<!\w)_(?=\S)([\s\S]*?\S)_(?!\w)/, // italic
+    /~~(?=\S)([\s\S]*?\S)~~/, // struck out
+    /\[([^\]]*)\]\(([^)\s]+)\)/, // link
+    /(https?:\/\/[^\s<>()]+[^\s<>().,;:!?'"])/, // bare address
+  ]
+    .map((each) => each.source)
+    .join("|"),
+);
 
 /** A fragment with the blocks of a text. */
 export function markdown(text) {
@@ -56,7 +68,7 @@ function quote(lines, at) {
 function list(lines, at) {
   const [, indent, mark] = lines[at].match(ITEM);
   const ordered = /\d/.test(mark);
-  const result = el(ordered ? "ol" : "ul", ordered && parseInt(mark) !== 1 ? { start: parseInt(mark) } : {});
+  const result = el(ordered ? "ol" : "ul", ordered && parseInt(mark, 10) !== 1 ? { start: parseInt(mark, 10) } : {});
   let end = at;
   while (end < lines.length) {
     const item = lines[end].match(ITEM);
@@ -70,12 +82,15 @@ function list(lines, at) {
 
 function belongs(lines, at, indent) {
   const depth = lines[at].match(/^\s*/)[0].length;
-  if (lines[at].trim()) return depth > indent || !(ITEM.test(lines[at]) || HEADING.test(lines[at]) || !lines[at - 1].trim());
+  if (lines[at].trim())
+    return depth > indent || !(ITEM.test(lines[at]) || HEADING.test(lines[at]) || !lines[at - 1].trim());
   return Boolean(lines[at + 1]?.trim()) && lines[at + 1].match(/^\s*/)[0].length > indent;
 }
 
 function tight([first, ...rest], indent) {
-  const body = rest.map((line) => line.replace(new RegExp(`^\\s{0,${indent + 4}}`), (space) => space.slice(indent + 2)));
+  const body = rest.map((line) =>
+    line.replace(new RegExp(`^\\s{0,${indent + 4}}`), (space) => space.slice(indent + 2)),
+  );
   const nodes = markdown([first, ...body].join("\n"));
   const lead = nodes.firstChild;
   if (lead?.nodeName === "P") lead.replaceWith(...lead.childNodes);
@@ -97,7 +112,11 @@ function paragraph(lines, at) {
   const body = [];
   let end = at;
   do body.push(lines[end++].trim());
-  while (end < lines.length && lines[end].trim() && ![FENCE, HEADING, QUOTE, ITEM].some((rule) => rule.test(lines[end])));
+  while (
+    end < lines.length &&
+    lines[end].trim() &&
+    ![FENCE, HEADING, QUOTE, ITEM].some((rule) => rule.test(lines[end]))
+  );
   return [el("p", {}, inline(body.join("\n"))), end];
 }
 

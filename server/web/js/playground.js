@@ -8,7 +8,11 @@ import { buildFields, DEFAULTS, fillModels, parameters } from "./fields.js";
 import { curl, python } from "./snippets.js";
 import { loadKey, loadState, saveState } from "./store.js";
 
-const STARTERS = ["Tell me a story about a fox.", "Tell me a story about a king who had three sons.", "Who lives in the dark forest?"];
+const STARTERS = [
+  "Tell me a story about a fox.",
+  "Tell me a story about a king who had three sons.",
+  "Who lives in the dark forest?",
+];
 const PATHS = { chat: "/v1/chat/completions", completion: "/v1/completions" };
 const NEAR_END = 160;
 
@@ -60,7 +64,11 @@ export class Playground {
     $("prompt").value = state.prompt;
     // On a phone the settings would push the page away.
     $("settings-fold").open = matchMedia("(min-width: 62rem)").matches;
-    $("starters").append(...STARTERS.map((text) => el("button", { type: "button", class: "starter", onclick: () => this.#say(text) }, text)));
+    $("starters").append(
+      ...STARTERS.map((text) =>
+        el("button", { type: "button", class: "starter", onclick: () => this.#say(text) }, text),
+      ),
+    );
     this.#renderLog();
     this.#modeChanged();
   }
@@ -218,7 +226,8 @@ export class Playground {
     $("stop").hidden = !running;
     $("clear").disabled = running;
     if (running && document.activeElement === $("send")) $("stop").focus();
-    else if (!running && document.activeElement === document.body) (this.state.mode === "chat" ? $("draft") : $("send")).focus();
+    else if (!running && document.activeElement === document.body)
+      (this.state.mode === "chat" ? $("draft") : $("send")).focus();
     if (running) say($("said"), "The model is writing");
   }
 
@@ -301,10 +310,16 @@ export class Playground {
   #showCode(kind) {
     try {
       const draft = $("draft").value.trim() ? [{ role: "user", content: $("draft").value }] : [];
-      const asked = this.state.messages.at(-1)?.role === "assistant" && !draft.length ? this.state.messages.slice(0, -1) : this.state.messages;
+      const asked =
+        this.state.messages.at(-1)?.role === "assistant" && !draft.length
+          ? this.state.messages.slice(0, -1)
+          : this.state.messages;
       const body = this.#body([...asked, ...draft]);
       const key = Boolean(loadKey());
-      this.frame.showText(kind === "curl" ? "As a curl command" : "As a Python script", kind === "curl" ? curl(PATHS[this.state.mode], body, key) : python(body, key));
+      this.frame.showText(
+        kind === "curl" ? "As a curl command" : "As a Python script",
+        kind === "curl" ? curl(PATHS[this.state.mode], body, key) : python(body, key),
+      );
     } catch (error) {
       this.#failed(error);
     }

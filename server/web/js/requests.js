@@ -21,11 +21,16 @@ export class Requests {
     }
     requests.forEach((request, index) => {
       const row = this.#row(request);
-      if (this.body.children[index] !== row.element) this.body.insertBefore(row.element, this.body.children[index] ?? null);
+      if (this.body.children[index] !== row.element)
+        this.body.insertBefore(row.element, this.body.children[index] ?? null);
       this.#fill(row, request);
     });
     const count = (phases) => requests.filter(({ phase }) => phases.includes(phase)).length;
-    const parts = [`${count(["decode"])} decode`, `${count(["prefill"])} prefill`, `${count(["queued", "preempted"])} waiting`];
+    const parts = [
+      `${count(["decode"])} decode`,
+      `${count(["prefill"])} prefill`,
+      `${count(["queued", "preempted"])} waiting`,
+    ];
     const more = total - requests.length;
     say($("requests-count"), requests.length ? parts.join(" · ") + (more > 0 ? ` · ${more} more not listed` : "") : "");
     $("requests-none").hidden = requests.length > 0;
@@ -50,15 +55,40 @@ export class Requests {
       cached: cell("wide num"),
       pages: cell("wide num"),
       age: cell("wide num"),
-      cancel: el("button", { type: "button", class: "quiet small danger", "aria-label": `Cancel request ${short}`, onclick: () => this.#cancel(id) }, "Cancel"),
+      cancel: el(
+        "button",
+        {
+          type: "button",
+          class: "quiet small danger",
+          "aria-label": `Cancel request ${short}`,
+          onclick: () => this.#cancel(id),
+        },
+        "Cancel",
+      ),
     };
     const dot = el("i", { class: "dot", "aria-hidden": "true" });
     dot.style.backgroundColor = this.hues.colour(id);
-    const name = el("button", { type: "button", class: "name", title: id, "aria-label": `Explain request ${short}`,
-      onclick: () => this.actions.explain(id) }, short);
-    row.element = el("tr", { onpointerenter: () => this.actions.point(id), onpointerleave: () => this.actions.point(null),
-      onfocusin: () => this.actions.point(id), onfocusout: () => this.actions.point(null) },
-      el("th", { scope: "row" }, dot, name), el("td", {}, row.phase),
+    const name = el(
+      "button",
+      {
+        type: "button",
+        class: "name",
+        title: id,
+        "aria-label": `Explain request ${short}`,
+        onclick: () => this.actions.explain(id),
+      },
+      short,
+    );
+    row.element = el(
+      "tr",
+      {
+        onpointerenter: () => this.actions.point(id),
+        onpointerleave: () => this.actions.point(null),
+        onfocusin: () => this.actions.point(id),
+        onfocusout: () => this.actions.point(null),
+      },
+      el("th", { scope: "row" }, dot, name),
+      el("td", {}, row.phase),
       el("td", { class: "progress" }, el("span", { class: "bar-track", "aria-hidden": "true" }, bar), row.share),
       row.cached, row.pages, row.age, el("td", { class: "end" }, row.cancel));
     this.rows.set(id, row);
@@ -75,7 +105,10 @@ export class Requests {
     row.bar.style.width = `${Math.min(100, (100 * done) / Math.max(1, all))}%`;
     say(row.share, `${done} / ${all}${prefill ? " prompt" : ""}`);
     say(row.cached, request.prompt_tokens ? `${request.cached_tokens} / ${request.prompt_tokens}` : "–");
-    say(row.pages, request.shared_blocks ? `${request.blocks} (${request.shared_blocks} shared)` : String(request.blocks));
+    say(
+      row.pages,
+      request.shared_blocks ? `${request.blocks} (${request.shared_blocks} shared)` : String(request.blocks),
+    );
     say(row.age, duration(request.age));
   }
 
@@ -108,5 +141,9 @@ export function shorten(id) {
 export function duration(seconds) {
   if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
   const minutes = Math.floor(seconds / 60);
-  return minutes < 60 ? `${minutes} min` : minutes < 1440 ? `${Math.floor(minutes / 60)} h ${minutes % 60} min` : `${Math.floor(minutes / 1440)} days`;
+  return minutes < 60
+    ? `${minutes} min`
+    : minutes < 1440
+      ? `${Math.floor(minutes / 60)} h ${minutes % 60} min`
+      : `${Math.floor(minutes / 1440)} days`;
 }

@@ -11,7 +11,7 @@ export function curl(path, body, hasKey) {
   const lines = [`curl -N ${location.origin}${path}`, "-H 'Content-Type: application/json'"];
   if (hasKey) lines.push('-H "Authorization: Bearer $QUIRE_KEY"');
   lines.push(`-d '${JSON.stringify(body, null, 2).replaceAll("'", "'\\''")}'`);
-  return lines.join(" \\\n  ") + "\n";
+  return `${lines.join(" \\\n  ")}\n`;
 }
 
 /** A script for the OpenAI SDK; what the SDK has no name for goes into extra_body. */

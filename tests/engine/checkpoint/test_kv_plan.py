@@ -1,4 +1,4 @@
-"""The arithmetic of KV memory, and what is refused."""
+"""How the KV cache is planned, which configurations are refused, and what is measured for it."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,56 +7,55 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.files import StoredWeights, read_model_config
-from quire.engine.checkpoint.kv_plan import GIB, check_room, page_bytes, plan_kv
+from quire.engine.checkpoint.kv_plan import GIB, check_room, plan_kv
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.worker.memory import explained, kv_budget, measure_step
-from quire.kernels import reference
+from quire.kernels.reference import Reference
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
 
 def test_pages_cost_what_the_formula_says_and_the_context_is_fitted(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each = page_bytes(model, 16, "bfloat16")
-    assert each == 2 * 16 * 2 * 16 * 2 * 3
-    plan = plan_kv(model, dtype="bfloat16", block_size=16, available_bytes=10 * each + 5, max_num_seqs=8)
+    each = 2 * 16 * 2 * 16 * 2 * 3
+    plan = plan_kv(model, page_bytes=each, block_size=16, available_bytes=10 * each + 5, max_num_seqs=8)
     assert (plan.num_blocks, plan.max_model_len, plan.kv_bytes) == (10, 160, 10 * each)
-    roomy = plan_kv(model, dtype="bfloat16", block_size=16, available_bytes=GIB, max_num_seqs=8)
-    assert (roomy.num_blocks, roomy.max_model_len) == (8 * 32, 512), "no more than all sequences could use"
+    roomy = plan_kv(model, page_bytes=each, block_size=16, available_bytes=GIB, max_num_seqs=8)
+    assert (roomy.num_blocks, roomy.max_model_len) == (8 * 32, 512), "no more pages than max_num_seqs full contexts use"
 
 
 def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each = page_bytes(model, 16, "float32")
+    each = 2 * 16 * 2 * 16 * 4 * 3
     with pytest.raises(ConfigError) as error:
-        plan_kv(model, dtype="float32", block_size=16, available_bytes=3 * each, max_num_seqs=1, max_model_len=200)
+        plan_kv(model, page_bytes=each, block_size=16, available_bytes=3 * each, max_num_seqs=1, max_model_len=200)
     assert error.value.param == "max_model_len"
     for number in (f"{13 * each:,}", f"{3 * each:,}", "48 tokens"):
         assert number in error.value.message
     with pytest.raises(ConfigError, match="512 positions"):
-        plan_kv(model, dtype="float32", block_size=16, available_bytes=GIB, max_num_seqs=1, max_model_len=513)
+        plan_kv(model, page_bytes=each, block_size=16, available_bytes=GIB, max_num_seqs=1, max_model_len=513)
 
 
 def test_the_engine_allocates_what_was_planned(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = Engine(EngineConfig(model=str(path), kv_cache_memory=1 / 1024, max_num_seqs=4))
     info = engine.info
-    assert info.kv_bytes == info.num_blocks * page_bytes(read_model_config(path), info.block_size, "float32")
+    assert info.kv_bytes == info.num_blocks * 2 * 16 * 2 * 16 * 4 * 3
     assert GIB / 1024 * 0.9 < info.kv_bytes <= GIB / 1024
     assert sum(k.nbytes + v.nbytes for k, v in engine.runner._kv_cache) == info.kv_bytes
     with pytest.raises(ConfigError, match="the longest that fits is 16 tokens"):
         Engine(EngineConfig(model=str(path), num_kv_blocks=1, max_model_len=32))
 
 
-def test_idle_moments_make_an_eighth_of_the_pages_ready_and_touch_none_in_use(tmp_path: Path) -> None:
+def test_idle_warm_up_clears_an_eighth_of_the_pages_and_none_that_are_in_use(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama")
     engine = Engine(EngineConfig(model=str(path), num_kv_blocks=64, max_num_seqs=4))
     caches = [cache for layer in engine.runner._kv_cache for cache in layer]
 
-    def ready(used: int) -> list[bool]:
-        """Of the pages, which are cleared in every layer."""
+    def cleared(used: int) -> list[bool]:
+        """Warm up, then say for each page whether it is cleared in every layer. `used`: pages that must not be."""
         while engine.prepare():
             pass
         assert all(cache[page].any() for cache in caches for page in range(used))
@@ -64,16 +63,18 @@ def test_idle_moments_make_an_eighth_of_the_pages_ready_and_touch_none_in_use(tm
 
     for cache in caches:
         cache.fill_(7)
-    assert ready(0) == [True] * 8 + [False] * 56
+    assert cleared(0) == [True] * 8 + [False] * 56
     first = run(engine, [request("a", range(3, 50), max_tokens=17)])["a"].ids  # on pages 0 to 3
-    assert ready(4) == [False] * 4 + [True] * 8 + [False] * 52
-    assert run(engine, [request("b", range(3, 50), max_tokens=17)])["b"].ids == first, "of cached pages"
+    assert cleared(4) == [False] * 4 + [True] * 8 + [False] * 52
+    assert run(engine, [request("b", range(3, 50), max_tokens=17)])["b"].ids == first, (
+        "the same answer from cached pages"
+    )
     for name in "cde":
-        run(engine, [request(name, [ord(name)] * 290, max_tokens=2)])  # 18 pages each, and one that is used again
-    assert ready(58)[58:] == [True] * 6, "no more than there are"
+        run(engine, [request(name, [ord(name)] * 290, max_tokens=2)])  # 18 pages each and one that they share
+    assert cleared(58)[58:] == [True] * 6, "fewer than an eighth are left"
 
 
-def test_weights_that_cannot_be_held_are_refused_before_they_are_read(
+def test_weights_larger_than_the_memory_are_refused_before_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = StoredWeights(floats=GIB, other_bytes=0)
@@ -82,7 +83,7 @@ def test_weights_that_cannot_be_held_are_refused_before_they_are_read(
         with nullcontext() if fits else pytest.raises(ConfigError, match=r"take 4\.0 GiB or more, and 3\.9 GiB"):
             check_room(weights, dtype)
     monkeypatch.setattr("quire.engine.checkpoint.kv_plan._meminfo", lambda key: None)
-    check_room(weights, "float32")  # not a system that tells
+    check_room(weights, "float32")  # on a system that does not report its free memory, nothing is refused
     path = save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr("quire.engine.checkpoint.kv_plan._meminfo", lambda key: 1000)
     with pytest.raises(ConfigError, match="model: the weights take"):
@@ -92,14 +93,14 @@ def test_weights_that_cannot_be_held_are_refused_before_they_are_read(
 CUDA = torch.device("cuda")
 
 
-def a_gpu(monkeypatch: pytest.MonkeyPatch, free: float, total: float) -> None:
+def fake_gpu_memory(monkeypatch: pytest.MonkeyPatch, free: float, total: float) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (int(free * GIB), int(total * GIB)))
 
 
-def test_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    a_gpu(monkeypatch, free=60, total=80)
+def test_the_kv_budget_keeps_to_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_gpu_memory(monkeypatch, free=60, total=80)
     half = EngineConfig(gpu_memory_utilization=0.5)
-    assert kv_budget(half, CUDA, 3 * GIB) == 17 * GIB  # 40 in all, 20 are held, a step takes 3
+    assert kv_budget(half, CUDA, 3 * GIB) == 17 * GIB  # half is 40, of which 20 are in use and a step takes 3
     assert kv_budget(EngineConfig(kv_cache_memory=2), CUDA, 3 * GIB) == 2 * GIB
     with pytest.raises(ConfigError) as error:
         kv_budget(half, CUDA, 21 * GIB)
@@ -108,7 +109,7 @@ def test_the_share_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in error.value.message
 
 
-def test_running_out_is_explained() -> None:
+def test_running_out_of_memory_names_the_setting_to_change() -> None:
     wanted = pytest.raises(ConfigError, match=r"max_num_batched_tokens: out of memory for a step\. Lower it")
     with wanted as error, explained("a step", "max_num_batched_tokens", "Lower it"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -121,10 +122,10 @@ def test_running_out_is_explained() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "context"), [(64, 512), (300, 128)])
-def test_the_measured_step_is_a_full_one(
+def test_the_largest_possible_step_is_measured(
     tokens: int, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU that only counts: tokens and rows of the measured step are the most that a step may have."""
+    """The measured step has the most tokens and rows that a step may have. A fake stands in for the GPU's counters."""
     options = {"max_num_batched_tokens": tokens, "max_model_len": context, "max_num_seqs": 20}
     config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), attention_backend="reference", **options)
     model = Engine(config).runner._model
@@ -137,7 +138,7 @@ def test_the_measured_step_is_a_full_one(
     forward, logits = model.forward, model.logits
     monkeypatch.setattr(model, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
     monkeypatch.setattr(model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
-    assert measure_step(model, reference, config, torch.float32) == 5000
+    assert measure_step(model, Reference(), config) == 5000
     assert seen == [-(-tokens // context) * min(tokens, context), 20]
 
 

@@ -1,4 +1,4 @@
-"""Both bodies of EngineClient: the same answers; the process starts, fails and ends as it should."""
+"""Both implementations of EngineClient give the same answers, and ProcessClient replaces engines that end."""
 
 import asyncio
 import os
@@ -28,6 +28,7 @@ def config(model: Path) -> EngineConfig:
 
 
 async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
+    """The token ids that the client gives for one sampled request per letter of `names`."""
     stream = client.submit([request(name, range(3, 8 + ord(name) % 30), seed=1, temperature=1.0) for name in names])
     found: dict[str, list[int]] = {name: [] for name in names}
     async for outputs in stream:
@@ -36,17 +37,17 @@ async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
     return found
 
 
-async def test_both_bodies_give_the_same_answers(model: Path) -> None:
-    local, process = InProcessClient(config(model)), ProcessClient(config(model))
-    local_info, process_info = await asyncio.gather(local.start(), process.start())
-    assert local_info.arithmetic == process_info.arithmetic
-    wanted = await answers(local, "abcd")
-    assert all(len(ids) == 32 for ids in wanted.values())
-    assert await answers(process, "abcd") == wanted
-    one_by_one = [await answers(process, name) for name in "abcd"]
-    assert {name: ids for found in one_by_one for name, ids in found.items()} == wanted
-    await local.stop()
-    await process.stop()
+async def test_both_implementations_give_the_same_answers(model: Path) -> None:
+    in_process, in_child = InProcessClient(config(model)), ProcessClient(config(model))
+    in_process_info, in_child_info = await asyncio.gather(in_process.start(), in_child.start())
+    assert in_process_info.arithmetic == in_child_info.arithmetic
+    expected = await answers(in_process, "abcd")
+    assert all(len(ids) == 32 for ids in expected.values())
+    assert await answers(in_child, "abcd") == expected
+    one_by_one = [await answers(in_child, name) for name in "abcd"]
+    assert {name: ids for found in one_by_one for name, ids in found.items()} == expected
+    await in_process.stop()
+    await in_child.stop()
 
 
 async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
@@ -62,29 +63,32 @@ async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
     await client.stop()
 
 
-async def test_a_configuration_that_cannot_start_says_which_key(tmp_path: Path) -> None:
+async def test_the_error_of_a_configuration_that_cannot_start_names_its_key(tmp_path: Path) -> None:
     client = ProcessClient(EngineConfig(model=str(tmp_path)))
     with pytest.raises(ConfigError, match="config") as error:
         await client.start()
     assert error.value.param == "model"
 
 
-class Killing(ProcessClient):
-    """Sends its engine a signal when the first tokens come."""
+class SignallingClient(ProcessClient):
+    """Sends its engine the signal `signal_number`, once, when the next tokens arrive."""
 
-    number = 0
+    signal_number = 0
 
     def _deliver(self, outputs: Sequence[RequestOutput], stats: EngineStats, step: StepRecord | None = None) -> None:
         super()._deliver(outputs, stats, step)
-        if self.number and self.pid is not None:
-            os.kill(self.pid, self.number)
-            self.number = 0
+        if self.signal_number and self.pid is not None:
+            os.kill(self.pid, self.signal_number)
+            self.signal_number = 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM])
+OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGSEGV, signal.SIGSTOP, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, *OTHERS])
 async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
     settings = EngineConfig(model=str(model), num_kv_blocks=128, threads=1, engine_heartbeat_timeout=3)
-    client = Killing(settings)
+    client = SignallingClient(settings)
     await client.start()
 
     async def ask(name: str) -> dict[str, list[int]]:
@@ -95,17 +99,17 @@ async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
                 found.setdefault(output.id[-1], []).extend(output.new_ids)
         return found
 
-    wanted = await ask("undisturbed")
+    expected = await ask("undisturbed")
     generated = client.stats.generation_tokens
-    client.number = number
-    assert await ask("disturbed") == wanted
+    client.signal_number = number
+    assert await ask("disturbed") == expected
     assert (client.deaths, client.replays, client.quarantined) == (1, 3, 0)
     assert client.stats.generation_tokens >= generated, "counters never go back"
     assert client.alive
     await client.stop()
 
 
-async def test_an_engine_that_cannot_come_back_ends_open_streams_and_its_last_words_are_logged(
+async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
@@ -116,7 +120,7 @@ async def test_an_engine_that_cannot_come_back_ends_open_streams_and_its_last_wo
     (path / "config.json").unlink()
     assert client.pid is not None
     os.kill(client.pid, signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"could not be brought back$"):  # callers must not read paths in it
+    with pytest.raises(EngineError, match=r"could not be brought back$"):  # clients must not see paths in the message
         async for _ in stream:
             pass
     assert "no config.json" in caplog.text
@@ -135,7 +139,7 @@ def test_merged_outputs_lose_nothing() -> None:
     )
 
 
-def test_params_reach_the_engine_as_they_were() -> None:
+def test_requests_are_equal_after_encoding_and_decoding() -> None:
     from quire.engine.messages import Submit, decode_to_engine, encode
 
     params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)

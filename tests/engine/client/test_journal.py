@@ -1,4 +1,4 @@
-"""The client's journal in every state: fake engines die at any moment, and no token is lost, told twice or changed."""
+"""ProcessClient with fake engine processes that end at random moments: no token is lost, repeated or changed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from quire.engine.messages import Abort, FromEngine, Ready, Stepped, Submit, ToE
 from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput, SamplingParams
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
-KILLED, CRASHED = ExitCause("was killed", outside=True), ExitCause("crashed", outside=False)
+KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)
 LENGTH = 9
+"""Tokens of each answer."""
 
 
 def token(request_id: str, position: int) -> int:
@@ -27,12 +28,12 @@ def token(request_id: str, position: int) -> int:
 
 
 class FakeProcess(EngineProcess):
-    """Computes a token of every request in each step; a request whose name says so ends it at its third token."""
+    """Computes one token per request and step; crashes at the third token of a request with "killer" in its id."""
 
     def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
-        self._tell = on_begun
+        self._on_begun = on_begun
         self._sent: asyncio.Queue[FromEngine] = asyncio.Queue()
-        self._death: asyncio.Future[ExitCause] = asyncio.get_running_loop().create_future()
+        self._exit: asyncio.Future[ExitCause] = asyncio.get_running_loop().create_future()
         self._running: dict[str, Request] = {}
         self._tokens: dict[str, int] = {}
 
@@ -55,13 +56,13 @@ class FakeProcess(EngineProcess):
                 for request_id in ids:
                     self._running.pop(request_id, None)
 
-    def step(self, room: int) -> None:
-        if self._death.done() or not self._running:
+    def step(self, max_requests: int) -> None:
+        if self._exit.done() or not self._running:
             return
-        ids = list(self._running)[:room]
-        self._tell(ids)
+        ids = list(self._running)[:max_requests]
+        self._on_begun(ids)
         if any("killer" in each and self._tokens[each] >= 2 for each in ids):
-            return self.die(CRASHED)
+            return self.exit(CRASHED)
         outputs = []
         for each in ids:
             position = self._tokens[each]
@@ -72,31 +73,31 @@ class FakeProcess(EngineProcess):
                 del self._running[each]
         self._sent.put_nowait(Stepped(outputs, EngineStats()))
 
-    def die(self, death: ExitCause) -> None:
-        if not self._death.done():
-            self._death.set_result(death)
+    def exit(self, cause: ExitCause) -> None:
+        if not self._exit.done():
+            self._exit.set_result(cause)
 
     async def receive(self) -> FromEngine:
         return await self._sent.get()
 
-    async def ended(self) -> ExitCause:
-        return await asyncio.shield(self._death)
+    async def wait_for_exit(self) -> ExitCause:
+        return await asyncio.shield(self._exit)
 
     async def stop(self) -> None:
-        self.die(KILLED)
+        self.exit(KILLED)
 
     def close(self) -> None:
-        assert self._death.done()
+        assert self._exit.done()
 
 
 class Caller:
-    """Reads a group's outputs to their end."""
+    """Submits a group of requests and reads their outputs to the end."""
 
     def __init__(self, client: ProcessClient, ids: Iterable[str]) -> None:
         params = SamplingParams(max_tokens=LENGTH)
         self.found: dict[str, list[int]] = {each: [] for each in ids}
         self.cached: set[tuple[str, int]] = set()
-        self.left: set[str] = set()
+        self.aborted: set[str] = set()
         self.error: EngineError | None = None
         self.stream = client.submit([Request(id=each, prompt_ids=[1], params=params, seed=0) for each in self.found])
         self.task = asyncio.create_task(self._read())
@@ -110,58 +111,59 @@ class Caller:
         except EngineError as error:
             self.error = error
 
-    def leave(self, index: int) -> None:
-        if self.task.done():  # has its error or its last token: nothing left to leave
+    def abort(self, index: int) -> None:
+        if self.task.done():  # there is nothing left to abort
             return
         each = sorted(self.found)[index % len(self.found)]
         self.stream.abort(each)
-        self.left.add(each)
+        self.aborted.add(each)
 
     def check(self) -> None:
         assert self.task.done()
-        killers = {each for each in self.found if "killer" in each} - self.left
+        killers = {each for each in self.found if "killer" in each} - self.aborted
         assert (self.error is not None) == bool(killers)
         assert self.error is None or isinstance(self.error, RequestQuarantined)
         for each, ids in self.found.items():
             whole = [token(each, i) for i in range(LENGTH)]
-            assert ids == whole[: len(ids)], "lost, repeated or changed"
-            assert len(ids) == LENGTH or each in self.left or killers
-        assert len({each for each, _ in self.cached}) == len(self.cached), "a replay's cached tokens are none of theirs"
+            assert ids == whole[: len(ids)], "a token was lost, repeated or changed"
+            assert len(ids) == LENGTH or each in self.aborted or killers
+        assert len({each for each, _ in self.cached}) == len(self.cached), "cached_tokens changed with a replay"
 
 
 ACTIONS = st.one_of(
-    st.tuples(st.just("ask"), st.integers(1, 3)),
-    st.tuples(st.just("ask for death"), st.integers(1, 2)),
-    st.tuples(st.just("leave"), st.integers(0, 99)),
+    st.tuples(st.just("submit"), st.integers(1, 3)),
+    st.tuples(st.just("submit killers"), st.integers(1, 2)),
+    st.tuples(st.just("abort"), st.integers(0, 99)),
     st.tuples(st.just("step"), st.integers(1, 9)),
-    st.tuples(st.just("step unheard"), st.integers(1, 9)),
+    st.tuples(st.just("step without delivery"), st.integers(1, 9)),
     st.tuples(st.just("kill"), st.just(0)),
     st.tuples(st.just("settle"), st.just(0)),
 )
 
 
 async def settle() -> None:
+    """Let all tasks run until they wait for something new."""
     for _ in range(12):
         await asyncio.sleep(0)
 
 
-async def live(actions: list[tuple[str, int]]) -> None:
+async def run(actions: list[tuple[str, int]]) -> None:
     client = ProcessClient(EngineConfig())
     await client.start()
     callers: list[Caller] = []
     for number, (action, value) in enumerate(actions):
         process = client._process
         match action:
-            case "ask" | "ask for death":
-                name = "killer" if action == "ask for death" else "good"
+            case "submit" | "submit killers":
+                name = "killer" if action == "submit killers" else "good"
                 callers.append(Caller(client, [f"{name}-{number}-{i}" for i in range(value)]))
-            case "leave" if callers:
-                callers[value % len(callers)].leave(value)
-            case "step" | "step unheard" if isinstance(process, FakeProcess):
+            case "abort" if callers:
+                callers[value % len(callers)].abort(value)
+            case "step" | "step without delivery" if isinstance(process, FakeProcess):
                 process.step(value)
             case "kill" if isinstance(process, FakeProcess):
-                process.die(KILLED)
-        if action not in ("step unheard", "kill"):
+                process.exit(KILLED)
+        if action not in ("step without delivery", "kill"):
             await settle()
     for _ in range(2000):
         if not client.num_open:
@@ -175,13 +177,13 @@ async def live(actions: list[tuple[str, int]]) -> None:
     assert client.alive
     assert not client._journal
     assert client._replay.idle
-    assert client._replay.release() == []
+    assert client._replay.take_ready() == []
     await client.stop()
 
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(ACTIONS, max_size=40))
-def test_whatever_happens_streams_go_on(actions: list[tuple[str, int]]) -> None:
+def test_streams_are_complete_whenever_engines_end(actions: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.engine.client.supervisor.EngineProcess", FakeProcess)
-        asyncio.run(live(actions))
+        asyncio.run(run(actions))

@@ -7,11 +7,12 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
-from quire.kernels import cpu
+from quire.kernels.cpu.backend import Cpu
 from tests.engine.harness import request, run
 from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
 
-pytestmark = pytest.mark.skipif(not cpu.available(), reason=cpu.why_not())
+MISSING = Cpu().missing
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,6 +34,6 @@ def test_fused_layers_give_the_same_bits(
 
     fused = True
     together = answers()
-    monkeypatch.setattr(cpu, "fuse_layers", lambda *_, **__: None)
+    monkeypatch.setattr(Cpu, "fuse_layers", lambda *_, **__: None)
     fused = False
     assert answers() == together

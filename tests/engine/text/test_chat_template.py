@@ -1,4 +1,4 @@
-"""Chat templates render as transformers renders them, and what they refuse is the caller's mistake."""
+"""Chat templates render as in transformers, and messages that a template refuses raise InvalidRequest."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ def renderer(template: str) -> ChatRenderer:
     return ChatRenderer({"default": template}, SPECIAL)
 
 
-def by_transformers(template: str, messages: list[Message], tools: Any, add_generation_prompt: bool) -> str | None:
-    """None when the template refuses the messages."""
+def render_with_transformers(
+    template: str, messages: list[Message], tools: Any, add_generation_prompt: bool
+) -> str | None:
+    """What transformers renders; None when the template refuses the messages."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -60,7 +62,7 @@ def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
     for messages in DIALOGUES:
         for tools in (None, TOOLS):
             for add_generation_prompt in (True, False):
-                expected = by_transformers(template, messages, tools, add_generation_prompt)
+                expected = render_with_transformers(template, messages, tools, add_generation_prompt)
                 if expected is None:
                     with pytest.raises(InvalidRequest):
                         ours.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -70,24 +72,26 @@ def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
 
 def test_chatml() -> None:
     expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert renderer(CHATML).render(DIALOGUES[1]) == expected == by_transformers(CHATML, DIALOGUES[1], None, True)
+    assert (
+        renderer(CHATML).render(DIALOGUES[1]) == expected == render_with_transformers(CHATML, DIALOGUES[1], None, True)
+    )
 
 
-def test_content_parts_are_joined_and_null_is_empty() -> None:
+def test_content_parts_are_joined_and_null_becomes_the_empty_string() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "user"}]
     template = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
     assert renderer(template).render(messages) == "[user:one\ntwo][assistant:][user:]"
 
 
-def test_tool_arguments_become_objects_and_reasoning_has_all_its_names() -> None:
+def test_tool_arguments_become_objects_and_reasoning_is_available_under_all_names() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, "é"]}'}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call], "reasoning": "hm"}]
     template = "{{ messages[0].tool_calls[0].function.arguments | tojson }}{{ messages[0].reasoning_content }}"
     assert renderer(template).render(messages) == '{"x": [1, "é"]}hm'
 
 
-def test_variables_of_the_request_reach_the_template_but_not_its_own_parameters() -> None:
+def test_chat_template_kwargs_reach_the_template_but_cannot_override_its_parameters() -> None:
     template = "{{ enable_thinking }} {{ bos_token }} {{ documents }} {{ tools }}"
     assert renderer(template).render([], variables={"enable_thinking": False, "self": 1}) == "False <s> None None"
     with pytest.raises(InvalidRequest, match="messages") as caught:
@@ -95,7 +99,7 @@ def test_variables_of_the_request_reach_the_template_but_not_its_own_parameters(
     assert caught.value.param == "chat_template_kwargs"
 
 
-def test_the_generation_block_is_only_its_body() -> None:
+def test_a_generation_block_renders_as_its_body() -> None:
     template = "{% for m in messages %}{% generation %}{{ m.content }}!{% endgeneration %}{% break %}{% endfor %}"
     assert renderer(template).render([{"role": "user", "content": "x"}]) == "x!"
 
@@ -110,13 +114,13 @@ def test_the_generation_block_is_only_its_body() -> None:
         ("{{ messages.append(1) }}", "unsafe"),
     ],
 )
-def test_what_a_template_trips_over_is_the_callers_mistake(template: str, message: str) -> None:
+def test_any_exception_in_a_template_becomes_an_invalid_request(template: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message) as caught:
         renderer(template).render([{"role": "user", "content": "x"}])
     assert caught.value.param == "messages"
 
 
-def test_a_model_without_a_template_says_so() -> None:
+def test_a_model_without_a_template_gives_a_clear_error() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         ChatRenderer({}, {}).render([{"role": "user", "content": "x"}])
 

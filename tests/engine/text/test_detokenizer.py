@@ -1,4 +1,4 @@
-"""Streamed text equals decoded text; stop strings end it at the same place however it is cut, and never leak."""
+"""Streamed text equals decoded text; stop strings end it at the same place however the ids are split, and never show."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SPLITS = st.lists(st.integers(1, 4), max_size=60)
 
 
 def stream(ids: Sequence[int], text: TextStream, sizes: Sequence[int] = ()) -> str:
-    """Push ids in pieces of these sizes, then one by one; the concatenated text."""
-    pieces, at = [], 0
+    """Push ids in groups of these sizes, then one by one; returns the concatenated text."""
+    deltas, at = [], 0
     for size in [*sizes, *[1] * len(ids)]:
         delta = text.push(ids[at : at + size])
-        pieces.append(delta.text)
+        deltas.append(delta.text)
         at += size
         if delta.stop_string is not None:
-            return "".join(pieces)
-    return "".join(pieces) + text.push([], final=True).text
+            return "".join(deltas)
+    return "".join(deltas) + text.push([], final=True).text
 
 
 @each_tokenizer
@@ -57,19 +57,19 @@ def test_text_after_a_prompt_is_what_it_adds_to_the_prompt(tokenizer: Tokenizer,
     prompt, rest = ids[:cut], ids[cut:]
     before = tokenizer.decode(prompt)
     if before.endswith(REPLACEMENT):
-        return  # the prompt ends within a character: no text to speak of
+        return  # the prompt ends in the middle of a character, so its text is not defined
     assert before + stream(rest, TextStream(tokenizer, prompt_ids=prompt)) == tokenizer.decode(ids)
 
 
 @each_tokenizer
 @given(data=st.data())
-def test_any_ids_stream_to_the_same_text_however_they_are_cut(tokenizer: Tokenizer, data: st.DataObject) -> None:
+def test_any_ids_stream_to_the_same_text_however_they_are_split(tokenizer: Tokenizer, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
     whole = TextStream(tokenizer).push(ids, final=True).text
     assert stream(ids, TextStream(tokenizer), data.draw(SPLITS)) == whole
 
 
-def test_byte_level_text_of_any_ids_equals_the_decoders() -> None:
+def test_byte_level_text_of_any_ids_equals_what_the_library_decodes() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
 
     @given(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
@@ -80,7 +80,7 @@ def test_byte_level_text_of_any_ids_equals_the_decoders() -> None:
 
 
 @each_tokenizer
-def test_a_character_leaves_with_its_last_token(tokenizer: Tokenizer) -> None:
+def test_a_character_is_given_out_with_its_last_token(tokenizer: Tokenizer) -> None:
     text = TextStream(tokenizer)
     for token_id in tokenizer.encode("a😀b", add_special_tokens=False):
         assert REPLACEMENT not in text.push([token_id]).text
@@ -95,10 +95,10 @@ def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> No
 
 
 @given(text=texts, sizes=SPLITS)
-def test_the_window_decoder_does_for_decoders_it_does_not_know(text: str, sizes: list[int]) -> None:
+def test_the_window_decoder_works_without_knowing_the_scheme(text: str, sizes: list[int]) -> None:
     tokenizer = sentence_piece_tokenizer().tokenizer
     if REPLACEMENT in text:
-        return  # to this decoder it looks like an unfinished character
+        return  # this decoder takes U+FFFD for an unfinished character
     ids = tokenizer.encode(text)
     window = WindowDecoder(tokenizer, (), tokenizer.special_ids)
     assert "".join(map(window.feed, ids)) + window.flush() == tokenizer.decode(ids)
@@ -127,7 +127,7 @@ def test_stop_strings_end_the_text_where_the_first_is_completed(
 
 
 @given(text=st.text("abc", max_size=30), stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4))
-def test_nothing_that_may_begin_a_stop_string_leaves_and_nothing_else_is_held(text: str, stop: list[str]) -> None:
+def test_exactly_the_text_that_may_begin_a_stop_string_is_held_back(text: str, stop: list[str]) -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     shown, so_far = TextStream(tokenizer, stop=stop), ""
     seen = ""
@@ -142,7 +142,7 @@ def test_nothing_that_may_begin_a_stop_string_leaves_and_nothing_else_is_held(te
         assert held == "" or any(one.startswith(held) for one in stop)
 
 
-def test_tokens_leave_with_the_text_they_begin() -> None:
+def test_tokens_are_given_out_with_the_text_they_begin() -> None:
     tokenizer = byte_level_tokenizer().tokenizer
     ids = tokenizer.encode("xé!stop", add_special_tokens=False)
     text = TextStream(tokenizer, stop=["stop"])

@@ -1,4 +1,4 @@
-"""Answers that must match a grammar: always valid, always ended by the grammar, whatever else is asked or runs."""
+"""Answers that must match a grammar are valid and end where it says, whatever other parameters and requests there are."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.texts import Named, byte_level_tokenizer, real_tokenizers, sentence_p
 from tests.tiny_models import save_tiny_model
 
 EOS = [258, 256]
-"""The tokenizer's `<|im_end|>`, and a second one that generation_config.json alone knows."""
+"""The tokenizer's `<|im_end|>`, and a second id that only the configuration names."""
 PERSON = {
     "type": "object",
     "properties": {
@@ -67,8 +67,8 @@ def text(answer: Answer, tokenizer: Named | None = None) -> str:
     return (tokenizer or byte_level_tokenizer()).tokenizer.decode(answer.ids)
 
 
-class Schemas:
-    """Random JSON schemas of a seed, every one of which llguidance supports."""
+class RandomSchema:
+    """Generates a JSON schema from a seed, with only what llguidance supports."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -120,7 +120,7 @@ class Schemas:
 
 
 def test_two_hundred_schemas_are_always_obeyed(model: Path) -> None:
-    schemas = {str(seed): Schemas(seed).schema() for seed in range(200)}
+    schemas = {str(seed): RandomSchema(seed).schema() for seed in range(200)}
     settings = ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 1.5, "frequency_penalty": 1.0})
     answers = run(
         start(model),
@@ -172,7 +172,7 @@ def test_every_kind_of_grammar(model: Path) -> None:
     assert chosen <= set(choices)
 
 
-def test_whitespace_cannot_go_on_for_ever(model: Path) -> None:
+def test_an_answer_cannot_be_endless_whitespace(model: Path) -> None:
     spaces = dict.fromkeys(b" \n\t\r", 100.0)
     wide = request("a", [65], grammar=json_grammar(PERSON | {"required": []}), logit_bias=spaces, max_tokens=300)
     answer = run(start(model), [wide])["a"]
@@ -180,7 +180,7 @@ def test_whitespace_cannot_go_on_for_ever(model: Path) -> None:
     assert not re.search(r"\s\s", re.sub(r'"[^"]*"', "", text(answer)))
 
 
-def test_the_grammar_ends_the_answer_whatever_else_is_asked(model: Path) -> None:
+def test_the_grammar_ends_the_answer_whatever_other_parameters_say(model: Path) -> None:
     date = {"grammar": DATE, "temperature": 1.0}
     answers = run(
         start(model),
@@ -190,7 +190,7 @@ def test_the_grammar_ends_the_answer_whatever_else_is_asked(model: Path) -> None
             request("banned", [65], allowed_token_ids=tuple(b"xyz"), **date),
             request("biased", [65], logit_bias=dict.fromkeys(EOS, -100.0), **date),
             request("cut", [65], max_tokens=3, **date),
-            # The text may end after every letter: min_tokens says when, and ignore_eos does not keep it from ending.
+            # The text may end after every letter, so here min_tokens decides when it ends.
             request("longer", [65], grammar=Grammar("regex", "[a-z]*"), min_tokens=9, logit_bias={EOS[0]: 100.0}),
         ],
     )
@@ -209,7 +209,7 @@ def test_log_probabilities_are_the_unmodified_distributions(model: Path) -> None
     engine = start(model)
     free = run(engine, [request("a", [65, 66, 67], logprobs=3, max_tokens=1)])["a"]
     bound = run(engine, [request("a", [65, 66, 67], logprobs=3, grammar=DATE)])["a"]
-    assert free.ids[0] not in b"0123456789", "or this shows nothing"
+    assert free.ids[0] not in b"0123456789", "else the comparison below would show nothing"
     assert bound.logprobs[0].top == free.logprobs[0].top
     assert bound.logprobs[0].rank > 1
     assert len(bound.logprobs) == len(bound.ids)
@@ -236,7 +236,7 @@ def mixed_requests() -> list[Request]:
     ]
 
 
-def test_tokens_do_not_depend_on_what_else_runs(model: Path) -> None:
+def test_tokens_do_not_depend_on_other_requests(model: Path) -> None:
     def tokens(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
         return {name: answer.ids for name, answer in run(engine, requests).items()}
 
@@ -255,23 +255,25 @@ def test_tokens_do_not_depend_on_what_else_runs(model: Path) -> None:
     assert {r.id: r.emitted_ids + rest[r.id] for r in half} == {r.id: alone[r.id] for r in half}, "after a crash"
 
 
-def test_a_grammar_that_cannot_be_followed_fails_its_request_alone(model: Path) -> None:
+def test_a_grammar_that_cannot_be_followed_fails_only_its_own_request(model: Path) -> None:
     engine = start(model)
     wrong = request("wrong", [65], grammar=Grammar("regex", "("))
     nothing = request("nothing", [65], grammar=json_grammar({"$ref": "#"}))
-    elsewhere = replace(request("elsewhere", [65], grammar=DATE), emitted_ids=list(b"20x"))
-    answers = run(engine, [wrong, request("free", [65], max_tokens=5), nothing, elsewhere])
+    off_grammar = replace(request("off_grammar", [65], grammar=DATE), emitted_ids=list(b"20x"))
+    answers = run(engine, [wrong, request("free", [65], max_tokens=5), nothing, off_grammar])
     assert {name: answer.finish_reason for name, answer in answers.items()} == {
         "wrong": "error",
         "nothing": "error",
-        "elsewhere": "error",
+        "off_grammar": "error",
         "free": "length",
     }
-    assert run(engine, [request("next", [65], grammar=DATE)])["next"].finish_reason == "stop", "slots are clean again"
+    assert run(engine, [request("next", [65], grammar=DATE)])["next"].finish_reason == "stop", (
+        "the slots can be used again"
+    )
 
 
-def test_a_start_without_grammars_does_not_pay(model: Path, tmp_path: Path) -> None:
-    save_tiny_model(tmp_path, "qwen3", num_hidden_layers=1)  # has no tokenizer at all
+def test_a_model_without_a_tokenizer_serves_requests_without_grammars(model: Path, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, "qwen3", num_hidden_layers=1)  # this directory has no tokenizer
     engine = start(tmp_path)
     assert run(engine, [request("a", [65], max_tokens=2)])["a"].finish_reason == "length"
     assert run(engine, [request("a", [65], grammar=DATE)])["a"].finish_reason == "error"
@@ -324,7 +326,7 @@ def test_wrong_grammars_are_refused(grammar: Grammar) -> None:
 
 
 @pytest.mark.parametrize("schema", [3, "x", None, [], False])
-def test_what_is_no_schema_is_refused(schema: object) -> None:
+def test_values_that_are_not_schemas_are_refused(schema: object) -> None:
     with pytest.raises(InvalidRequest):
         json_grammar(schema)
 
@@ -337,7 +339,7 @@ def test_models_that_cannot_end_an_answer_have_no_grammars() -> None:
         GrammarCompiler(Vocabulary("{}", 320, (1,)))
 
 
-def test_a_mask_leaves_nothing_else() -> None:
+def test_a_mask_allows_only_its_tokens() -> None:
     logits = torch.arange(140, dtype=torch.float32).reshape(2, 70)
     mask = torch.zeros(2, 96, dtype=torch.bool)
     mask[0, 5] = mask[0, 67] = mask[0, 70] = mask[1, 63] = True  # 70 is outside the vocabulary
@@ -345,4 +347,4 @@ def test_a_mask_leaves_nothing_else() -> None:
     banned[1, 63] = -torch.inf
     allowed = constrain(banned, logits, mask)
     assert allowed.isfinite().nonzero().tolist() == [[0, 5], [0, 67], [1, 63]]
-    assert allowed[1, 63] == logits[1, 63], "where the bans leave nothing the grammar wins"
+    assert allowed[1, 63] == logits[1, 63], "when bans leave no token that the grammar allows, the grammar wins"

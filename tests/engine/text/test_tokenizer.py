@@ -1,4 +1,4 @@
-"""Reading tokenizers from model directories, and what single tokens look like."""
+"""Reading tokenizers from model directories, and the text and bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ def test_real_tokenizers_encode_and_decode_as_transformers_does(name: str) -> No
     path = shared("tokenizers") / name
     from transformers import AutoTokenizer
 
-    judge = AutoTokenizer.from_pretrained(str(path))
+    reference = AutoTokenizer.from_pretrained(str(path))
     tokenizer = Tokenizer.load(path)
-    assert tokenizer.vocab_size == len(judge)
-    assert tokenizer.bos_token_id == judge.bos_token_id
-    assert judge.eos_token_id in tokenizer.eos_token_ids
+    assert tokenizer.vocab_size == len(reference)
+    assert tokenizer.bos_token_id == reference.bos_token_id
+    assert reference.eos_token_id in tokenizer.eos_token_ids
     for text in SAMPLES:
         for special in (True, False):
-            ids = judge.encode(text, add_special_tokens=special)
+            ids = reference.encode(text, add_special_tokens=special)
             assert tokenizer.encode(text, add_special_tokens=special) == ids
             assert tokenizer.encode_batch([text, text], add_special_tokens=special) == [ids, ids]
-            assert tokenizer.decode(ids, skip_special_tokens=special) == judge.decode(ids, skip_special_tokens=special)
+            assert tokenizer.decode(ids, skip_special_tokens=special) == reference.decode(
+                ids, skip_special_tokens=special
+            )
 
 
 def test_single_tokens_of_a_byte_level_vocabulary() -> None:
@@ -60,7 +62,7 @@ def save(path: Path, **files: object) -> Path:
     return path
 
 
-def test_chat_templates_are_found_wherever_a_model_keeps_them(tmp_path: Path) -> None:
+def test_chat_templates_are_read_from_every_place_that_models_use(tmp_path: Path) -> None:
     save(tmp_path, tokenizer_config={"chat_template": "from config"})
     assert Tokenizer.load(tmp_path).chat_templates == {"default": "from config"}
     named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
@@ -74,7 +76,7 @@ def test_chat_templates_are_found_wherever_a_model_keeps_them(tmp_path: Path) ->
     assert Tokenizer.load(tmp_path).chat_templates == {"default": "from file", "tool_use": "two", "rag": "three"}
 
 
-def test_special_tokens_and_end_ids_come_from_all_files(tmp_path: Path) -> None:
+def test_special_tokens_and_eos_ids_are_collected_from_all_files(tmp_path: Path) -> None:
     save(
         tmp_path,
         special_tokens_map={"eos_token": {"content": "<|bos|>"}, "unk_token": "<|bos|>"},
@@ -100,7 +102,7 @@ def test_a_directory_without_a_readable_tokenizer_is_an_error(tmp_path: Path) ->
         Tokenizer.load(tmp_path)
 
 
-def test_a_template_of_the_operators_stands_in_for_the_models(tmp_path: Path) -> None:
+def test_a_given_template_replaces_the_models_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ messages }}", encoding="utf-8")
     for given in (str(file), "{{ messages }}"):

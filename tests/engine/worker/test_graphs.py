@@ -88,7 +88,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-attn on the CPU, with the pages and the layout it asks for."""
     library = FakeFlashAttn()
     monkeypatch.setattr(flash, "_load", lambda: library)
-    monkeypatch.setattr(flash, "cannot_serve", lambda *_: None)
+    monkeypatch.setattr(flash.Flash, "cannot_serve", lambda *_: None)
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:

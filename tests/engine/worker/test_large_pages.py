@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.types import Request
 from quire.engine.worker import startup
-from quire.kernels import reference
+from quire.kernels.reference import Reference
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import VOCAB, save_tiny_model
 
@@ -22,12 +21,9 @@ PAGE = 64
 @pytest.fixture
 def large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference backend with pages of 64 tokens."""
-
-    def shape(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        return (num_blocks, PAGE, kv_heads, head_dim)
-
-    backend = SimpleNamespace(**(vars(reference) | {"BLOCK_SIZE": PAGE, "kv_cache_shape": shape}))
-    monkeypatch.setattr(startup, "select_backend", lambda *arguments: (backend, "large pages"))
+    backend = Reference()
+    backend.block_size = PAGE
+    monkeypatch.setattr(startup, "select_backend", lambda *_, **__: (backend, "large pages"))
 
 
 def prompts() -> list[list[int]]:

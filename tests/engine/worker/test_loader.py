@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
+from quire.engine.layers.parameters import Parameter
 from quire.engine.loop import Engine
-from quire.engine.worker.loader import safetensors_stream
+from quire.engine.worker.loader import load_weights, safetensors_stream
 from tests.engine.harness import request, run
 from tests.tiny_models import save_tiny_model
 
@@ -73,6 +74,27 @@ def test_errors_name_the_tensor(tmp_path: Path) -> None:
     rewrite(path, {"model.norm.weight": norm, "model.extra.weight": norm.clone()})
     with pytest.raises(ModelError, match=r"does not have: model\.extra\.weight"):
         answer(path)
+
+
+def test_only_floating_point_tensors_are_cast() -> None:
+    """What a scheme stores as whole numbers reaches it as these."""
+    arrived: list[torch.Tensor] = []
+    table = {
+        "scale": Parameter((3,), torch.bfloat16, arrived.append),
+        "packed": Parameter((2, 2), torch.int32, arrived.append),
+    }
+    packed = torch.tensor([[1, -2], [2**31 - 1, 0]], dtype=torch.int32)
+    stream = {"scale": torch.tensor([0.5, 1.0, 2.0]), "packed": packed}
+    assert load_weights(table, iter(stream.items()), device=torch.device("cpu")) == 3 * 2 + 4 * 4
+    assert [tensor.dtype for tensor in arrived] == [torch.bfloat16, torch.int32]
+    assert torch.equal(arrived[1], packed)
+    for wrong, message in (
+        ({"packed": packed.float()}, r"packed is stored as torch\.float32, not as torch\.int32"),
+        ({"packed": packed.to(torch.int8)}, r"stored as torch\.int8"),
+        ({"scale": torch.ones(3, dtype=torch.int32)}, r"scale is stored as torch\.int32, not as torch\.bfloat16"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            load_weights(table, iter((stream | wrong).items()), device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

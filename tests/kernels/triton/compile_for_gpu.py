@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Rope, Softmax
 from quire.kernels.gpu import triton_fused, triton_linear, triton_logits, triton_paged, triton_sampling
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -101,7 +101,7 @@ def attention(
     )
     k_cache, v_cache = torch.empty((2, 4, page, 8, dim), dtype=dtype)
     q = torch.empty((tokens, 32, dim), dtype=dtype)
-    triton_paged.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed)
+    triton_paged.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=fixed)
 
 
 def attentions() -> None:
@@ -149,7 +149,7 @@ def sampling(rows: int) -> None:
 def linear(rows: int) -> None:
     for outs, wide in ((4096, False), (32_064, True)):
         weight = torch.empty((outs, 1024), dtype=torch.bfloat16)
-        triton_linear.pack_linear(weight, None, wide=wide)(torch.empty((rows, 1024), dtype=torch.bfloat16))
+        triton_linear.pack_linear(weight, None, wide=wide)(torch.empty((rows, 1024), dtype=torch.bfloat16), NO_ADAPTERS)
 
 
 def main() -> None:

@@ -10,37 +10,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels import reference
 from quire.kernels.backend import AttentionMetadata, Softmax
 from quire.kernels.gpu import triton_paged
+from quire.kernels.reference import Reference
 from tests.kernels.ragged import Part, attend, error, page, random_part
 from tests.kernels.triton.conftest import INTERPRETED
 
+reference = Reference()
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.2e-2}
 DTYPES = list(TOLERANCE)
 DECODE = [(1, 1), (17, 1), (330, 1), (64, 1)]  # (context, queries)
 MIXED = [(270, 1), (5, 5), (16, 16), (60, 33), (33, 2)]
 
 
-class Paged:
-    """The backend with pages of some size, taking and returning tensors of the CPU."""
+class Paged(Reference):
+    """The backend with pages of some size, taking and returning tensors of the CPU. Keys and values are stored by the
+    reference, whose layout it is: our own kernel takes the interpreter seconds."""
 
     def __init__(self, size: int, device: torch.device, *, fixed: bool = False) -> None:
-        self.BLOCK_SIZE = size
+        super().__init__()
+        self.block_size = size
         self._device = device
-        self._fixed = fixed
-
-    def kv_cache_shape(self, num_blocks: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        return (num_blocks, self.BLOCK_SIZE, kv_heads, dim)
-
-    store_kv = staticmethod(reference.store_kv)  # the layout is the reference's; ours takes the interpreter seconds
+        self._triton = triton_paged.Triton(deterministic=fixed)
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        attention = triton_paged.deterministic_attention if self._fixed else triton_paged.paged_attention
         there = [x.to(self._device) for x in (q, k_cache, v_cache)]
-        return attention(*there, to_device(metadata, self._device), softmax).cpu()
+        return self._triton.paged_attention(*there, to_device(metadata, self._device), softmax).cpu()
 
 
 def check(
@@ -112,8 +109,9 @@ def test_strided_layers(device: torch.device, generator: torch.Generator) -> Non
     k_cache, v_cache, metadata = (x.to(device) if isinstance(x, Tensor) else x for x in page(backend, [part]))
     k_layers, v_layers = (torch.stack([c, torch.zeros_like(c)], dim=1) for c in (k_cache, v_cache))
     q, there = part.q.to(device), to_device(metadata, device)
-    straight = triton_paged.paged_attention(q, k_cache, v_cache, there, Softmax(0.2))
-    assert torch.equal(straight, triton_paged.paged_attention(q, k_layers[:, 0], v_layers[:, 0], there, Softmax(0.2)))
+    run, softmax = triton_paged.Triton().paged_attention, Softmax(0.2)
+    straight = run(q, k_cache, v_cache, there, softmax)
+    assert torch.equal(straight, run(q, k_layers[:, 0], v_layers[:, 0], there, softmax))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

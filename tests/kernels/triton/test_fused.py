@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
 from quire.kernels.backend import Rope
 from quire.kernels.gpu import triton_fused
+from quire.kernels.reference import Reference
 from tests.kernels.ragged import error, page, random_part
 from tests.kernels.triton.test_attention import Paged, to_device
 
+reference = Reference()
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE)
 

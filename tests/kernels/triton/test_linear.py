@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.backend import NO_ADAPTERS
 from quire.kernels.gpu.triton_linear import pack_linear
 from tests.kernels.ragged import error
 
@@ -23,7 +24,7 @@ def test_linear(
         x = torch.randn((rows, inner), generator=generator).to(device, dtype)
         expected = F.linear(x.double(), weight.double(), bias.double() if biased else None)
         for wide in (False, True):
-            got = pack_linear(weight, bias if biased else None, wide=wide)(x)
+            got = pack_linear(weight, bias if biased else None, wide=wide)(x, NO_ADAPTERS)
             assert got.shape == (rows, outs)
             assert got.dtype == (torch.float32 if wide else dtype)
             assert rows == 0 or error(got.cpu(), expected.cpu()) < TOLERANCE[dtype]
@@ -33,7 +34,7 @@ def test_many_outputs(device: torch.device, generator: torch.Generator) -> None:
     weight = torch.randn((8200, 64), generator=generator).to(device)
     x = torch.randn((3, 64), generator=generator).to(device)
     expected = F.linear(x.double(), weight.double())
-    assert error(pack_linear(weight, None)(x).cpu(), expected.cpu()) < 2e-6
+    assert error(pack_linear(weight, None)(x, NO_ADAPTERS).cpu(), expected.cpu()) < 2e-6
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -43,6 +44,6 @@ def test_a_row_has_the_same_bits_in_every_batch(
     weight = torch.randn((130, 200), generator=generator).to(device, dtype)
     linear = pack_linear(weight, None)
     x = torch.randn((140, 200), generator=generator).to(device, dtype)
-    whole = linear(x)
+    whole = linear(x, NO_ADAPTERS)
     for begin, rows in [(0, 1), (139, 1), (7, 2), (3, 64), (70, 70)]:
-        assert torch.equal(linear(x[begin : begin + rows]), whole[begin : begin + rows])
+        assert torch.equal(linear(x[begin : begin + rows], NO_ADAPTERS), whole[begin : begin + rows])

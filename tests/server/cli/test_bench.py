@@ -203,7 +203,7 @@ def test_made_up_prompts_share_their_prefix_and_nothing_more() -> None:
         (None, "cannot read"),
     ],
 )
-def test_a_bad_file_of_prompts_is_told_of(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_of_prompts_is_reported(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     if text is not None:
         path.write_text(text)
@@ -286,7 +286,7 @@ def test_prompts_of_a_file_are_asked_as_they_stand(tmp_path: Path) -> None:
         (b"", "closed before the end"),
     ],
 )
-def test_what_is_no_answer_is_counted_and_said(answer: bytes, message: str, tmp_path: Path) -> None:
+def test_failed_answers_are_counted_and_reported(answer: bytes, message: str, tmp_path: Path) -> None:
     """Half of the requests get it; the other half count as ever."""
     turns = iter(range(100))
     with serving(lambda _, body: answer if next(turns) % 2 else tokens(body), linger=False) as server:
@@ -341,7 +341,7 @@ async def test_a_refused_connection_has_no_status() -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
-def test_a_url_that_is_none_is_told_of(url: str) -> None:
+def test_an_invalid_url_is_reported(url: str) -> None:
     with pytest.raises(ConfigError, match="not a server's URL"):
         StreamClient(url)
 
@@ -361,7 +361,9 @@ def test_a_bad_flag_exits_2(flags: Sequence[str]) -> None:
     assert caught.value.code == 2
 
 
-def test_reports_that_cannot_be_written_are_told_of_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_that_cannot_be_written_are_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
         report.check_report(tmp_path / "no" / "out.json")
     monkeypatch.setattr(report, "find_spec", lambda name: None)
@@ -424,7 +426,7 @@ def test_start_waits_for_the_first_token_and_ends_what_it_started(
         ([sys.executable, "-c", "import time; time.sleep(600)", "{port}"], "no token in time; last: cannot connect"),
     ],
 )
-def test_a_server_that_does_not_come_is_told_of(command: list[str], message: str) -> None:
+def test_a_server_that_does_not_start_is_reported(command: list[str], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         first_token(command, None, 10.0 if "status" in message else 0.2)
 
@@ -455,7 +457,7 @@ def test_a_server_that_fails_requests_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("command", [["serve-something"], ["no-such-command-at-all", "{port}"]])
-def test_a_command_that_cannot_be_started_is_told_of(command: list[str]) -> None:
+def test_a_command_that_cannot_be_started_is_an_error(command: list[str]) -> None:
     assert main(["bench", "start", "--", *command]) == 1
 
 

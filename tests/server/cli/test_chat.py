@@ -146,7 +146,7 @@ def test_a_refused_message_is_forgotten_and_a_broken_answer_kept(server: Scripte
     assert [message["content"] for message in server.bodies[2]["messages"]] == ["break", "you said ", "one"]
 
 
-def test_the_exit_status_tells_of_a_last_refusal(server: ScriptedServer) -> None:
+def test_the_exit_status_is_1_when_the_last_message_was_refused(server: ScriptedServer) -> None:
     assert chat(server, "refuse\n")[0] == 1
 
 

@@ -19,8 +19,8 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
-from quire.kernels import cpu
-from quire.kernels.cpu.native import ISAS, Arena
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.native import ISAS
 from quire.server.cli import main as cli
 from quire.server.cli.plan.estimate import BLOCK_SIZE, Wishes, estimate, predicted_tokens
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, find_card, read_cards
@@ -167,13 +167,11 @@ def test_the_engine_gets_what_was_planned(
     if path is None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | SHAPES[shape]))
         path = str(tmp_path)
-    # Not what an earlier engine of this process left of its last mapping.
-    if not isinstance(library := cpu._load(), str):
-        monkeypatch.setattr(library, "weights", Arena())
     before = resident_bytes()
     monkeypatch.setattr("quire.engine.worker.memory.available_host_bytes", lambda: GIB - (resident_bytes() - before))
     config = EngineConfig(model=path, load_format="dummy", dtype="bfloat16", **options)
-    compresses = cpu.available() and cpu.isa() == ISAS["avx512_bf16"]
+    cpu = Cpu()
+    compresses = cpu.missing is None and cpu.isa == ISAS["avx512_bf16"]
     planned = predicted_tokens(
         config, Machine("test", memory=GIB + ENGINE_HOST_BYTES, gpu=False, compresses=compresses)
     )
@@ -202,7 +200,7 @@ def test_text_table_and_picture(coder: str, tmp_path: Path, capsys: pytest.Captu
 
 def test_it_needs_no_torch(coder: str) -> None:
     code = (
-        "import sys; from server import cli; cli.main(['plan', sys.argv[1], '--gpu', 'h100']);"
+        "import sys; from quire.server.cli import main as cli; cli.main(['plan', sys.argv[1], '--gpu', 'h100']);"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, coder], capture_output=True, text=True, check=True)

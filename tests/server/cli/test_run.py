@@ -110,6 +110,7 @@ def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
     assert "0 done, 0 failed" in again.stderr
 
 
+@pytest.mark.slow
 def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", request("good"), request("odd", temperature=9), request("lost"), "no json")
     out = tmp_path / "out.jsonl"
@@ -161,6 +162,7 @@ def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(tmp_path: Path) -> 
     assert all(after[name] == entry for name, entry in before.items())
 
 
+@pytest.mark.slow
 @needs_proc
 def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Path) -> None:
     body = {"max_tokens": 100, "ignore_eos": True, "temperature": 1.0, "seed": 3}
@@ -190,12 +192,12 @@ def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Pa
         ('{"custom_id": "a", "url": "/v1/completions", "body": []}', "body must be an object"),
     ],
 )
-def test_what_is_wrong_with_a_line_is_said(line: str, message: str) -> None:
+def test_an_invalid_line_is_refused_with_the_reason(line: str, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse_line(line)
 
 
-def test_a_line_without_an_id_is_known_by_its_place() -> None:
+def test_a_line_without_an_id_gets_its_number() -> None:
     assert [custom_id(7, line) for line in ('{"custom_id": "a"}', "{}", "[]", "x", '{"custom_id": 1}')] == [
         "a",
         *["line-7"] * 4,

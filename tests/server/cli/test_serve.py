@@ -75,14 +75,17 @@ def test_it_says_what_it_serves_and_its_curl_line_works() -> None:
         assert process.wait(60) == 0
 
 
-def test_requests_are_logged_where_that_is_asked_for() -> None:
+def test_the_access_log_can_be_switched_on() -> None:
     with serving("--no-disable-access-log") as (process, base, _):
         httpx.get(f"{base}/v1/models")
         assert process.stderr is not None
         assert '"GET /v1/models HTTP/1.1" 200' in process.stderr.readline()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *OTHERS])
 def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
     """An open stream is finished, to its [DONE], after the signal; new connections are refused."""
     body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
@@ -153,7 +156,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 
 @needs_proc
-def test_what_the_engines_libraries_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_process_gets_settings_for_openmp_and_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     with serving() as (process, _, _):
         (engine,) = children(process.pid)
@@ -174,6 +177,7 @@ def test_the_engine_ends_with_the_server() -> None:
             wait_until_gone(pid)
 
 
+@pytest.mark.slow
 @needs_proc
 def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tmp_path: Path) -> None:
     model = tmp_path / "model"
@@ -250,7 +254,7 @@ def test_help_and_version_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
 
 
-def test_binding_tells_of_an_address_that_is_not_ours() -> None:
+def test_binding_to_an_address_of_another_machine_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on no\.such\.host\.invalid:1: "):
         bind("no.such.host.invalid", 1)
 

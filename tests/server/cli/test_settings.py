@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import Field
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.server.cli import unknown_flags as elsewhere
-from quire.server.cli.settings import PRESETS, add_flags, load, parse
+from quire.engine.settings import PRESETS, load
+from quire.server.cli import unknown_flags
+from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 
 
-class Small(BaseSettings):
-    model_config = SettingsConfigDict(extra="forbid", env_prefix="QUIRE_", protected_namespaces=())
+class Small(BaseModel):
+    model_config = ConfigDict(extra="forbid")
 
     model: str = Field("demo", description="Which")
     size: int = Field(1, ge=1, description="How large, in % of all")
@@ -173,7 +173,7 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
 
 def test_advice_on_flags_names_flags_that_are_there() -> None:
     known = {"--" + name.replace("_", "-") for name in ServerConfig.model_fields}
-    advice = elsewhere.advice()
+    advice = unknown_flags.advice()
     assert set(re.findall(r"--[a-z-]+", " ".join(advice.values()))) <= known
     assert not known & {f"--{flag}" for flag in advice}
 

@@ -80,7 +80,7 @@ def test_batch_mates_are_known_by_their_answers_ids_alone() -> None:
     request_log = RequestLog(1)
     for job, name in (("cmpl-a", "first"), ("cmpl-b", "cmpl-a")):
         request_log.begin(
-            {"tenant": tenant, "record": RequestRecord(name, "POST", "/v1/completions", None)}, job, "model"
+            {"tenant": tenant, "request_record": RequestRecord(name, "POST", "/v1/completions", None)}, job, "model"
         )
     assert request_log.may_name("cmpl-b-0", {"tenant": tenant})
     assert not request_log.may_name("cmpl-a-0", {"tenant": tenant}), "not by an X-Request-Id that looks the same"

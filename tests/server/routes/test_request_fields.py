@@ -11,9 +11,10 @@ import tokenizers
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.types import TokenLogprob
-from quire.server.generation.prompts import INFILL_MARKS, infill
-from quire.server.generation.sampling_params import bad_words_ids
-from quire.server.protocol.common import RepetitionDetection
+from quire.server.generation.repetition import repeats
+from quire.server.generation.spec import RepetitionRule
+from quire.server.resolve.prompts import INFILL_MARKS, infill
+from quire.server.resolve.sampling_params import bad_words_ids
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
@@ -198,8 +199,8 @@ def test_a_repetition_is_as_vllm_has_it() -> None:
             size * count <= len(ids) and ids[-size * count :] == ids[-size:] * count
             for size in range(max(1, low), high + 1)
         )
-        rule = RepetitionDetection(min_pattern_size=low, max_pattern_size=high, min_count=count)
-        assert rule.fits(ids) is wanted
+        rule = RepetitionRule(min_pattern_size=low, max_pattern_size=high, min_count=count)
+        assert repeats(ids, rule) is wanted
 
 
 @pytest.mark.parametrize("burst", [1, 5, 50])
@@ -228,7 +229,7 @@ async def test_an_answer_that_repeats_itself_is_ended(burst: int) -> None:
 async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     async with open_api(engine) as api:
-        backend = api.app.state.serving.tokenizer.backend
+        backend = api.app.state.model.tokenizer.backend
         backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
         before, between, middle = (backend.token_to_id(mark) for mark in marks)
         for prompt in ("Hi", ids("Hi")):
@@ -244,7 +245,7 @@ async def test_a_suffix_begins_without_sentence_pieces_space(api: Api) -> None:
     marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
     tokenizer.backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
     before, between, middle = map(tokenizer.backend.token_to_id, marks)
-    api.app.state.serving = dataclasses.replace(api.app.state.serving, tokenizer=tokenizer)
+    api.app.state.model = dataclasses.replace(api.app.state.model, tokenizer=tokenizer)
     await api.post(COMPLETIONS, {"prompt": "ab", "suffix": "ab"})
     spaced, bare = map(tokenizer.backend.token_to_id, ("\u2581ab", "ab"))
     assert api.engine.seen[-1].prompt_ids == [1, before, spaced, between, bare, middle]
@@ -253,7 +254,7 @@ async def test_a_suffix_begins_without_sentence_pieces_space(api: Api) -> None:
 async def test_codestral_reads_the_suffix_first() -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     async with open_api(engine) as api:
-        backend = api.app.state.serving.tokenizer.backend
+        backend = api.app.state.model.tokenizer.backend
         backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in ("[PREFIX]", "[SUFFIX]")])
         prefix, suffix = map(backend.token_to_id, ("[PREFIX]", "[SUFFIX]"))
         await api.post(COMPLETIONS, {"prompt": "Hi", "suffix": "xy"})

@@ -14,6 +14,8 @@ from schemathesis import GenerationMode
 from tests.server.api import make_app, open_api
 from tests.server.fake import FakeEngine, hashed
 
+pytestmark = pytest.mark.slow
+
 ENGINE_TOKENS = b"abc "
 EXAMPLES = int(os.environ.get("QUIRE_SCHEMATHESIS_EXAMPLES", "30"))
 """Per kind; a long run asks for more."""

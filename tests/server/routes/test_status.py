@@ -114,5 +114,5 @@ def test_a_models_name_is_its_hub_id_or_its_directorys(tmp_path: object) -> None
 
 
 def test_importing_the_server_loads_neither_torch_nor_transformers() -> None:
-    code = "import server.app, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    code = "import quire.server.app, sys; print([name for name in ('torch', 'transformers') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"

@@ -1,0 +1,20 @@
+"""How answers become bytes: JSON, and the frame of a server-sent event."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+
+encode_json = msgspec.json.Encoder().encode
+"""Compact JSON in UTF-8. Raises UnicodeEncodeError for text with half of a surrogate pair."""
+
+DATA, END = b"data: ", b"\n\n"
+"""What stands before and behind the data of an event."""
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams."""
+
+
+def encode_ascii(value: object) -> bytes:
+    """JSON in ASCII, for text that a client may have given half of a surrogate pair: UTF-8 cannot write that."""
+    return json.dumps(value).encode()

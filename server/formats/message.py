@@ -1,0 +1,94 @@
+"""Reads an assistant's message out of an answer's text: splits off the reasoning, then parses the tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.config import ServerConfig
+from quire.server.formats.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
+from quire.server.formats.tools.format import Tool, ToolFormat, ToolParser
+from quire.server.formats.tools.sink import CallDelta
+from quire.server.formats.tools.table import tool_format
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormats:
+    """How the model writes the parts of an answer that are not content."""
+
+    template: str
+    """The text of all its chat templates."""
+    reasoning: ReasoningFormat | None
+    tools: ToolFormat | None
+
+    @classmethod
+    def chosen(cls, config: ServerConfig, chat_templates: Mapping[str, str]) -> ChatFormats:
+        template = "\n".join(chat_templates.values())
+        reasoning = reasoning_format(config.reasoning_parser, template)
+        return cls(template, reasoning, tool_format(config.tool_call_parser, template))
+
+
+class MessageDelta(msgspec.Struct, frozen=True):
+    content: str
+    reasoning: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """How to read the answers of one request."""
+
+    reasoning: ReasoningFormat | None = None
+    begun: bool | None = None
+    """Whether answers begin inside the thinking: ReasoningFormat.begun of the prompt."""
+    include_reasoning: bool = True
+    tools: ToolFormat | None = None
+    """None: calls are not looked for."""
+    known: Mapping[str, Tool] = field(default_factory=dict)
+    parallel: bool = True
+    """False: only the first call is kept."""
+
+    def shown_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """The special tokens that the parsers read."""
+        markers = [] if self.reasoning is None else [self.reasoning.begin, self.reasoning.end]
+        if self.tools is not None:
+            markers += [*self.tools.markers, *self.tools.other_markers]
+        ids = {tokenizer.backend.token_to_id(marker) for marker in markers}
+        return frozenset(token_id for token_id in ids if token_id in tokenizer.special_ids)
+
+
+class MessageParser:
+    """Reads one answer while its text comes."""
+
+    def __init__(self, format: MessageFormat) -> None:
+        self._include_reasoning = format.include_reasoning
+        self._reasoning = None if format.reasoning is None else ReasoningParser(format.reasoning, format.begun)
+        self._tools = None
+        if format.tools is not None:
+            self._tools = ToolParser(format.tools, format.known, None if format.parallel else 1)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return 0 if self._reasoning is None else self._reasoning.tokens
+
+    def push(self, text: str, offsets: Sequence[int], final: bool = False) -> MessageDelta:
+        """What this text adds to the message. `offsets` are the places in the answer where its tokens begin; `final`:
+        no text follows, so nothing is held back any more."""
+        reasoning = ""
+        calls: tuple[CallDelta, ...] = ()
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.push(text, offsets, final)
+        if self._tools is not None:
+            text, calls = self._tools.push(text, final)
+        return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The reason as OpenAI gives it: an answer that stopped by itself with whole calls ended for its tool calls."""
+        whole = self._tools is not None and self._tools.all_complete
+        return "tool_calls" if reason == "stop" and whole else reason

@@ -1,0 +1,103 @@
+"""What a tool format is, and the parser that runs one over an answer."""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from quire.server.formats.tools.sink import CallDelta, Sink
+from quire.server.formats.tools.source import Source, Steps, first_of, held_back
+
+Schema = Mapping[str, Any]
+ANY_OBJECT: Schema = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    parameters: Schema
+    """JSON schema of the arguments."""
+
+
+Tools = Mapping[str, Tool]
+"""By name."""
+Token = Callable[[str], str]
+"""Writes a marker for a Lark grammar: as a special token where the vocabulary has one, otherwise as text."""
+
+
+class ToolFormat(ABC):
+    """One way of writing tool calls. A format has no state; its parsers are generators."""
+
+    markers: ClassVar[tuple[str, ...]] = ()
+    """The texts that calls begin with. They may be special tokens; the parser sees them all the same."""
+    other_markers: ClassVar[tuple[str, ...]] = ()
+    """Special tokens inside and behind calls."""
+
+    def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
+        """Read an answer to its end; the text left in the source is content."""
+        while (marker := (yield from pass_content(source, sink, self.markers))) is not None:
+            source.mark(marker)
+            if not (yield from self.read_calls(source, sink, tools, marker)):
+                sink.content(source.taken)
+
+    @abstractmethod
+    def read_calls(self, source: Source, sink: Sink, tools: Tools, marker: str) -> Steps[bool]:
+        """Read what follows a marker. False when that is no call: all text taken since the mark is content then."""
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], many: bool, token: Token, *, must: bool = True) -> str:
+        """A Lark grammar for llguidance, whose start rule is `start`: one call of these tools, or `many`.
+
+        Unless calls `must` be made, it matches any text, which may end with such calls.
+        """
+
+    def new_id(self) -> str:
+        return "call_" + secrets.token_hex(12)
+
+
+def pass_content(source: Source, sink: Sink, markers: tuple[str, ...]) -> Steps[str | None]:
+    """Pass on content up to a marker, take the marker and give it; None at the end of the text."""
+    while True:
+        found = first_of(source.text, markers)
+        if found is not None:
+            start, marker = found
+            sink.content(source.take(start))
+            source.take(len(marker))
+            return marker
+        keep = 0 if source.closed else held_back(source.text, markers)
+        sink.content(source.take(len(source.text) - keep))
+        if source.closed:
+            return None
+        yield
+
+
+class ToolParser:
+    """Finds the calls of one answer while its text comes."""
+
+    def __init__(self, format: ToolFormat, tools: Tools, most_calls: int | None = None) -> None:
+        """Calls beyond `most_calls` are left out."""
+        self._source = Source()
+        self._sink = Sink(format.new_id, most_calls)
+        self._steps = format.parse(self._source, self._sink, tools)
+
+    @property
+    def all_complete(self) -> bool:
+        """Whether there are calls, and all of them are complete."""
+        return self._sink.all_complete
+
+    def push(self, text: str, final: bool = False) -> tuple[str, tuple[CallDelta, ...]]:
+        """Content and calls that this text completes."""
+        self._source.text += text
+        self._source.closed = final
+        for _ in self._steps:
+            break  # it needs more text
+        else:
+            self._sink.content(self._source.take(len(self._source.text)))
+        if final:
+            self._sink.finish()
+        return self._sink.drain()

@@ -1,0 +1,117 @@
+"""Lark grammars of tool calls, as llguidance reads them: https://github.com/guidance-ai/llguidance, docs/syntax.md.
+
+An expression is a string of Lark; a call is a list of expressions in their order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quire.engine.text.grammar import json_rule
+from quire.server.formats.tools.format import Schema, Tool
+
+XML_VALUE_END = "\n</parameter>\n"
+RULES = f"xml_value[suffix={json.dumps(XML_VALUE_END)}]: /(?s:.*)/\n"
+
+
+def grammar_of(
+    calls: Sequence[Sequence[str]],
+    many: bool,
+    *,
+    before: Sequence[str] = (),
+    between: Sequence[str] = (),
+    after: Sequence[str] = (),
+    must: bool = True,
+    unlike: str | None = None,
+) -> str:
+    """One of the calls, or many of them with `between` between.
+
+    Unless they `must` be made, an answer may be text alone, or text followed by calls, which begin with the first of
+    `before`. With `unlike` there is no text before calls: an answer is calls alone, or text that does not begin with
+    this regular expression.
+    """
+    more = ["(", *between, "call", ")*"] if many else []
+    whole = [*before, "call", *more, *after]
+    rules = [f"start: {' '.join(whole)}"] if must else _optional(whole, unlike)
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
+    rules += [f"call_{index}: {' '.join(call)}" for index, call in enumerate(calls)]
+    body = "\n".join(rules) + "\n"
+    return body + RULES if "xml_value" in body else body
+
+
+def _optional(calls: Sequence[str], unlike: str | None) -> list[str]:
+    """The start rule, and the rules it needs, of an answer that may have these calls."""
+    trigger, rest = calls[0], " ".join(calls[1:])
+    anything = "/(?s:.*)/"
+    if unlike is not None:
+        return [f"start: TEXT | {' '.join(calls)}", f"TEXT: {anything} & ~/({unlike})(?s:.*)/"]
+    if trigger.startswith("<["):  # a special token, which text does not have
+        return [f"start: TEXT ( {trigger} {rest} )?", f"TEXT: {anything}"]
+    return [f"start: TEXT | lead {rest}", f"lead[suffix={trigger}]: {anything}", f"TEXT: {anything}"]
+
+
+def text(literal: str) -> str:
+    return json.dumps(literal, ensure_ascii=False)
+
+
+def json_call(tool: Tool, arguments: str = "arguments", *, in_words: bool = False) -> list[str]:
+    """{"name": …, "arguments": …}. `in_words` splits it into the words that %json uses.
+
+    llguidance reads the longest word that fits and does not go back. In a grammar that also allows another object, a
+    longer word here would keep that object from being read where both begin alike.
+    """
+    words = ["{", '"name"', ": ", json.dumps(tool.name), ", ", f'"{arguments}"', ": "]
+    return [*map(text, words if in_words else ["".join(words)]), arguments_of(tool), text("}")]
+
+
+def arguments_of(tool: Tool) -> str:
+    """The arguments as one JSON object."""
+    return json_rule(tool.parameters)
+
+
+def keyword_call(tool: Tool) -> list[str]:
+    """f(a=1, b=2), with the arguments in the schema's order; those not required may be left out."""
+    arguments = [(f"{text(name + '=')} {json_rule(schema)}", required) for name, schema, required in properties(tool)]
+    return [text(f"{tool.name}("), *_comma_separated(arguments), text(")")]
+
+
+def _comma_separated(items: Sequence[tuple[str, bool]]) -> list[str]:
+    """The items that are present, with commas between. There is one alternative for each item that may come first."""
+    alternatives = []
+    for index, (item, required) in enumerate(items):
+        rest = [f'(", " {later})' + ("" if needed else "?") for later, needed in items[index + 1 :]]
+        alternatives.append(" ".join([item, *rest]))
+        if required:
+            break
+    if not alternatives:
+        return []
+    skippable = "" if any(required for _, required in items) else "?"
+    return [f"( {' | '.join(alternatives)} ){skippable}"]
+
+
+def xml_parameters(tool: Tool, is_string: Callable[[Any], bool]) -> list[str]:
+    """<parameter=key>, the value on lines of its own, </parameter>, for each property in the schema's order."""
+    parameters = []
+    for name, schema, required in properties(tool):
+        begin = text(f"<parameter={name}>\n")
+        if not is_string(schema):
+            body = f"{json_rule(schema)} {text(XML_VALUE_END)}"
+        elif "enum" in schema:
+            body = f"( {' | '.join(text(str(value)) for value in schema['enum'])} ) {text(XML_VALUE_END)}"
+        else:
+            body = "xml_value"
+        parameters.append(f"( {begin} {body} ){'' if required else '?'}")
+    return parameters
+
+
+def properties(tool: Tool) -> list[tuple[str, Any, bool]]:
+    """Of each property: its name, its schema with the definitions it may refer to, and whether it is required."""
+    schema: Schema = tool.parameters
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    found = []
+    for name, value in (schema.get("properties") or {}).items():
+        whole = {**value, **shared} if isinstance(value, Mapping) else value
+        found.append((name, whole, name in (schema.get("required") or [])))
+    return found

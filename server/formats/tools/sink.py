@@ -1,0 +1,95 @@
+"""Collects what a tool parser finds: content, and calls whose arguments come in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.server.formats.tools import strict_json
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """The opening of a call, with its id and name, or a piece of its arguments."""
+
+    index: int
+    """The index of the call in its message, from 0."""
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+class Sink:
+    """Collects what is found between two calls of `drain`.
+
+    White space before and after calls is not content. Text of a call that cannot be read is kept as it was written: in
+    the call's arguments if the call was opened, otherwise in the content.
+    """
+
+    def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
+        self._new_id = new_id
+        self._most_calls = most_calls
+        self._content: list[str] = []
+        self._calls: list[CallDelta] = []
+        self._space = ""
+        self._arguments: list[str] = []
+        self._opened = 0
+        self._complete = 0
+
+    @property
+    def all_complete(self) -> bool:
+        """Whether there were calls, and each was closed with arguments that are JSON."""
+        return self._opened > 0 and self._complete == self._opened
+
+    def content(self, text: str) -> None:
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._content.append(shown)
+
+    def open(self, name: str) -> None:
+        """A call begins."""
+        self._space = ""
+        self._arguments = []
+        self._opened += 1
+        if self._kept:
+            self._calls.append(CallDelta(self._opened - 1, id=self._new_id(), name=name))
+
+    def arguments(self, piece: str) -> None:
+        """More of the open call's arguments, as JSON text."""
+        if not piece:
+            return
+        self._arguments.append(piece)
+        if self._kept:
+            self._calls.append(CallDelta(self._opened - 1, piece))
+
+    def close(self) -> None:
+        """The open call is complete."""
+        try:
+            strict_json.parse("".join(self._arguments))
+        except ValueError:
+            return
+        self._complete += 1
+
+    def call(self, name: str, arguments: str) -> None:
+        """Add a call that was read as a whole."""
+        self.open(name)
+        self.arguments(arguments)
+        self.close()
+
+    def finish(self) -> None:
+        """The text is over. Without calls, white space at its end is content."""
+        if not self._opened and self._space:
+            self._content.append(self._space)
+        self._space = ""
+
+    def drain(self) -> tuple[str, tuple[CallDelta, ...]]:
+        """Content and calls since the last call of drain."""
+        content, calls = "".join(self._content), tuple(self._calls)
+        self._content, self._calls = [], []
+        return content, calls
+
+    @property
+    def _kept(self) -> bool:
+        return self._most_calls is None or self._opened <= self._most_calls

@@ -1,0 +1,44 @@
+"""The deadlines of a call."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.engine.client.client import OutputStream
+from quire.engine.errors import QueueTimeout, Timeout
+
+
+class Deadlines:
+    """A deadline that passes ends the stream of outputs with an error.
+
+    Both are in seconds from now; None: no deadline. Call `cancel` when the call is over.
+    """
+
+    def __init__(self, stream: OutputStream, *, timeout: float | None, queue_timeout: float | None) -> None:
+        self._stream = stream
+        self._loop = asyncio.get_running_loop()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self.passed: str | None = None
+        """The parameter whose deadline ended the stream."""
+        if timeout is not None:
+            late = Timeout(f"the answer was not complete within timeout ({timeout:g} s)", param="timeout")
+            self._set("timeout", timeout, late)
+        if queue_timeout is not None:
+            text = f"no token came within queue_timeout ({queue_timeout:g} s)"
+            self._set("queue_timeout", queue_timeout, QueueTimeout(text, param="queue_timeout"))
+
+    def _set(self, name: str, seconds: float, error: Timeout | QueueTimeout) -> None:
+        self._timers[name] = self._loop.call_later(seconds, self._pass, name, error)
+
+    def _pass(self, name: str, error: Timeout | QueueTimeout) -> None:
+        if self._stream.give_up(error):
+            self.passed = name
+
+    def first_token(self) -> None:
+        """The first token has come: the deadline of the queue is over."""
+        if "queue_timeout" in self._timers:
+            self._timers.pop("queue_timeout").cancel()
+
+    def cancel(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()

@@ -1,0 +1,122 @@
+"""A call on its way through the engine: what sampling and beam search have in common."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.generation.choice import Choice, ChoiceDelta
+from quire.server.generation.fold import Answer
+from quire.server.generation.spec import GenerationSpec
+from quire.server.observe.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of one call, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int | None = None
+    """None where no reasoning is looked for."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def as_dict(self) -> dict[str, object]:
+        counts: dict[str, object] = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.total_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+        if self.reasoning_tokens is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return counts
+
+
+class Generation(ABC):
+    """Works on one spec. Iterate `deltas` once; `close` ends it at any time."""
+
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, metrics: Metrics) -> None:
+        n = spec.params.n
+        self._spec = spec
+        self._metrics = metrics
+        self._choices = [Choice(i, spec.prompts[i // n], spec, tokenizer) for i in range(spec.num_choices)]
+        self._cut_short = False
+        """Whether some choice was ended before it was complete."""
+        self._began = time.monotonic()
+
+    @abstractmethod
+    def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """What each step added, at most one delta per choice; never an empty list. Ends when all choices have ended.
+
+        Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Abort what still runs; `deltas` ends. Does nothing the second time."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every choice came to its own end; False when some were cut short."""
+        return not self._cut_short and all(choice.finished for choice in self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        """The usage so far."""
+        first_of_prompts = self._choices[:: self._spec.params.n]
+        return Usage(
+            prompt_tokens=self._spec.prompt_tokens,
+            completion_tokens=sum(choice.completion_tokens for choice in self._choices),
+            cached_tokens=sum(choice.cached_tokens for choice in first_of_prompts),
+            reasoning_tokens=self._reasoning_tokens,
+        )
+
+    @property
+    def _reasoning_tokens(self) -> int | None:
+        if self._spec.message is None or self._spec.message.reasoning is None:
+            return None
+        return sum(choice.reasoning_tokens for choice in self._choices)
+
+    def best(self, answers: Sequence[Answer]) -> list[Answer]:
+        """The answers to keep, for each prompt those of the highest mean log probability per token, indexed anew."""
+        n, keep = self._spec.params.n, self._spec.keep
+        if keep == n:
+            return list(answers)
+        mean = [choice.logprob_sum / max(1, choice.completion_tokens) for choice in self._choices]
+        kept: list[Answer] = []
+        for first in range(0, len(answers), n):
+            group = sorted(answers[first : first + n], key=lambda answer: -mean[answer.index])
+            kept += group[:keep]
+        return [replace(answer, index=index) for index, answer in enumerate(kept)]
+
+    def _end(self, choice: Choice, reason: str) -> None:
+        """Count a choice that has ended, and its prompt when all its choices have."""
+        params = self._spec.params
+        choice.finished = True
+        self._metrics.choice_ended(
+            reason,
+            seconds=time.monotonic() - self._began,
+            decode_seconds=0.0 if choice.first_at is None else choice.last_at - choice.first_at,
+            prompt_tokens=len(choice.prompt.ids),
+            generation_tokens=choice.completion_tokens,
+            max_tokens=params.max_tokens,
+        )
+        first = choice.index - choice.index % params.n
+        of_prompt = self._choices[first : first + params.n]
+        if all(each.finished for each in of_prompt):
+            self._metrics.prompt_ended(params.n, longest=max(each.completion_tokens for each in of_prompt))
+
+    def _cut_off(self, reason: str) -> None:
+        """End all choices that have not ended yet."""
+        for choice in self._choices:
+            if not choice.finished:
+                self._cut_short = True
+                self._end(choice, reason)

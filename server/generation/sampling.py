@@ -1,0 +1,75 @@
+"""Generation by sampling: prompts and parameters in, text deltas out, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+
+from quire.engine.client.client import EngineClient
+from quire.engine.errors import EngineError
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import RequestOutput
+from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.deadlines import Deadlines
+from quire.server.generation.generation import Generation
+from quire.server.generation.spec import GenerationSpec
+from quire.server.observe.metrics import Metrics
+
+
+class Sampling(Generation):
+    """Each choice is one request to the engine."""
+
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, client: EngineClient, metrics: Metrics) -> None:
+        """Submits the requests. Raises EngineError when the engine is gone."""
+        super().__init__(spec, tokenizer, metrics)
+        params = spec.params
+        single = msgspec.structs.replace(params, n=1)
+        self._by_id = {f"{spec.id}-{choice.index}": choice for choice in self._choices}
+        requests = [
+            spec.request(request_id, choice.prompt.ids, single, params.choice_seed(choice.index % params.n))
+            for request_id, choice in self._by_id.items()
+        ]
+        self._stream = client.submit(requests, spec.id)
+        self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
+
+    async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        try:
+            async for outputs in self._stream:
+                now = time.monotonic()
+                step = [delta for output in outputs if (delta := self._push(output, now)) is not None]
+                if step:
+                    yield step
+        except EngineError:
+            self._cut_off("error")
+            raise
+        finally:
+            self.close()
+
+    def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
+        """What the output adds to its choice; None when that shows nothing."""
+        choice = self._by_id[output.id]
+        if choice.finished:  # The call was closed while this output waited to be read.
+            return None
+        if output.finish_reason == "error":
+            self._end(choice, "error")
+            raise EngineError(output.error or "the engine failed this request")
+        delta = choice.push(output)
+        if output.new_ids:
+            if choice.first_at is None:
+                choice.first_at = now
+                self._deadlines.first_token()
+                self._metrics.first_token(now - self._began)
+            else:
+                self._metrics.next_token(now - choice.last_at)
+            choice.last_at = now
+        if delta is not None and delta.finish_reason is not None:
+            self._stream.abort(output.id, delta.finish_reason)  # Does nothing when the engine has ended it.
+            self._end(choice, delta.finish_reason)
+        return delta
+
+    def close(self) -> None:
+        self._deadlines.cancel()
+        self._stream.close()
+        self._cut_off(self._deadlines.passed or "abort")

@@ -1,0 +1,102 @@
+"""The resolved form of a call that generates text: all endpoints translate their requests to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.types import Request, SamplingParams
+from quire.server.formats.message import MessageFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: list[int]
+    text: str
+    """What `echo` repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionRule:
+    """An answer ends when its last tokens are min_count times the same pattern: vLLM's repetition_detection."""
+
+    max_pattern_size: int
+    """In tokens; 0 detects nothing."""
+    min_pattern_size: int
+    min_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSpec:
+    """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
+
+    id: str
+    """The answer's. The ids of its sequences begin with it."""
+    model: str
+    """The name that the answer gives the model."""
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    """n is the number of choices that are generated for each prompt."""
+    keep: int
+    """Choices for each prompt that a whole answer shows, the most likely ones; n at most."""
+
+    tenant: str = ""
+    """The tenant charged."""
+    weight: float = 1.0
+    """The tenant's share."""
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: float | None = None
+    """Seconds in which the answer must be complete."""
+    queue_timeout: float | None = None
+    """Seconds in which the first token must come."""
+
+    beam_search: bool = False
+    """Search for the n most likely hypotheses instead of sampling."""
+    length_penalty: float = 1.0
+    """Of beam search."""
+    repetition: RepetitionRule | None = None
+    message: MessageFormat | None = None
+    """How to read reasoning and tool calls out of the answers; None: all of their text is content."""
+
+    stream: bool = False
+    include_usage: bool = False
+    """The last event of a stream gives the usage."""
+    continuous_usage: bool = False
+    """Every event of a stream gives the usage so far."""
+    echo: bool = False
+    """Answers begin with their prompt."""
+    echo_only: bool = False
+    """Answers are their prompt alone: the one token that the engine must generate is dropped."""
+    logprobs: bool = False
+    """Answers give log probabilities."""
+    prompt_logprobs: int | None = None
+    """Alternatives to give for each token of the prompt; None: its log probabilities are not given."""
+    token_ids: bool = False
+    """Answers give the token ids of prompt and answer."""
+    tokens_as_token_ids: bool = False
+    """Log probabilities name tokens `token_id:123`."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the response."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts together. A prompt counts once, however many choices continue it."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def request(self, id: str, prompt_ids: list[int], params: SamplingParams, seed: int) -> Request:
+        """The engine's request for one sequence."""
+        return Request(
+            id=id,
+            prompt_ids=prompt_ids,
+            params=params,
+            seed=seed,
+            cache_salt=self.cache_salt,
+            priority=self.priority,
+            tenant=self.tenant,
+            weight=self.weight,
+        )

@@ -1,0 +1,57 @@
+"""From a completion request to the spec of its generation."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.server.access.tenants import Tenant
+from quire.server.config import ServerConfig
+from quire.server.generation.spec import GenerationSpec
+from quire.server.protocol.common import ignored_header
+from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from quire.server.resolve.checks import check_logprobs
+from quire.server.resolve.common import resolved
+from quire.server.resolve.prompts import completion_prompts
+from quire.server.resolve.sampling_params import sampling_params
+from quire.server.resolve.structured import asked_grammar
+from quire.server.served_model import ServedModel
+
+
+async def completion_spec(
+    body: CompletionRequest, model: ServedModel, tenant: Tenant, config: ServerConfig
+) -> GenerationSpec:
+    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    name = model.answer_name(body.model)
+    headers = ignored_header(body.ignored_params(), config.strict)
+    check_logprobs("logprobs", body.logprobs, config.max_logprobs)
+    check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    echo_only = body.echo and max_tokens == 0
+    params = sampling_params(
+        body,
+        model,
+        max_tokens=1 if echo_only else max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=_most(body.prompt_logprobs, body.logprobs if body.echo else None),
+    )
+    if body.num_generated > body.n:
+        params = msgspec.structs.replace(params, n=body.num_generated, logprobs=body.logprobs or 0)
+    params = msgspec.structs.replace(params, grammar=await model.grammars.checked(asked_grammar(body)))
+    prompts = await completion_prompts(body, model)
+    return resolved(
+        body,
+        tenant,
+        id_prefix="cmpl",
+        model=name,
+        prompts=prompts,
+        params=params,
+        logprobs=body.logprobs is not None,
+        headers=headers,
+        echo=body.echo,
+        echo_only=echo_only,
+    )
+
+
+def _most(*counts: int | None) -> int | None:
+    """The largest of those asked for."""
+    return max((count for count in counts if count is not None), default=None)

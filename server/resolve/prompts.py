@@ -1,0 +1,163 @@
+"""Token ids of prompts: of a completion, in each of its forms, and of a chat, rendered by its template."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from quire.engine.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.generation.spec import Prompt
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.common import GenerationBody
+from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from quire.server.resolve.checks import check_length, check_text, check_token_id
+from quire.server.served_model import ServedModel
+
+LONG_TEXT = 8_000
+"""Characters. Texts of this length or more are tokenized in a thread: at about 1 us per character they would hold up
+other streams."""
+MAX_PROMPTS = 2048
+INFILL_MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+)
+"""The marks before the prompt, before the suffix, and before the text to be filled in."""
+CODESTRAL_MARKS = ("[SUFFIX]", "[PREFIX]")
+"""The marks before the suffix and before the prompt, which comes last and is continued."""
+
+
+async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
+    """The prompts, at least one. Raises InvalidRequest naming the parameter."""
+    prompt = body.prompt
+    given: Sequence[str | list[int]]
+    if isinstance(prompt, str):
+        given = [prompt]
+    elif prompt and isinstance(prompt[0], int):
+        given = [[token_id for token_id in prompt if isinstance(token_id, int)]]
+    else:
+        given = [one for one in prompt if not isinstance(one, int)]
+    if not given:
+        raise InvalidRequest("prompt must not be empty", param="prompt")
+    if len(given) > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
+    texts = [one for one in given if isinstance(one, str)]
+    special = body.add_special_tokens and not body.suffix
+    encoded = iter(await encode(model.tokenizer, texts, special, "prompt"))
+    prompts = []
+    for one in given:
+        if isinstance(one, str):
+            prompts.append(Prompt(next(encoded), one))
+        else:
+            for token_id in one:
+                check_token_id(token_id, model.vocab_size, "prompt")
+            text = model.tokenizer.decode(one, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
+            prompts.append(Prompt(one, text))
+    if body.suffix:
+        # A SentencePiece tokenizer would put a space before the suffix, but behind a mark there is none.
+        lead = "\u263a" if model.tokenizer.strips_first_space else ""
+        lead_ids, suffix = await encode(model.tokenizer, [lead, lead + body.suffix], False, "suffix")
+        suffix = suffix[len(lead_ids) :]
+        begin = body.add_special_tokens
+        filled = [infill(model.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
+        prompts = [Prompt(ids, "") for ids in filled]
+    prompts = [truncated(each, body, room(body.max_tokens, DEFAULT_MAX_TOKENS, model), model) for each in prompts]
+    for each in prompts:
+        check_length(each.ids, model.context_length, "prompt")
+    return prompts
+
+
+def infill(
+    tokenizer: Tokenizer, prompt: Sequence[int], suffix: Sequence[int], *, add_special_tokens: bool
+) -> list[int]:
+    """Fill in the middle (Bavarian et al., 2022): the token ids that a model trained for it reads.
+
+    prompt and suffix are token ids without special tokens. Raises InvalidRequest for a model without such marks.
+    """
+    begin = tokenizer.encode("", add_special_tokens=add_special_tokens)
+    for marks in (*INFILL_MARKS, CODESTRAL_MARKS):
+        match [token_id for mark in marks if (token_id := tokenizer.backend.token_to_id(mark)) is not None]:
+            case [before, between, middle]:
+                return [*begin, before, *prompt, between, *suffix, middle]
+            case [before, between] if marks is CODESTRAL_MARKS:
+                return [*begin, before, *suffix, between, *prompt]
+    raise InvalidRequest(
+        "suffix is not supported: this model's tokenizer has no fill-in-the-middle tokens", param="suffix"
+    )
+
+
+async def chat_prompt(
+    body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
+) -> Prompt:
+    """The conversation as its template writes it; `trusted`: a request may bring a template of its own.
+
+    Raises InvalidRequest naming the parameter.
+    """
+    longest = model.context_length
+    if len(body.messages) > longest:  # Each message takes a token at least, and templates are slow.
+        raise ContextLengthExceeded(
+            f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
+            param="messages",
+        )
+    text = renderer_for(body.chat_template, model, trusted=trusted).render(
+        [message.as_dict() for message in body.messages],
+        tools=tools,
+        documents=body.documents,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        variables=body.template_variables,
+    )
+    (ids,) = await encode(model.tokenizer, [text], body.add_special_tokens, "messages")
+    prompt = truncated(Prompt(ids, ""), body, room(body.max_completion_tokens or body.max_tokens, 1, model), model)
+    check_length(prompt.ids, model.context_length, "messages")
+    return prompt
+
+
+def renderer_for(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
+    """The model's renderer, or one of a request's own template, which must be `trusted`. Raises InvalidRequest."""
+    if chat_template is None:
+        return model.renderer
+    if not trusted:
+        raise InvalidRequest(
+            "chat_template is not allowed in requests; the server's operator may pass --trust-request-chat-template",
+            param="chat_template",
+        )
+    return model.renderer.with_template(chat_template)
+
+
+def room(max_tokens: int | None, default: int, model: ServedModel) -> int:
+    """Tokens of the context that the answer leaves to the prompt, at least one."""
+    return max(1, model.context_length - max(1, default if max_tokens is None else max_tokens))
+
+
+def truncated(prompt: Prompt, body: GenerationBody, room: int, model: ServedModel) -> Prompt:
+    """The prompt's last truncate_prompt_tokens tokens; for -1 the last `room` tokens. Raises InvalidRequest."""
+    limit = body.truncate_prompt_tokens
+    if limit is None:
+        return prompt
+    longest = model.context_length
+    if limit == 0 or limit > longest:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or from 1 to the context length, {longest}; got {limit}",
+            param="truncate_prompt_tokens",
+        )
+    limit = room if limit == -1 else limit
+    if len(prompt.ids) <= limit:
+        return prompt
+    ids = prompt.ids[-limit:]
+    text = model.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) if prompt.text else ""
+    return Prompt(ids, text)
+
+
+async def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
+    """Token ids of each text; long texts are encoded in a thread."""
+    for text in texts:
+        check_text(text, param)
+    if sum(map(len, texts)) < LONG_TEXT:
+        return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)

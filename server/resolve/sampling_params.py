@@ -1,0 +1,86 @@
+"""From a request body to the engine's SamplingParams: defaults, and limits that depend on the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import SamplingParams
+from quire.server.protocol.common import GenerationBody
+from quire.server.resolve.checks import check_text, check_token_id
+from quire.server.served_model import ServedModel
+
+
+def sampling_params(
+    body: GenerationBody,
+    model: ServedModel,
+    *,
+    max_tokens: int | None,
+    max_tokens_name: str = "max_tokens",
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> SamplingParams:
+    """The body's values, by default those of the model's generation_config.json.
+
+    Raises InvalidRequest naming the parameter.
+    """
+    defaults, max_model_len = model.sampling_defaults, model.context_length
+    if max_tokens is not None and max_tokens > max_model_len:
+        raise InvalidRequest(
+            f"{max_tokens_name} is too large: {max_tokens}. This model's context is {max_model_len} tokens, "
+            "prompt and answer together",
+            param=max_tokens_name,
+        )
+    for name, ids in (
+        ("logit_bias", body.logit_bias),
+        ("stop_token_ids", body.stop_token_ids),
+        ("allowed_token_ids", body.allowed_token_ids),
+    ):
+        for token_id in ids or ():
+            check_token_id(token_id, model.vocab_size, name)
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    for text in stop:
+        check_text(text, "stop")
+    check_text(body.cache_salt, "cache_salt")
+    return SamplingParams(
+        n=body.n,
+        temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
+        top_p=_first(body.top_p, defaults.get("top_p"), 1.0),
+        top_k=int(_first(body.top_k, defaults.get("top_k"), 0)),
+        min_p=_first(body.min_p, defaults.get("min_p"), 0.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        logit_bias=body.logit_bias or None,
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words_ids=bad_words_ids(body.bad_words, model.tokenizer),
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        seed=body.seed,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        skip_special_tokens=body.skip_special_tokens,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+    )
+
+
+def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of each word at the beginning of a text, and behind a space. Raises InvalidRequest.
+
+    This is vLLM's rule with one exception: vLLM leaves out the second form when it has another number of tokens than
+    the first, and lets the word through.
+    """
+    for word in words:
+        check_text(word, "bad_words")
+        if not word.strip():
+            raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
+    forms = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
+    return tuple(dict.fromkeys(map(tuple, tokenizer.encode_batch(forms, add_special_tokens=False))))
+
+
+def _first(*values: float | None) -> float:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,97 @@
+"""The grammar that a request asks for, in one of many ways."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.grammar import choice_grammar, json_grammar
+from quire.engine.types import Grammar
+from quire.server.protocol.common import GenerationBody
+from quire.server.resolve.checks import check_text
+
+MAX_CHOICES = 10_000
+_WAYS = ("json", "json_object", "regex", "choice", "grammar")
+_HARMLESS = {"disable_fallback", "disable_any_whitespace", "backend"}
+"""Keys of structured_outputs that change nothing here: there is one backend, and it allows one space at most."""
+
+
+def asked_grammar(body: GenerationBody) -> tuple[str, Grammar] | None:
+    """The parameter that asks, and the grammar it asks for. Raises InvalidRequest naming the parameter."""
+    found: list[tuple[str, str, Any]] = []
+    if body.response_format is not None:
+        found += [("response_format", *one) for one in _response_format(body.response_format)]
+    if body.structured_outputs is not None:
+        found += [("structured_outputs", *one) for one in _structured_outputs(body.structured_outputs)]
+    for way in _WAYS:
+        param = f"guided_{way}"
+        value = getattr(body, param, None)
+        if value is not None:
+            found.append((param, way, value))
+    if not found:
+        return None
+    if len(found) > 1:
+        all_asked = " and ".join(f"{param} ({way})" for param, way, _ in found)
+        raise InvalidRequest(f"Only one structured output can be asked for, got {all_asked}", param=found[1][0])
+    param, way, value = found[0]
+    try:
+        grammar = _grammar(way, value)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{param}: {error.message}", param=param) from error
+    check_text(grammar.text, param)
+    return param, grammar
+
+
+def _response_format(given: dict[str, Any]) -> list[tuple[str, Any]]:
+    kind = given.get("type")
+    if kind == "text":
+        return []
+    if kind == "json_object":  # with a schema as llama.cpp's clients send it, or TGI's (huggingface_hub)
+        schema = given.get("schema", given.get("value"))
+        return [("json_object", True) if schema is None else ("json", schema)]
+    if kind == "json_schema":
+        inner = given.get("json_schema")
+        schema = inner.get("schema") if isinstance(inner, dict) else None
+        if schema is None:
+            raise InvalidRequest("response_format.json_schema.schema is missing", param="response_format")
+        return [("json", schema)]
+    raise InvalidRequest(
+        f"response_format.type must be text, json_object or json_schema, got {kind!r}", param="response_format"
+    )
+
+
+def _structured_outputs(given: dict[str, Any]) -> list[tuple[str, Any]]:
+    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    for name in given:
+        if name not in _WAYS and name not in _HARMLESS:
+            raise InvalidRequest(f"structured_outputs.{name} is not supported", param="structured_outputs")
+    found = [(way, given[way]) for way in _WAYS if way in given]
+    if not found:
+        raise InvalidRequest(f"structured_outputs needs one of {', '.join(_WAYS)}", param="structured_outputs")
+    return found
+
+
+def _grammar(way: str, value: Any) -> Grammar:
+    if way == "json_object":
+        if value is not True:
+            raise InvalidRequest("json_object must be true or false")
+        return json_grammar({"type": "object"})
+    if way == "json":
+        return json_grammar(_parsed(value) if isinstance(value, str) else value)
+    if way == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+            raise InvalidRequest("choice must be a list of strings, at least one")
+        if len(value) > MAX_CHOICES:
+            raise InvalidRequest(f"choice takes at most {MAX_CHOICES} strings, got {len(value)}")
+        return choice_grammar(value)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(f"{way} must be a string, and not empty")
+    return Grammar("regex" if way == "regex" else "lark", value)
+
+
+def _parsed(schema: str) -> Any:
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the schema is not JSON: {error}") from None

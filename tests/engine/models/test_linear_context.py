@@ -1,0 +1,79 @@
+"""Every linear of a layer is told which adapter each of its rows has, on every backend and in the last layer too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import Decoder
+from quire.engine.worker.loader import dummy_stream, load_weights
+from quire.engine.worker.memory import allocate_kv_cache, prompts
+from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
+from tests.tiny_models import save_tiny_model
+
+CPU = torch.device("cpu")
+TOKENS = 6
+KEPT = torch.tensor([2, 5])
+LINEARS = ("qkv", "out", "gate_up", "down")
+
+
+class Told(Reference):
+    """Notes what each linear is told, in the order of the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.contexts: list[tuple[int, LinearContext]] = []
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
+        inner = super().pack_linear(weight, bias, wide=wide)
+
+        def linear(x: Tensor, context: LinearContext) -> Tensor:
+            self.contexts.append((len(x), context))
+            return inner(x, context)
+
+        return linear
+
+
+def run(backend: Reference, path: Path, adapters: Tensor | None) -> Tensor:
+    spec = decoder_spec(read_model_config(path))
+    model = Decoder(spec, backend, dtype=torch.float32, device=CPU, max_model_len=64, progress=lambda: None)
+    table = model.parameters()
+    load_weights(table, dummy_stream(table, 1, CPU), device=CPU)
+    plain = prompts(1, TOKENS, backend.block_size, CPU)
+    fields = {name: getattr(plain, name) for name in AttentionMetadata.__slots__}
+    metadata = AttentionMetadata(**fields | {"linear": LinearContext(adapters)})
+    return model.forward(torch.arange(TOKENS), metadata, allocate_kv_cache(model, 4), KEPT)
+
+
+def test_linears_are_told_the_adapters_of_their_rows(tmp_path: Path) -> None:
+    adapters, backend = torch.arange(TOKENS) * 10, Told()
+    run(backend, save_tiny_model(tmp_path, "llama", num_hidden_layers=2), adapters)
+    whole, kept = adapters.tolist(), adapters[KEPT].tolist()
+    told = [(rows, context.adapters.tolist()) for rows, context in backend.contexts if context.adapters is not None]
+    assert told == [(TOKENS, whole)] * (len(LINEARS) + 1) + [(len(KEPT), kept)] * (len(LINEARS) - 1)
+
+
+def test_layers_are_not_fused_for_rows_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Cpu()
+    if backend.missing:
+        pytest.skip(backend.missing)
+    path, calls = save_tiny_model(tmp_path, "llama"), []
+    fuse = backend.fuse_layers
+
+    def counted(*arguments: object, **options: object) -> object:
+        fused = fuse(*arguments, **options)
+        return lambda *step: calls.append(len(step)) or fused(*step)
+
+    monkeypatch.setattr(backend, "fuse_layers", counted)
+    fused = run(backend, path, None)
+    assert calls
+    calls.clear()
+    assert torch.equal(run(backend, path, torch.zeros(TOKENS, dtype=torch.int64)), fused)
+    assert not calls

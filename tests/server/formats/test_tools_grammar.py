@@ -1,0 +1,212 @@
+"""Grammars of calls that must be made: what they let through is read as whole calls that fit the schemas."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from quire.engine.text.grammar import GrammarCompiler, json_grammar, vocabulary_of
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Grammar
+from quire.server.formats.grammars import after_thinking, either
+from quire.server.formats.reasoning import ReasoningFormat
+from quire.server.formats.tools.format import ToolParser
+from quire.server.formats.tools.table import TABLE, Row
+from quire.server.protocol.chat import ChatRequest
+from quire.server.resolve.tools import tool_use
+from tests.texts import BYTES
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "enum": ["Rome", 'A "b"\n']},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 9},
+                    "unit": {"$ref": "#/$defs/unit"},
+                    "deep": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+                },
+                "required": ["city", "deep"],
+                "additionalProperties": False,
+                "$defs": {"unit": {"enum": [1, None]}},
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "clock", "parameters": {"additionalProperties": False}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "note",
+            "parameters": {"properties": {"text": {"type": "string", "maxLength": 3}}, "additionalProperties": False},
+        },
+    },
+]  # fmt: skip
+MARKERS = {marker for row in TABLE for marker in (*row.format.markers, *row.format.other_markers)} - {"<function="}
+EOS = "<|end|>"
+
+
+def make_tokenizer(special: bool, chat_template: str = "") -> Tokenizer:
+    """Bytes, an end, and the markers of all formats if they are to be special tokens."""
+    backend = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(BYTES)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([EOS, *(sorted(MARKERS) if special else [])])
+    return Tokenizer(backend, special_tokens={"eos_token": EOS}, chat_templates={"default": chat_template})
+
+
+TOKENIZERS = {"text": make_tokenizer(False), "special": make_tokenizer(True)}
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Mapping[str, GrammarCompiler]:
+    return {
+        name: GrammarCompiler(vocabulary_of(one, one.vocab_size, one.eos_token_ids)) for name, one in TOKENIZERS.items()
+    }
+
+
+def walk(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: Any, seed: int) -> str:
+    """A text that the grammar allows, picked token by token; it ends as soon as it may after 300."""
+    rng = random.Random(seed)
+    matcher = compiler.matcher(grammar)
+    end = tokenizer.eos_token_ids[0]
+    ids: list[int] = []
+    while not matcher.is_stopped():
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
+        assert len(allowed), matcher.get_error()
+        stop = end in allowed and (len(ids) > 300 or rng.random() < 0.3)
+        picked = end if stop else rng.choice([one for one in allowed.tolist() if one != end] or [end])
+        if picked == end:
+            break
+        assert matcher.consume_token(picked), matcher.get_error()
+        ids.append(picked)
+        assert len(ids) < 3000, tokenizer.decode(ids)
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def check_arguments(name: str, arguments: str, xml: bool) -> None:
+    values = json.loads(arguments)
+    if name == "weather":
+        assert {"city", "deep"} <= values.keys() <= {"city", "days", "unit", "deep"}
+        assert values["city"] in ("Rome", 'A "b"\n')
+        assert values.get("days", 1) in range(1, 10)
+        assert values.get("unit", 1) in (1, None)
+        assert all(isinstance(one, bool) for one in values["deep"])
+    elif name == "note":
+        assert values.keys() <= {"text"}
+        assert xml or len(values.get("text", "")) <= 3
+    else:
+        assert (name, values) == ("clock", {})
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+@pytest.mark.parametrize("choice", ["required", "weather", "one"])
+def test_what_a_grammar_lets_through_are_whole_calls(
+    row: Row, kind: str, choice: str, compilers: Mapping[str, GrammarCompiler]
+) -> None:
+    xml = row.name in ("qwen3_coder", "seed_oss")
+    tools = TOOLS[:2] if xml else TOOLS
+    named = {"type": "function", "function": {"name": choice}} if choice == "weather" else "required"
+    asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": named}
+    use = tool_use(ChatRequest.model_validate({**asked, "parallel_tool_calls": choice != "one"}), row.format)
+    grammar = use.grammar(TOKENIZERS[kind])
+    assert grammar is not None
+    compilers[kind].check(grammar)
+    counts = set()
+    for seed in range(12):
+        text = walk(compilers[kind], TOKENIZERS[kind], grammar, seed)
+        parser = ToolParser(row.format, use.known)
+        content, deltas = parser.push(text, final=True)
+        assert (content, parser.all_complete) == ("", True), text
+        names = [delta.name for delta in deltas if delta.name]
+        for index, name in enumerate(names):
+            assert name is not None
+            check_arguments(name, "".join(delta.arguments for delta in deltas if delta.index == index), xml)
+        assert choice != "weather" or names == ["weather"]
+        counts.add(len(names))
+    assert (counts == {1}) is (choice != "required"), counts
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_strict_tools_leave_text_free_and_constrain_calls(
+    row: Row, kind: str, compilers: Mapping[str, GrammarCompiler]
+) -> None:
+    def grammar(choice: str) -> Grammar:
+        tools: list[Any] = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS[:2]]
+        asked = {"messages": [{"role": "user"}], "tools": tools, "tool_choice": choice}
+        found = tool_use(ChatRequest.model_validate(asked), row.format).grammar(TOKENIZERS[kind])
+        assert found is not None
+        return found
+
+    def fits(text: str) -> bool:
+        matcher = compilers[kind].matcher(auto)
+        ids = TOKENIZERS[kind].encode(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    auto, required = grammar("auto"), grammar("required")
+    compilers[kind].check(auto)
+    lead = "" if row.name in ("pythonic", "llama3_json") else "Well: \n"
+    for text in ("", "Hé!\n", 'I think {"a": [1]} < b> [x] <tool', '{"a": "b"}', "<|x"):
+        assert fits(text), text
+    for seed in range(5):
+        calls = walk(compilers[kind], TOKENIZERS[kind], required, seed)
+        assert fits(lead + calls)
+        assert not fits(lead + calls[:-3])
+        assert not fits(lead + calls.replace("weather", "whether").replace("clock", "block"))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_calls_beside_a_format_of_the_content(row: Row, kind: str, compilers: Mapping[str, GrammarCompiler]) -> None:
+    """The answer is calls or what the format allows; nothing else, and not both; also after a model's thinking."""
+    asked = {"messages": [{"role": "user"}], "tools": TOOLS[:2]}
+    use = tool_use(ChatRequest.model_validate(asked), row.format)
+    tokenizer, compiler = TOKENIZERS[kind], compilers[kind]
+    calls = use.grammar(tokenizer, alone=True)
+    assert calls is not None
+    assert use.grammar(tokenizer) is None, "without a format the answer is free"
+    shape = {"a": {"type": "integer"}, "name": {"type": "string"}}  # calls have a name too
+    content = json_grammar({"properties": shape, "minProperties": 1, "additionalProperties": False})
+    both = either(content, calls)
+    thinking = after_thinking(both, ReasoningFormat("think", "<think>", "</think>"), True, tokenizer)
+
+    def fits(grammar: Grammar, text: str) -> bool:
+        matcher = compiler.matcher(grammar)
+        ids = tokenizer.encode(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    compiler.check(both)
+    for grammar, lead in ((both, ""), (thinking, "hm</think>\n\n")):
+        for text in ('{"a": 1}', '{"name": "Bob"}', '{"name":"weather"}'):
+            assert fits(grammar, lead + text), text
+        for seed in range(3):
+            text = walk(compiler, tokenizer, calls, seed)
+            assert fits(grammar, lead + text)
+            assert not fits(grammar, lead + text + '{"a": 1}')
+        for wrong in ("Well: ", '{"b": 1}', "", '{"a": 1} {"a": 1}'):
+            assert not fits(grammar, lead + wrong), wrong
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_free_text_in_xml_ends_at_the_parameters_end(kind: str, compilers: Mapping[str, GrammarCompiler]) -> None:
+    row = next(row for row in TABLE if row.name == "qwen3_coder")
+    asked = {"messages": [{"role": "user"}], "tools": TOOLS, "tool_choice": "required"}
+    grammar = tool_use(ChatRequest.model_validate(asked), row.format).grammar(TOKENIZERS[kind])
+    assert grammar is not None
+    head = "<tool_call>\n<function=note>\n<parameter=text>\na <b>\n</parameter>\n"
+    for text, allowed in ((f"{head}</function>\n</tool_call>", True), (f"{head}a", False), ("<tool_call>\n{", False)):
+        matcher = compilers[kind].matcher(grammar)
+        ids = TOKENIZERS[kind].encode(text)
+        assert (matcher.try_consume_tokens(ids) == len(ids)) is allowed, matcher.get_error()
+        assert not allowed or matcher.is_accepting()

@@ -1,0 +1,402 @@
+"""Tools in chat completions: the OpenAI SDK against scripted answers, streamed and whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai import BadRequestError
+
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import SamplingParams
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from quire.server.formats.tools.sink import CallDelta
+from quire.server.generation.answers.chat import ChatWriter
+from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.spec import GenerationSpec, Prompt
+from tests.server.api import Api, open_api, parse_events
+from tests.server.fake import FakeEngine, scripted
+from tests.server.formats.test_tools import PARTS, ROME, TWO_CALLS, slowly
+from tests.server.formats.test_tools_grammar import make_tokenizer
+from tests.texts import CHATML, byte_level_tokenizer, shared
+
+EOS = 258
+PATH = "/v1/chat/completions"
+HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
+HERMES = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{\"name\": …, \"arguments\": …}</tool_call>{% endif %}"
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{{ call.id }}={{ call.function.name }}"
+    "({{ call.function.arguments.city }}){% endfor %}{{ m.tool_call_id }}{% endfor %}"
+) + CHATML  # fmt: skip
+TWO = TWO_CALLS["hermes"]
+ONE = TWO.partition("\n<tool_call>\n{\"name\": \"clock\"")[0]  # fmt: skip
+
+
+def function(name: str, **properties: Any) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+
+
+TOOLS = [function("weather", city={"type": "string"}, days={"type": "integer"}), function("clock")]
+EXPECTED = [("weather", ROME), ("clock", "{}")]
+
+
+def speaker(text: str, **options: Any) -> Any:
+    engine = FakeEngine(scripted(text.encode(), EOS), eos=[EOS], max_model_len=2048)
+    return open_api(engine, **{"chat_template": HERMES, **options})
+
+
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
+
+
+def prompt(api: Api) -> str:
+    return bytes(token for token in api.engine.seen[-1].prompt_ids if token < 256).decode()
+
+
+async def test_parallel_calls_whole() -> None:
+    async with speaker("Let me see.\n" + TWO) as api:
+        answer = await api.openai.chat.completions.create(model="second", messages=HELLO, tools=TOOLS)
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == "Let me see."
+        assert calls_of(choice.message) == EXPECTED
+        ids = {call.id for call in choice.message.tool_calls or []}
+        assert len(ids) == 2
+        assert all(one.startswith("call_") for one in ids)
+        assert '"name": "weather"' in prompt(api)
+
+
+async def test_calls_without_content_have_null() -> None:
+    async with speaker(ONE) as api:
+        whole = await api.post(PATH, {"messages": HELLO, "tools": TOOLS})
+    (choice,) = whole["choices"]
+    (call,) = choice["message"].pop("tool_calls")
+    assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
+    assert call == {"id": call["id"], "type": "function", "function": {"name": "weather", "arguments": ROME}}
+
+
+async def test_streamed_calls_come_as_openai_sends_them() -> None:
+    async with speaker("Hm.\n" + TWO) as api:
+        events = await api.events(PATH, {"messages": HELLO, "tools": TOOLS})
+    choices = [event["choices"][0] for event in events]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "Hm."
+    deltas = [delta for choice in choices for delta in choice["delta"].get("tool_calls", [])]
+    assert all(len(choice["delta"].get("tool_calls", [0])) == 1 for choice in choices)
+    for index, (name, arguments) in enumerate(EXPECTED):
+        first, *rest = [delta for delta in deltas if delta["index"] == index]
+        opening = {"index": index, "type": "function", "function": {"name": name, "arguments": ""}}
+        assert first == {**opening, "id": first["id"]}
+        assert all(delta.keys() == {"index", "function"} for delta in rest)
+        assert "".join(delta["function"]["arguments"] for delta in rest) == arguments
+    assert len(deltas) > 20, "arguments come while they are generated"
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["tool_calls"]
+
+
+async def test_the_sdk_folds_a_stream_to_the_whole_answer() -> None:
+    asked: dict[str, Any] = {"model": "second", "messages": HELLO, "tools": TOOLS}
+    async with speaker(TWO) as api, api.openai.chat.completions.stream(**asked) as stream:
+        events = [event async for event in stream]
+        answer = await stream.get_final_completion()
+    assert calls_of(answer.choices[0].message) == EXPECTED
+    assert answer.choices[0].finish_reason == "tool_calls"
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    assert [(event.name, event.arguments) for event in done] == EXPECTED
+
+
+async def test_a_turn_with_results_goes_to_the_template() -> None:
+    async with speaker("It is 20 degrees.") as api:
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": ROME}}
+        turns = [
+            *HELLO,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "20"},
+        ]
+        answer = await api.openai.chat.completions.create(model="second", messages=turns, tools=TOOLS)
+        assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("It is 20 degrees.", "stop")
+        assert "call_1=weather(Rome)call_1" in prompt(api)
+
+
+async def test_arguments_that_are_no_json_stay_text() -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    async with speaker("x", chat_template=template) as api:
+        for arguments in ("{oops", "[" * 1500):
+            turn = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+            await api.post(PATH, {"messages": [turn]})
+            assert prompt(api) == arguments
+
+
+async def test_tokenize_counts_tools() -> None:
+    async with speaker("x") as api:
+        answer = await api.post("/tokenize", {"messages": HELLO, "tools": TOOLS})
+        await api.post(PATH, {"messages": HELLO, "tools": TOOLS})
+        assert answer["tokens"] == api.engine.seen[-1].prompt_ids
+
+
+async def test_without_parallel_tool_calls_the_first_is_kept() -> None:
+    async with speaker(TWO) as api:
+        body = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
+        whole = await api.post(PATH, body)
+        events = await api.events(PATH, body)
+    (call,) = whole["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert whole["choices"][0]["finish_reason"] == events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    indices = {delta["index"] for event in events for delta in event["choices"][0]["delta"].get("tool_calls", [])}
+    assert indices == {0}
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": []}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": None}])
+async def test_without_tools_all_is_content(more: dict[str, Any]) -> None:
+    async with speaker(ONE) as api:
+        whole = await api.post(PATH, {"messages": HELLO, **more})
+        assert whole["choices"][0]["message"]["content"] == ONE
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert "weather" not in prompt(api)
+
+
+@pytest.mark.parametrize("length", [5, 30, 45, 50, 70, len(ONE)])
+async def test_max_tokens_gives_length_and_what_there_is(length: int) -> None:
+    async with speaker(ONE) as api:
+        body = {"messages": HELLO, "tools": TOOLS, "max_tokens": length}
+        whole = await api.post(PATH, body)
+        events = await api.events(PATH, body)
+    (choice,) = whole["choices"]
+    assert choice["finish_reason"] == events[-1]["choices"][0]["finish_reason"] == "length"
+    calls = choice["message"].get("tool_calls", [])
+    assert calls or choice["message"]["content"] == ONE[:length]
+    assert all(ROME.startswith(call["function"]["arguments"]) for call in calls)
+
+
+def test_what_one_step_brings_comes_in_order() -> None:
+    """With several tokens per step, content and the call behind it are in one delta."""
+    tokenizer = byte_level_tokenizer().tokenizer
+    spec = GenerationSpec(id="id", model="m", prompts=[Prompt([1], "")], params=SamplingParams(), keep=1)
+    writer = ChatWriter(spec, tokenizer, "fp")
+    calls = (CallDelta(0, id="call_1", name="f"), CallDelta(0, "{}"))
+    delta = ChoiceDelta(0, "Hm.", [], "tool_calls", None, reasoning="why", calls=calls)
+    events = parse_events(writer.step([delta]).decode())
+    kinds = [next(iter(event["choices"][0]["delta"]), None) for event in events]
+    assert kinds == ["reasoning", "content", "tool_calls", "tool_calls", None]
+    assert events[1]["choices"][0]["delta"] == {"content": "Hm."}
+    assert [event["choices"][0]["finish_reason"] for event in events] == [None] * 4 + ["tool_calls"]
+
+
+async def test_an_answer_that_ends_inside_a_call_does_not_claim_calls() -> None:
+    async with speaker(ONE[:50]) as api:
+        whole = await api.post(PATH, {"messages": HELLO, "tools": TOOLS})
+    assert whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == ROME[: 50 - ONE.index(ROME)]
+    assert whole["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_thinking_comes_before_calls() -> None:
+    text = f"<think>\nA <tool_call>?\n</think>\n\n{ONE}"
+    async with speaker(text, reasoning_parser="think") as api:
+        body = {"messages": HELLO, "tools": TOOLS, "n": 2, "logprobs": True}
+        whole = await api.post(PATH, body)
+        events = await api.events(PATH, body)
+    for choice in whole["choices"]:
+        assert choice["message"]["reasoning"] == "A <tool_call>?"
+        assert choice["message"]["content"] is None
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ROME
+        assert len(choice["logprobs"]["content"]) == len(text.encode())
+        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert sum(len((one["logprobs"] or {}).get("content", [])) for one in mine) == len(text.encode())
+        assert "".join(one["delta"].get("reasoning", "") for one in mine) == "A <tool_call>?"
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "says"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools", "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools[0].function"),
+        ({"tools": [function("two words")]}, "tools", "tools[0].function.name"),
+        ({"tools": [function("a"), function("a")]}, "tools", "two functions named a"),
+        ({"tools": [function("a", x=1)]}, "tools", "properties"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 1}}}]}, "tools", "object"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "parameters"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"required": 1}}}]}, "tools", "list"),
+        ({"tools": "weather"}, "tools", "tools"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "tool_choice", "named x"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "messages", "tool_calls[0].function"),
+    ],
+)  # fmt: skip
+async def test_bad_tools_are_refused_by_name(more: dict[str, Any], param: str, says: str) -> None:
+    async with speaker("x") as api:
+        error = (await api.post(PATH, {"messages": HELLO, **more}, 400))["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert says in error["message"]
+        assert not api.engine.seen
+
+
+async def test_a_model_without_a_format_says_so_and_the_flag_gives_it_one() -> None:
+    async with speaker(ONE, chat_template=CHATML) as api:
+        with pytest.raises(BadRequestError, match="--tool-call-parser"):
+            await api.openai.chat.completions.create(model="second", messages=HELLO, tools=TOOLS)
+        await api.openai.chat.completions.create(model="second", messages=HELLO, tools=TOOLS, tool_choice="none")
+    async with speaker(ONE, chat_template=CHATML, tool_call_parser="hermes") as api:
+        response = await api.http.post(PATH, json={"messages": HELLO, "tools": TOOLS})
+        assert response.headers["x-ignored-params"] == "tools", "the template does not show them to the model"
+        assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+async def test_strict_tools_have_a_grammar_where_the_model_decides() -> None:
+    tools = [{"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}]
+    async with speaker("x") as api:
+        response = await api.http.post(PATH, json={"messages": HELLO, "tools": tools})
+        assert "x-ignored-params" not in response.headers
+        assert response.json()["choices"][0]["message"]["content"] == "x"
+        assert api.engine.seen[-1].params.grammar is not None
+        await api.post(PATH, {"messages": HELLO, "tools": TOOLS})
+        assert api.engine.seen[-1].params.grammar is None
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "function", "function": {"name": "weather"}}, {"function": {"name": "weather"}}],
+    ids=["required", "named", "named without type"],
+)
+async def test_a_call_that_must_be_made_has_a_grammar(choice: Any) -> None:
+    async with speaker(ONE) as api:
+        whole = await api.post(PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": choice})
+        assert whole["choices"][0]["finish_reason"] == "tool_calls"
+        assert json.loads(whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"])["city"] == "Rome"
+        grammar = api.engine.seen[-1].params.grammar
+        assert grammar is not None
+        assert "weather" in grammar.text
+        assert ("clock" in grammar.text) is (choice == "required")
+
+
+async def test_a_format_leaves_the_model_free_to_call() -> None:
+    schema = {"type": "object", "properties": {"mood": {"type": "string"}}}
+    body = {
+        "messages": HELLO,
+        "tools": TOOLS,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+    }
+    async with speaker(ONE) as api:
+        for choice in ("auto", "required", "none"):
+            await api.post(PATH, {**body, "tool_choice": choice})
+            text = api.engine.seen[-1].params.grammar.text
+            assert ("weather" in text, "mood" in text) == (choice != "none", choice != "required"), choice
+        refused = await api.post(PATH, {**body, "guided_json": {"type": "no"}, "response_format": None}, 400)
+        assert refused["error"]["param"] == "guided_json"
+        wrong = [function("weather", city={"type": "no"})]
+        assert (await api.post(PATH, {**body, "tools": wrong}, 400))["error"]["param"] == "tools"
+
+
+async def test_special_tokens_that_mark_calls_are_read_and_others_dropped() -> None:
+    tokenizer = make_tokenizer(special=True, chat_template=HERMES)
+    ids = tokenizer.encode(f"a[ARGS]b{ONE}[ARGS]")
+    assert any(tokenizer.token(token_id) == "<tool_call>" for token_id in ids)
+    async with served(tokenizer, ids) as http:
+        answer = (await http.post(PATH, json={"messages": HELLO, "tools": TOOLS})).json()
+        message = answer["choices"][0]["message"]
+        assert (message["content"], message["tool_calls"][0]["function"]["arguments"]) == ("ab", ROME)
+        answer = (await http.post(PATH, json={"messages": HELLO})).json()
+        assert "<tool_call>" not in answer["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("name", ["minimind", "qwen2.5"])
+async def test_real_tokenizers_and_their_templates(name: str) -> None:
+    tokenizer = Tokenizer.load(shared("tokenizers") / name)
+    thought = "hm é\n</think>\n\n" if name == "minimind" else ""
+    async with served(tokenizer, tokenizer.encode(f"{thought}Ah.\n{TWO}", add_special_tokens=False)) as http:
+        body = {"messages": HELLO, "tools": TOOLS, "chat_template_kwargs": {"open_thinking": True}}
+        answer = (await http.post(PATH, json=body)).json()
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert (choice["message"]["content"], choice["message"].get("reasoning")) == ("Ah.", "hm é" if thought else None)
+    calls = [call["function"] for call in choice["message"]["tool_calls"]]
+    assert [(call["name"], call["arguments"]) for call in calls] == EXPECTED
+    if thought:
+        counted = answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        assert counted in range(1, len(tokenizer.encode(thought, add_special_tokens=False)) + 1)
+
+
+@asynccontextmanager
+async def served(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator[httpx.AsyncClient]:
+    """A server whose model answers with these tokens."""
+    engine = FakeEngine(scripted(ids, tokenizer.eos_token_ids[0]), eos=tokenizer.eos_token_ids, max_model_len=2048)
+    config = ServerConfig(served_model_name=["m"])
+    app = create_app(config, engine, tokenizer, vocab_size=tokenizer.vocab_size, generation_defaults={})
+    transport = httpx.ASGITransport(app=app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
+        yield http
+
+
+def folded(events: list[Any]) -> list[dict[str, Any]]:
+    """Messages and how they ended, as a client adds them up."""
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events:
+        (choice,) = event["choices"]
+        known = choices.setdefault(choice["index"], {"content": "", "reasoning": "", "calls": []})
+        assert known.get("finish_reason") is None
+        delta = choice["delta"]
+        assert delta.get("reasoning") == delta.get("reasoning_content")
+        known["content"] += delta.get("content", "")
+        known["reasoning"] += delta.get("reasoning", "")
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                known["calls"].append([call["function"]["name"], ""])
+            known["calls"][call["index"]][1] += call["function"]["arguments"]
+        known["tokens"] = known.get("tokens", 0) + len((choice["logprobs"] or {}).get("content") or [])
+        known["finish_reason"], known["stop_reason"] = choice["finish_reason"], choice.get("stop_reason")
+    return [choices[index] for index in sorted(choices)]
+
+
+def flat(choice: dict[str, Any]) -> dict[str, Any]:
+    message = choice["message"]
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", [])]
+    return {
+        "content": message["content"] or "",
+        "reasoning": message.get("reasoning", ""),
+        "calls": calls,
+        "tokens": len((choice["logprobs"] or {}).get("content") or []),
+        "finish_reason": choice["finish_reason"],
+        "stop_reason": choice["stop_reason"],
+    }
+
+
+bodies = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 400),
+        "n": st.integers(1, 2),
+        "stop": st.none() | st.sampled_from(["Rome", "</", "clock", "é"]),
+        "parallel_tool_calls": st.booleans(),
+        "include_reasoning": st.booleans(),
+        "logprobs": st.booleans(),
+        "include_stop_str_in_output": st.booleans(),
+    }
+)
+
+
+@slowly
+@given(
+    name=st.sampled_from(sorted(TWO_CALLS)),
+    begin=st.sampled_from(["", "<think>", "\n<think>\né "]),
+    parts=st.lists(st.sampled_from([*PARTS, "</think>", "\n\n", "ü"]), max_size=10),
+    calls=st.booleans(),
+    body=bodies,
+    burst=st.integers(1, 5),
+)
+async def test_the_whole_answer_is_the_fold_of_the_streamed_one(
+    name: str, begin: str, parts: list[str], calls: bool, body: dict[str, Any], burst: int
+) -> None:
+    text = begin + "".join(parts) + (TWO_CALLS[name] if calls else "")
+    engine = FakeEngine(scripted(text.encode(), EOS), eos=[EOS], max_model_len=2048, burst=burst)
+    body = {"messages": HELLO, "tools": TOOLS, **body}
+    async with open_api(engine, chat_template=HERMES, tool_call_parser=name, reasoning_parser="think") as api:
+        whole = await api.post(PATH, body)
+        events = await api.events(PATH, body)
+    assert folded(events) == [flat(choice) for choice in whole["choices"]]
