@@ -20,8 +20,12 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One sequence's share of a step: tokens start to start + count of its slot, whose token ids the device holds.
 
-    `new_blocks` extend the slot's block table (an admitted slot starts with an empty one). The token picked after the
-    last one is written to the slot on the device, so a later row may compute it before the host knows it.
+    `new_blocks` extend the slot's block table (an admitted slot starts with an empty one). A row that samples picks a
+    token after its last one; the device writes it to the slot, so a later row may compute it before the host knows it.
+
+    `draft_ids` are guesses of the tokens that follow the known ones: they are the last of the row's `count` tokens, and
+    the device writes them to the slot first. It then picks a token before each of them too. The row accepts the drafts
+    up to the first that differs from its pick, and that pick; what was computed for the others is overwritten later.
     """
 
     request_id: str
@@ -30,6 +34,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     count: int
     new_blocks: list[int]
     sample: bool
+    draft_ids: list[int] = []
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -60,9 +65,10 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step computed, by request id."""
 
-    token_ids: dict[str, int]
-    """One for each row that samples."""
-    logprobs: dict[str, TokenLogprob] = {}
+    token_ids: dict[str, list[int]]
+    """For each row that samples the tokens it accepts: one, and one more for each accepted draft."""
+    logprobs: dict[str, list[TokenLogprob]] = {}
+    """One per accepted token, where the request asks for them."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     """For the prompt tokens of this step's chunk: the log probability of the token after each."""
     errors: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Decides what each step computes. One rule: every sequence catches its computed count up to its token count.
 
 Decodes go first, then prompts, in chunks, within a token budget; that one rule makes chunked prefill, prefix hits,
-mixed batches and resumption after a preemption. It touches no device and keeps no time.
+mixed batches, drafts and resumption after a preemption. The scheduler touches no device and reads no clock.
 
 `schedule()` may run ahead of `apply()`: a step's effects are counted when it is scheduled (tokens computed, tokens in
 flight) and its tokens learnt when it is applied, in order. Device work runs in the order it was scheduled, so pages
@@ -9,6 +9,8 @@ freed while a step is under way may be handed out at once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from quire.engine.batch import Admission, Batch, PageCopy, Row, StepOutput
 from quire.engine.blocks import BlockPool
@@ -29,8 +31,13 @@ class Scheduler:
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
         prefix_piece: int | None = None,
+        propose: Callable[[Sequence], list[int]] | None = None,
     ) -> None:
-        """`prefix_piece`: tokens by which cached prefixes are matched, a divisor of block_size; default: that."""
+        """`prefix_piece`: tokens by which cached prefixes are matched, a divisor of block_size; default: that.
+
+        `propose` guesses the tokens that follow a sequence's known ones. It is asked when a step will compute all of
+        these and none is in flight; so sequences that may draft wait for their tokens, whatever steps run ahead.
+        """
         self.pool = BlockPool(num_blocks)
         self._block_size = block_size
         self._piece = prefix_piece or block_size
@@ -42,6 +49,7 @@ class Scheduler:
         self._max_tokens = max_num_batched_tokens
         self._eos = frozenset(eos_token_ids)
         self._caching = enable_prefix_caching
+        self._propose = propose
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting = FairQueue()
@@ -80,7 +88,7 @@ class Scheduler:
         assert request.id not in self._sequences, f"request id {request.id} is in use"
         room = self._max_model_len - len(request.prompt_ids)
         limit = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
-        seq = Sequence(request, self._arrivals, limit)
+        seq = Sequence(request, self._arrivals, limit, drafting=self._propose is not None)
         self._arrivals += 1
         longest = seq.num_prompt + limit
         if limit < 1:
@@ -110,7 +118,10 @@ class Scheduler:
         """The next step, counted as done from here on; None when there is nothing to compute (for now)."""
         self._written.clear()
         planned, budget = self._plan_running()
-        rows = [self._commit(seq, count) for seq, count in planned.items()]
+        rows = []
+        for seq, count in planned.items():  # all have their pages: drafts preempt nobody
+            rows.append(row := self._commit(seq, count, budget))
+            budget -= len(row.draft_ids)
         copies: list[PageCopy] = []
         admissions = self._admit(rows, copies, budget)
         if not rows:
@@ -133,7 +144,7 @@ class Scheduler:
                 self._end(seq)
                 self._refuse(seq.request, output.errors[row.request_id])
             elif row.sample:
-                self._learn(seq, output)
+                self._learn(seq, row, output)
 
     def _plan_running(self) -> tuple[dict[Sequence, int], int]:
         """Tokens to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
@@ -171,7 +182,8 @@ class Scheduler:
             count = min(seq.pending, budget)
             seq.blocks += self.pool.allocate(self._blocks_for(seq.computed + count) - len(seq.blocks))
             budget -= count
-            rows.append(self._commit(seq, count))
+            rows.append(row := self._commit(seq, count, budget))
+            budget -= len(row.draft_ids)
             assert seq.slot is not None
             how = (seq.request.params, seq.request.seed)
             admissions.append(Admission(seq.slot, list(seq.tokens), seq.num_prompt, *how))
@@ -219,20 +231,34 @@ class Scheduler:
             self._queries += seq.num_prompt
             self._hits += seq.cached_tokens
 
-    def _commit(self, seq: Sequence, count: int) -> Row:
-        """Count a row as done. Its full pages can be shared from now on, even within this step: every layer stores the
-        step's keys and values before any row attends to them."""
+    def _draft(self, seq: Sequence, budget: int) -> list[int]:
+        """Proposed tokens after the known ones, which are all in this step; as many as the request's limit, the budget
+        and the free pages allow."""
+        assert self._propose is not None
+        assert not seq.in_flight
+        known = len(seq.tokens)
+        room = (len(seq.blocks) + self.pool.num_free) * self._block_size - known
+        most = min(budget, seq.limit - seq.num_output - 1, room)
+        drafts = self._propose(seq)[:most] if most > 0 else []
+        seq.blocks += self.pool.allocate(max(self._blocks_for(known + len(drafts)) - len(seq.blocks), 0))
+        return drafts
+
+    def _commit(self, seq: Sequence, count: int, budget: int) -> Row:
+        """Count a row of `count` known tokens as done, and its drafts, for which `budget` is left. Its full pages can
+        be shared from now on, even within this step: every layer stores the step's keys and values before any row
+        attends to them."""
         assert seq.slot is not None
         start = seq.computed
+        sample = start + count == len(seq.tokens) + seq.in_flight
+        drafts = self._draft(seq, budget) if sample and seq.drafts else []
         new_blocks = seq.blocks[seq.sent_blocks :]
-        seq.computed += count
+        seq.computed += count + len(drafts)
+        seq.in_flight += sample + len(drafts)
         seq.sent_blocks = len(seq.blocks)
         prompt_done = min(seq.computed, seq.num_prompt)
         self._prompt_tokens += max(0, prompt_done - start)
         self._waiting.charge(seq.request, prompt_tokens=max(0, prompt_done - max(start, seq.charged)))
         seq.charged = max(seq.charged, prompt_done)
-        sample = seq.computed == len(seq.tokens) + seq.in_flight
-        seq.in_flight += sample
         if self._caching:
             full = min(seq.computed, len(seq.tokens)) // self._piece
             for index, digest in enumerate(seq.digests(full, self._piece)[seq.known_pieces :], seq.known_pieces):
@@ -240,26 +266,32 @@ class Scheduler:
             seq.known_pieces = full
             for index in range(start // self._block_size, self._blocks_for(seq.computed)):
                 self._written[seq.blocks[index]] = max(start - index * self._block_size, 0)
-        return Row(seq.request.id, seq.slot, start, count, new_blocks, sample)
+        return Row(seq.request.id, seq.slot, start, count + len(drafts), new_blocks, sample, drafts)
 
-    def _learn(self, seq: Sequence, output: StepOutput) -> None:
-        """Take the picked token in, and end the sequence if it was its last."""
+    def _learn(self, seq: Sequence, row: Row, output: StepOutput) -> None:
+        """Take in the tokens that the row accepted, up to one that ends the sequence."""
         request = seq.request
-        token = output.token_ids[request.id]
-        seq.in_flight -= 1
-        seq.tokens.append(token)
-        self._generated += 1
-        self._waiting.charge(request, output_tokens=1)
-        reason, stop = self._finish(seq, token)
-        logprob = output.logprobs.get(request.id)
+        new_ids = output.token_ids[request.id]
+        seq.in_flight -= 1 + len(row.draft_ids)
+        for taken, token in enumerate(new_ids, 1):
+            seq.tokens.append(token)
+            reason, stop = self._finish(seq, token)
+            if reason is not None:
+                new_ids = new_ids[:taken]
+                break
+        if row.draft_ids:  # of the rejected ones nothing is computed; nor is anything of a sequence preempted meanwhile
+            seq.computed = min(seq.computed, len(seq.tokens) - 1)
+        self._generated += len(new_ids)
+        self._waiting.charge(request, output_tokens=len(new_ids))
+        logprobs = output.logprobs.get(request.id)
         prompt_logprobs = None
         if seq.owes_prompt_logprobs:
             prompt_logprobs, seq.owes_prompt_logprobs = [None, *seq.prompt_logprobs], False
         self._outputs.append(
             RequestOutput(
                 request.id,
-                [token],
-                logprobs=None if logprob is None else [logprob],
+                new_ids,
+                logprobs=None if logprobs is None else logprobs[: len(new_ids)],
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=reason,
                 stop_reason=stop,

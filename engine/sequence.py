@@ -19,11 +19,16 @@ class Sequence:
     """Tokens, how many of them are computed, and the pages that hold their KV.
 
     `computed` counts tokens whose KV is in the cache or will be when the steps under way have run. `in_flight` counts
-    tokens those steps will pick, which the device knows before we do. A sequence is caught up, one token behind, when
-    computed == known + in_flight - 1: the next step computes that last token and picks another.
+    the most tokens those steps may give, which the device knows before we do. A sequence is caught up, one token
+    behind, when computed == known + in_flight - 1: the next step computes that last token and picks another.
+
+    Drafts are tokens that may be taken back: until the scheduler learns from the step that computes them they count as
+    computed and in flight, never as known, so they are neither hashed nor shared.
     """
 
-    def __init__(self, request: Request, arrival: int, limit: int) -> None:
+    def __init__(self, request: Request, arrival: int, limit: int, *, drafting: bool = False) -> None:
+        """`drafting`: somebody proposes drafts. Not for grammars and thinking budgets: what they allow after a draft
+        would have to be found without taking the draft in for good."""
         assert request.prompt_ids, "an empty prompt is refused before it comes here"
         self.request = request
         self.arrival = arrival
@@ -47,6 +52,11 @@ class Sequence:
         self.owes_prompt_logprobs = request.params.prompt_logprobs is not None and not request.emitted_ids
         """While they are owed every prompt token must be computed, cached or not."""
         self.prompt_logprobs: list[TokenLogprob | None] = []
+        params = request.params
+        self.drafts = drafting and params.grammar is None and params.thinking is None
+        """Its rows may carry drafts."""
+        self._looks_back = self.drafts or params.grammar is not None
+        """Its next step needs every token before it known: the grammar reads them, and so does who proposes drafts."""
         self._digests: list[bytes] = []
         self._root = root_hash(request.cache_salt)
 
@@ -56,9 +66,9 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to compute before it is caught up; 0 when all it may generate is already under way, or when what may
-        come next hangs on a token that is."""
-        if self.num_output + self.in_flight >= self.limit or (self.in_flight and self.request.params.grammar):
+        """Tokens to compute before it is caught up; 0 while all that it may generate is under way, and while it must
+        wait for a token under way."""
+        if self.in_flight and (self._looks_back or self.num_output + self.in_flight >= self.limit):
             return 0
         return len(self.tokens) + self.in_flight - self.computed
 

@@ -36,7 +36,7 @@ def step_record(batch: Batch, number: int, times: tuple[float, float, float, flo
     chunks = [
         (row.request_id, row.start, row.count)
         for row in batch.rows
-        if row.count > 1 or not row.sample or row.slot in admitted
+        if row.count - len(row.draft_ids) > 1 or not row.sample or row.slot in admitted
     ]
     tokens = sum(row.count for row in batch.rows)
     return StepRecord(number, *times, len(batch.rows), tokens, chunks, batch.preempted)

@@ -82,14 +82,14 @@ class SlotGrammars:
         allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")
         return GrammarMask(rows, torch.from_numpy(allowed).view(torch.bool))
 
-    def consume(self, slot: int, owner: Admission, token_id: int) -> str | None:
-        """Take in a token that was picked for `owner`. Returns why its grammar cannot be followed, if it cannot.
+    def consume(self, slot: int, owner: Admission, token_ids: list[int]) -> str | None:
+        """Take in tokens that were picked for `owner`. Returns why its grammar cannot be followed, if it cannot.
 
         A slot that has gone to another owner meanwhile keeps that one's state.
         """
         if self._owners.get(slot) is not owner:
             return None
-        self._consume(slot, [token_id])
+        self._consume(slot, token_ids)
         return self._unusable.get(slot)
 
     def _consume(self, slot: int, token_ids: list[int]) -> None:

@@ -54,7 +54,10 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, int], _Graph] = {}
 
     def fit(self, batch: Batch) -> bool:
-        """Whether a graph can compute the batch: one token of each sequence, each followed by a pick."""
+        """Whether a graph can compute the batch: one token of each sequence, each followed by a pick.
+
+        Rows with drafts run without a graph; for them `rows` would need a third dimension, the tokens of a row.
+        """
         return len(batch.rows) <= self._sizes[-1] and all(row.count == 1 and row.sample for row in batch.rows)
 
     def run(self, picks: Picks) -> Tensor:

@@ -25,9 +25,11 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """The R picks that a step makes: in which slots, and at which positions."""
+    """The R picks that a step makes: in which slots, and at which positions. Rows with drafts make several, in order
+    and side by side."""
 
     rows: list[Row]
+    """The row of each pick."""
     slots: np.ndarray  # [R] int64
     positions: np.ndarray  # [R] int64, also the number of tokens so far
     slots_there: Tensor  # the two on the device
@@ -83,11 +85,25 @@ class Slots:
             there = upload([slots, index, new], self.device)
             self._tables[there[0], there[1]] = there[2]
 
+    def put_drafts(self, rows: list[Row]) -> None:
+        """Write the rows' drafts to their slots' tokens."""
+        drafted = [row for row in rows if row.draft_ids]
+        if not drafted:
+            return
+        slots = np.array([row.slot for row in drafted for _ in row.draft_ids], dtype=np.int64)
+        ends = [(row.start + row.count, len(row.draft_ids)) for row in drafted]
+        positions = np.concatenate([np.arange(end - count, end) for end, count in ends])
+        ids = np.array([token for row in drafted for token in row.draft_ids], dtype=np.int32)
+        there = upload([slots, positions, ids], self.device)
+        self.token_ids[there[0], there[1]] = there[2]
+
     def picks(self, batch: Batch) -> Picks:
         """What the batch's rows that sample pick."""
         rows = [row for row in batch.rows if row.sample]
+        positions = _picked(rows, np.array([row.start + row.count for row in rows], dtype=np.int64))
+        if len(positions) > len(rows):
+            rows = [row for row in rows for _ in (None, *row.draft_ids)]
         slots = np.array([row.slot for row in rows], dtype=np.int64)
-        positions = np.array([row.start + row.count for row in rows], dtype=np.int64)
         return Picks(rows, slots, positions, *upload([slots, positions], self.device))
 
     def decode_inputs(self, rows: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
@@ -116,7 +132,7 @@ class Slots:
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         counts = np.array([row.count for row in rows], dtype=np.int64)
-        sampling = np.array([row.sample for row in rows], dtype=bool)
+        sampling = [row.sample for row in rows]
         ends = np.cumsum(counts)
         owner = np.repeat(slots, counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
@@ -132,7 +148,7 @@ class Slots:
                 positions,
                 pages.astype(np.int64) * self.block_size + positions % self.block_size,
                 owner,
-                ends[sampling] - 1,
+                _picked([row for row in rows if row.sample], ends[sampling]) - 1,
             ],
             self.device,
         )
@@ -147,3 +163,12 @@ class Slots:
             max_context_len=longest,
         )
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled)
+
+
+def _picked(rows: list[Row], ends: np.ndarray) -> np.ndarray:
+    """One number for each pick of these rows, which all sample: a row's of `ends` [rows], and before it, ascending, one
+    less for each of its drafts."""
+    if not any(row.draft_ids for row in rows):
+        return ends
+    widths = np.array([1 + len(row.draft_ids) for row in rows])
+    return np.repeat(ends - np.cumsum(widths), widths) + np.arange(1, widths.sum() + 1)

@@ -27,9 +27,9 @@ LOGPROB_TENSORS = 4
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """What a launched step will say. `picks` are the rows that a token is picked for, each with who owned its slot at
-    the time. `download` holds the picked tokens; if some of these are `asked` for log probabilities, what
-    logprob_tensors found for them; then that for each of `chunks`."""
+    """What a launched step will say. `picks` names for each picked token its row, and who owned the row's slot at the
+    time. `download` holds the picked tokens; if some of these are `asked` for log probabilities, what logprob_tensors
+    found for them; then that for each of `chunks`."""
 
     picks: list[tuple[Row, Admission]]
     asked: list[int]
@@ -40,20 +40,41 @@ class PendingStep:
     def result(self) -> StepOutput:
         """Wait for the device, and tell the grammars what was picked. Once."""
         tensors = iter(self.download.wait())
-        token_ids = next(tensors).tolist()
-        logprobs: dict[str, TokenLogprob] = {}
+        picked = next(tensors).tolist()
+        found: list[TokenLogprob] = []
         if self.asked:
             tops = [self.picks[index][1].params.logprobs or 0 for index in self.asked]
-            found = token_logprobs([token_ids[i] for i in self.asked], islice(tensors, LOGPROB_TENSORS), tops)
-            logprobs = {self.picks[i][0].request_id: each for i, each in zip(self.asked, found, strict=True)}
+            found = token_logprobs([picked[i] for i in self.asked], islice(tensors, LOGPROB_TENSORS), tops)
+        token_ids, logprobs, errors = self._accept(picked, dict(zip(self.asked, found, strict=True)))
         prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         for chunk in self.chunks:
             tops = [chunk.top] * len(chunk.token_ids)
             found = token_logprobs(chunk.token_ids, islice(tensors, LOGPROB_TENSORS), tops)
             prompt_logprobs[chunk.request_id] = prompt_logprobs.get(chunk.request_id, []) + found
-        errors = {}
-        for (row, owner), token in zip(self.picks, token_ids, strict=True):
-            if (error := self.grammars.consume(row.slot, owner, token)) is not None:
+        return StepOutput(token_ids, logprobs, prompt_logprobs, errors)
+
+    def _accept(
+        self, picked: list[int], found: dict[int, TokenLogprob]
+    ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, str]]:
+        """By request: the accepted tokens, their log probabilities where `found` has them, and the grammars' errors."""
+        token_ids, logprobs, errors = {}, {}, {}
+        first = 0
+        while first < len(picked):
+            row, owner = self.picks[first]
+            width = 1 + len(row.draft_ids)
+            tokens = token_ids[row.request_id] = accepted(row.draft_ids, picked[first : first + width])
+            if first in found:
+                logprobs[row.request_id] = [found[first + index] for index in range(len(tokens))]
+            if (error := self.grammars.consume(row.slot, owner, tokens)) is not None:
                 errors[row.request_id] = error
-        ids = {row.request_id: token for (row, _), token in zip(self.picks, token_ids, strict=True)}
-        return StepOutput(ids, logprobs, prompt_logprobs, errors)
+            first += width
+        return token_ids, logprobs, errors
+
+
+def accepted(drafts: list[int], picks: list[int]) -> list[int]:
+    """The picks, one more than drafts, up to the first that differs from its draft: what follows was picked after a
+    token that does not come."""
+    count = 0
+    while count < len(drafts) and picks[count] == drafts[count]:
+        count += 1
+    return picks[: count + 1]

@@ -55,6 +55,7 @@ class Runner:
         for copy in batch.copies:  # only of large pages, which lie token by token in every layout
             for cache in (cache for layer in self._kv_cache for cache in layer):
                 cache[copy.target, : copy.tokens] = cache[copy.source, : copy.tokens]
+        self._slots.put_drafts(batch.rows)
         self._slots.take_pages(batch.rows)
         if self._headroom is not None:
             self._headroom.use(page for row in batch.rows for page in row.new_blocks)

@@ -21,7 +21,7 @@ PARAMS = SamplingParams(
 
 def test_a_batch_survives_the_way_to_another_process() -> None:
     batch = Batch(
-        rows=[Row("a", 0, 0, 17, [4, 9], False), Row("b", 2, 40, 1, [], True)],
+        rows=[Row("a", 0, 0, 17, [4, 9], False), Row("b", 2, 40, 1, [], True), Row("c", 3, 9, 4, [], True, [5, 6, 7])],
         admissions=[Admission(0, [1, 2, 3], 3, PARAMS, 2**63 - 1)],
         copies=[PageCopy(1, 4, 16)],
         preempted=["c"],
@@ -33,5 +33,5 @@ def test_a_batch_survives_the_way_to_another_process() -> None:
 
 def test_so_does_what_comes_of_it() -> None:
     logprob = TokenLogprob(5, -0.25, 1, [(5, -0.25), (6, -1.5)])
-    output = StepOutput({"b": 5}, {"b": logprob}, {"a": [logprob, logprob]}, {"c": "why"})
+    output = StepOutput({"b": [5], "c": [1, 2]}, {"b": [logprob]}, {"a": [logprob, logprob]}, {"c": "why"})
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output

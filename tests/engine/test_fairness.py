@@ -158,7 +158,7 @@ def served_tokens(sent: dict[str, tuple[int, int]], in_flight: dict[str, int], *
             done = min(row.start + row.count, len(one.prompt_ids))
             served[one.tenant] += max(0, done - prompt_done[one.id])
             prompt_done[one.id] = max(prompt_done[one.id], done)
-        scheduler.apply(batch, StepOutput({row.request_id: 2 for row in batch.rows if row.sample}))
+        scheduler.apply(batch, StepOutput({row.request_id: [2] for row in batch.rows if row.sample}))
         for output in scheduler.take_outputs():
             served[requests[output.id].tenant] += len(output.new_ids) * OUTPUT_COST
             if output.finish_reason is not None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.engine.batch import Batch, StepOutput
 from quire.engine.scheduler import Scheduler
+from quire.engine.sequence import Sequence
 from quire.engine.types import Request, RequestOutput, SamplingParams, TokenLogprob
 
 BLOCK = 4
@@ -34,6 +36,25 @@ def next_token(tokens: list[int]) -> int:
     return zlib.crc32(repr(tokens).encode()) % 16
 
 
+def proposer(right: int, wrong: int) -> Callable[[Sequence], list[int]]:
+    """Up to so many tokens that will be accepted, then up to so many that will not; how many depends on the tokens."""
+
+    def propose(seq: Sequence) -> list[int]:
+        assert not seq.in_flight, "a draft after a token that is not known"
+        assert seq.request.params.grammar is None
+        tokens, chance = list(seq.tokens), zlib.crc32(repr(seq.tokens[::-1]).encode())
+        for _ in range(chance % (right + 1)):
+            tokens.append(next_token(tokens))
+        for _ in range(chance // 64 % (wrong + 1)):
+            tokens.append((next_token(tokens) + 1) % 16)
+        return tokens[len(seq.tokens) :]
+
+    return propose
+
+
+PROPOSERS = {"none": None, "right": proposer(6, 0), "wrong": proposer(0, 4), "mixed": proposer(3, 3)}
+
+
 class FakeDevice:
     """Slots with token ids and page tables, pages with the tokens whose KV they hold."""
 
@@ -42,11 +63,13 @@ class FakeDevice:
         self.pages: dict[int, list[tuple[int, ...] | None]] = {b: [None] * block for b in range(NUM_BLOCKS)}
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
+        self.prompts: dict[int, int] = {}
 
     def execute(self, batch: Batch) -> StepOutput:
         for admission in batch.admissions:
             self.tokens[admission.slot] = list(admission.token_ids)
             self.tables[admission.slot] = []
+            self.prompts[admission.slot] = admission.num_prompt
         for copy in batch.copies:
             assert 0 < copy.tokens < self.block
             assert None not in self.pages[copy.source][: copy.tokens], "a copy of what is not there yet"
@@ -56,6 +79,10 @@ class FakeDevice:
             assert row.count > 0
             table, tokens = self.tables[row.slot], self.tokens[row.slot]
             table += row.new_blocks
+            if row.draft_ids:
+                assert row.sample
+                assert row.start + row.count == len(tokens) + len(row.draft_ids), "drafts after a token not computed"
+                tokens += row.draft_ids
             for position in range(row.start, row.start + row.count):
                 self.pages[table[position // self.block]][position % self.block] = tuple(tokens[: position + 1])
         picked, prompt_logprobs = {}, {}
@@ -66,13 +93,22 @@ class FakeDevice:
                 held = self.pages[table[position // self.block]][position % self.block]
                 assert held == tuple(tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
             prompt_logprobs[row.request_id] = [
-                TokenLogprob(token, 0.0, 1, []) for token in tokens[row.start + 1 : end + 1]
+                TokenLogprob(token, 0.0, 1, [])
+                for token in tokens[row.start + 1 : min(end + 1, self.prompts[row.slot])]
             ]
             if row.sample:
                 assert end == len(tokens), "sampling before the last token"
-                picked[row.request_id] = next_token(tokens)
-                tokens.append(picked[row.request_id])
+                known = len(tokens) - len(row.draft_ids)
+                picks = [next_token(tokens[:length]) for length in range(known, end + 1)]
+                picked[row.request_id] = accepted(row.draft_ids, picks)
+                tokens[known:] = picked[row.request_id]
         return StepOutput(picked, {}, prompt_logprobs)
+
+
+def accepted(drafts: list[int], picks: list[int]) -> list[int]:
+    """The picks up to the first that is not its draft."""
+    right = next((at for at, draft in enumerate(drafts) if picks[at] != draft), len(drafts))
+    return picks[: right + 1]
 
 
 def expected_tokens(request: Request) -> list[int]:
@@ -95,6 +131,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.device = FakeDevice(self.block)
+        self.under_way: deque[tuple[Batch, StepOutput]] = deque()
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.aborted: set[str] = set()
+
+    @initialize(drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]))
+    def start(self, drafts: str) -> None:
         self.scheduler = Scheduler(
             num_blocks=self.num_blocks,
             block_size=self.block,
@@ -103,12 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs=SLOTS,
             max_num_batched_tokens=10,
             eos_token_ids=(EOS,),
+            propose=PROPOSERS[drafts],
         )
-        self.device = FakeDevice(self.block)
-        self.under_way: deque[tuple[Batch, StepOutput]] = deque()
-        self.requests: dict[str, Request] = {}
-        self.outputs: dict[str, list[RequestOutput]] = {}
-        self.aborted: set[str] = set()
 
     @rule(
         prompt=PROMPTS,
@@ -284,6 +324,41 @@ def test_abort_frees_pages_at_once(count: int) -> None:
         some.abort("never heard of")
     assert some.stats().used_blocks == 0
     assert [output.finish_reason for output in some.take_outputs()] == ["abort"] * count
+
+
+def drain(some: Scheduler, device: FakeDevice, **found: list[int]) -> tuple[dict[str, list[int]], int]:
+    """Step to the end: the tokens of each request, and the steps it took."""
+    steps = 0
+    while some.busy:
+        step(some, device)
+        steps += 1
+        for output in some.take_outputs():
+            found.setdefault(output.id, []).extend(output.new_ids)
+    return found, steps
+
+
+def test_right_drafts_save_steps_and_count_once() -> None:
+    plain, drafting = scheduler(), scheduler(propose=PROPOSERS["right"])
+    for each in (plain, drafting):
+        each.add(request("long", 5, max_tokens=25))
+    wanted, steps = drain(plain, FakeDevice())
+    got, fewer = drain(drafting, FakeDevice())
+    assert got == wanted
+    assert (steps, fewer < 15) == (25, True)
+    assert drafting.stats().generation_tokens == plain.stats().generation_tokens == 25
+
+
+def test_drafts_take_neither_pages_nor_budget_from_others() -> None:
+    """The sequence that could draft comes first, and there is one free page, which the other needs."""
+    tight, device = scheduler(num_blocks=4, propose=proposer(0, 0)), FakeDevice()
+    tight.add(request("first", 6, max_tokens=6))
+    step(tight, device)
+    tight.add(request("other", 4, max_tokens=5))
+    step(tight, device)
+    tight._propose = lambda seq: [15] * 9
+    batch = step(tight, device)
+    assert batch.preempted == []
+    assert [(row.count, row.draft_ids, len(row.new_blocks)) for row in batch.rows] == [(1, [], 0), (4, [15] * 3, 1)]
 
 
 def of(name: str, prompt: list[int], **params: int) -> Request:

@@ -33,7 +33,7 @@ def request(name: str, prompt: Sequence[int], max_tokens: int = 20) -> Request:
 def step(scheduler: Scheduler) -> Batch:
     batch = scheduler.schedule()
     assert batch is not None
-    scheduler.apply(batch, StepOutput({row.request_id: 99 for row in batch.rows if row.sample}))
+    scheduler.apply(batch, StepOutput({row.request_id: [99] for row in batch.rows if row.sample}))
     return batch
 
 

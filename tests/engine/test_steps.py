@@ -22,7 +22,7 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.steps import Steps
 from quire.engine.types import Grammar, Request, RequestOutput, SamplingParams, TokenLogprob
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_scheduler import BLOCK, CONTEXT, EOS, NUM_BLOCKS, PROMPTS, SLOTS, FakeDevice
+from tests.engine.test_scheduler import BLOCK, CONTEXT, EOS, NUM_BLOCKS, PROMPTS, PROPOSERS, SLOTS, FakeDevice
 
 MOST_DELAY = 0.001
 
@@ -72,8 +72,8 @@ class AsyncDevice:
         return step
 
     def learn(self, output: StepOutput) -> None:
-        for name in output.token_ids:
-            self._read[name] = self._read.get(name, 0) + 1
+        for name, tokens in output.token_ids.items():
+            self._read[name] = self._read.get(name, 0) + len(tokens)
 
     def stop(self) -> None:
         self._queue.put(None)
@@ -93,7 +93,10 @@ class AsyncDevice:
         for row in step.batch.rows:
             if row.sample and row.request_id.startswith("grammar"):
                 assert step.grammars[row.request_id] == row.start + row.count, "a grammar that lacks tokens"
-        logprobs = {name: TokenLogprob(token, -token / 8, 1, []) for name, token in output.token_ids.items()}
+        logprobs = {
+            name: [TokenLogprob(token, -token / 8, 1, []) for token in tokens]
+            for name, tokens in output.token_ids.items()
+        }
         return StepOutput(output.token_ids, logprobs, output.prompt_logprobs)
 
 
@@ -132,7 +135,9 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     return made
 
 
-def serve(traffic: list[Arrival], launch_on: AsyncDevice, ahead: int) -> dict[str, list[RequestOutput]]:
+def serve(
+    traffic: list[Arrival], launch_on: AsyncDevice, ahead: int, drafts: str = "none"
+) -> dict[str, list[RequestOutput]]:
     """Step until all has ended; arrivals and aborts come at the given steps."""
     scheduler = Scheduler(
         num_blocks=NUM_BLOCKS,
@@ -141,6 +146,7 @@ def serve(traffic: list[Arrival], launch_on: AsyncDevice, ahead: int) -> dict[st
         max_num_seqs=SLOTS,
         max_num_batched_tokens=10,
         eos_token_ids=(EOS,),
+        propose=PROPOSERS[drafts],
     )
     steps = Steps(scheduler, launch_on, ahead, NoHeartbeat())
     outputs: dict[str, list[RequestOutput]] = {}
@@ -180,10 +186,15 @@ def merged(outputs: list[RequestOutput]) -> tuple[list[int], list[TokenLogprob],
 
 
 @settings(max_examples=120, deadline=None)
-@given(traffic=arrivals(), ahead=st.sampled_from([1, 1, 2]), seed=st.integers(0, 1000))
-def test_the_same_answers_with_steps_under_way(traffic: list[Arrival], ahead: int, seed: int) -> None:
+@given(
+    traffic=arrivals(),
+    ahead=st.sampled_from([0, 1, 1, 2]),
+    drafts=st.sampled_from(["none", *PROPOSERS]),
+    seed=st.integers(0, 1000),
+)
+def test_the_same_answers_with_steps_under_way(traffic: list[Arrival], ahead: int, drafts: str, seed: int) -> None:
     with device(seed) as one, device(seed + 1) as other:
-        plain, overlapped = serve(traffic, one, 0), serve(traffic, other, ahead)
+        plain, overlapped = serve(traffic, one, 0), serve(traffic, other, ahead, drafts)
     for arrival in traffic:
         name = arrival.request.id
         wanted, got = merged(plain[name]), merged(overlapped[name])

@@ -1,0 +1,106 @@
+"""Drafts change nothing but the number of steps: right ones, wrong ones and both, whatever else runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.heartbeat import NoHeartbeat
+from quire.engine.loop import Engine
+from quire.engine.sequence import Sequence
+from quire.engine.steps import Steps
+from quire.engine.types import Grammar, Request, ThinkingBudget
+from tests.engine.harness import Answer, request, run
+from tests.tiny_models import VOCAB, save_tiny_model
+
+KINDS: list[dict[str, object]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.9, "logprobs": 1},
+    {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.3},
+    {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 1},
+    {"temperature": 1.0, "bad_words_ids": ((4,), (5, 6)), "min_tokens": 9, "stop_token_ids": tuple(range(3, 60, 3))},
+    {"temperature": 1.2, "stop_token_ids": tuple(range(3, 60, 4)), "logprobs": 0},
+    {"temperature": 1.0, "thinking": ThinkingBudget(6, end_id=3, begin_id=None)},
+]
+GRAMMAR: dict[str, object] = {"temperature": 1.0, "grammar": Grammar("regex", "(the|and)( (cat|dog|fox))+")}
+
+
+def traffic(vocab: int, kinds: list[dict[str, object]]) -> list[Request]:
+    rng = random.Random(7)
+    made = []
+    for index in range(2 * len(kinds)):
+        prompt = [rng.randrange(3, vocab) for _ in range(rng.choice([1, 5, 40, 70]))]
+        made.append(request(str(index), prompt, seed=index, max_tokens=20, **kinds[index % len(kinds)]))
+    return made
+
+
+def proposer(answers: dict[str, Answer], right: int, wrong: int) -> Callable[[Sequence], list[int]]:
+    """The next `right` tokens of the answer, then `wrong` others."""
+
+    def propose(seq: Sequence) -> list[int]:
+        done = seq.num_output
+        known = answers[seq.request.id].ids
+        garbage = [(token + 1) % 50 + 3 for token in known[done + right : done + right + wrong]]
+        return known[done : done + right] + garbage
+
+    return propose
+
+
+def answers_of(
+    engine: Engine, requests: list[Request], ahead: int, propose: Callable[[Sequence], list[int]] | None = None
+) -> dict[str, Answer]:
+    engine.scheduler._propose = propose
+    engine._steps = Steps(engine.scheduler, engine.runner, ahead, NoHeartbeat())
+    return run(engine, requests)
+
+
+def check(engine: Callable[[], Engine], requests: list[Request], wanted: dict[str, Answer], ahead: int) -> None:
+    plain = engine()
+    assert answers_of(plain, requests, ahead) == wanted
+    for right, wrong in ((4, 0), (0, 3), (2, 2)):
+        drafting = engine()
+        got = answers_of(drafting, requests, ahead, proposer(wanted, right, wrong))
+        assert got == wanted, f"{right} right, {wrong} wrong"
+        if right and not ahead:
+            assert drafting.stats.steps < plain.stats.steps
+        assert drafting.stats.generation_tokens == plain.stats.generation_tokens
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
+def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backend: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
+    requests = traffic(VOCAB, KINDS)
+
+    def engine(**options: int) -> Engine:
+        options = {"num_kv_blocks": 300, "threads": 1, "enable_prefix_caching": False} | options
+        return Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
+
+    wanted = run(engine(), requests)
+    check(engine, requests, wanted, 0)
+    check(lambda: engine(max_num_batched_tokens=21, max_num_seqs=6), requests, wanted, 0)
+    check(lambda: engine(max_num_seqs=5), requests, wanted, 1)
+    small = engine(num_kv_blocks=13, max_model_len=200)
+    if small.info.block_size == 16:
+        assert answers_of(small, requests, 0, proposer(wanted, 2, 2)) == wanted
+        assert small.stats.preemptions > 2
+
+
+def test_beside_grammars_and_with_a_prefix_cache() -> None:
+    """The embedded model; a request with a grammar has no drafts, its neighbours have."""
+    requests = traffic(300, [*KINDS[:3], GRAMMAR])
+    engine = Engine(EngineConfig(max_model_len=256, num_kv_blocks=100, threads=1))
+    wanted = {name: answer.ids for name, answer in run(engine, requests).items()}
+    drafted: set[str] = set()
+
+    def propose(seq: Sequence) -> list[int]:
+        drafted.add(seq.request.id)
+        return [*wanted[seq.request.id][seq.num_output :][:2], 5, 6]
+
+    got = answers_of(engine, requests, 1, propose)
+    assert {name: answer.ids for name, answer in got.items()} == wanted
+    assert drafted == {each.id for each in requests if each.params.grammar is None}
+    assert engine.stats.prefix_hits > 0
