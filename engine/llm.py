@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.engine.checkpoint.files import read_generation_defaults, resolve_model
-from quire.engine.client.in_process import InProcessClient
 from quire.engine.config import EngineConfig, load
 from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.in_process import InProcessClient
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.detokenizer import TextStream
 from quire.engine.text.tokenizer import Tokenizer

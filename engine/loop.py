@@ -12,11 +12,8 @@ import time
 import zmq
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
-from quire.engine.config import EngineConfig
-from quire.engine.errors import QuireError
-from quire.engine.executor import Executor
-from quire.engine.heartbeat import Heartbeat, NoHeartbeat
-from quire.engine.messages import (
+from quire.engine.client.heartbeat import Heartbeat, NoHeartbeat
+from quire.engine.client.messages import (
     Abort,
     Failed,
     FromEngine,
@@ -28,6 +25,9 @@ from quire.engine.messages import (
     decode_to_engine,
     encode,
 )
+from quire.engine.config import EngineConfig
+from quire.engine.errors import QuireError
+from quire.engine.executor import Executor
 from quire.engine.scheduler import Scheduler
 from quire.engine.snapshot import take_snapshot
 from quire.engine.steps import Steps

@@ -14,7 +14,7 @@ import sys
 import threading
 
 from quire.engine.client.exit_cause import FAULT_SIGNALS
-from quire.engine.heartbeat import Heartbeat
+from quire.engine.client.heartbeat import Heartbeat
 
 _PR_SET_PDEATHSIG = 1
 """From Linux's sys/prctl.h: send this process a signal when its parent ends."""

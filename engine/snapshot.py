@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 
 from quire.engine.blocks import BlockPool
-from quire.engine.procfs import resident_bytes
+from quire.engine.client.procfs import resident_bytes
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, Status
 from quire.engine.types import EngineSnapshot, Phase, SequenceSnapshot

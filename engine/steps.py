@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from time import monotonic
 
 from quire.engine.batch import Batch
+from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.client.history import step_record
 from quire.engine.executor import Executor, Pending
-from quire.engine.heartbeat import NoHeartbeat
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import RequestOutput, StepRecord
 

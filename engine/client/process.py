@@ -22,10 +22,10 @@ import zmq
 import zmq.asyncio
 
 from quire.engine.client.exit_cause import ExitCause, exit_cause
+from quire.engine.client.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
+from quire.engine.client.messages import FromEngine, ToEngine, decode_from_engine, encode
+from quire.engine.client.procfs import RunnableClock, is_stopped, oom_kills
 from quire.engine.config import EngineConfig
-from quire.engine.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
-from quire.engine.messages import FromEngine, ToEngine, decode_from_engine, encode
-from quire.engine.procfs import RunnableClock, is_stopped, oom_kills
 
 STDERR_LINES = 20
 """How many of the last lines of the engine's standard error are kept, to show them when it fails."""

@@ -17,11 +17,11 @@ import msgspec
 
 from quire.engine.client.client import EngineClient
 from quire.engine.client.exit_cause import ExitCause
+from quire.engine.client.messages import Abort, Failed, Ready, SnapshotRequest, SnapshotTaken, Stepped, Submit
 from quire.engine.client.process import EngineProcess
 from quire.engine.client.replay import Replay
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, RequestQuarantined
-from quire.engine.messages import Abort, Failed, Ready, SnapshotRequest, SnapshotTaken, Stepped, Submit
 from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput
 
 log = logging.getLogger("quire.supervisor")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from quire.engine.client.client import EngineClient
-from quire.engine.procfs import resident_bytes
+from quire.engine.client.procfs import resident_bytes
 from quire.engine.types import EngineSnapshot
 from quire.server.observe.rolling_stats import KEPT_SECONDS, RollingStats
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import EngineConfig
-from quire.engine.heartbeat import NoHeartbeat
 from quire.engine.loop import Engine
 from quire.engine.sequence import Sequence
 from quire.engine.steps import Steps

@@ -6,8 +6,8 @@ from typing import cast
 
 import zmq
 
+from quire.engine.client.messages import SnapshotRequest, Submit, ToEngine, encode
 from quire.engine.loop import Engine, _receive
-from quire.engine.messages import SnapshotRequest, Submit, ToEngine, encode
 from quire.engine.types import EngineSnapshot, EngineStats, Request, SamplingParams
 
 

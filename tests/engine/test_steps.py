@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.batch import Batch, StepOutput
+from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import EngineConfig
-from quire.engine.heartbeat import NoHeartbeat
 from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.steps import Steps

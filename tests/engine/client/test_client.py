@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from quire.engine.client.client import EngineClient, merge
-from quire.engine.client.in_process import InProcessClient
 from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
+from quire.engine.in_process import InProcessClient
 from quire.engine.types import EngineStats, RequestOutput, SamplingParams, StepRecord
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
@@ -140,7 +140,7 @@ def test_merged_outputs_lose_nothing() -> None:
 
 
 def test_requests_are_equal_after_encoding_and_decoding() -> None:
-    from quire.engine.messages import Submit, decode_to_engine, encode
+    from quire.engine.client.messages import Submit, decode_to_engine, encode
 
     params = SamplingParams(logit_bias={5: 1.5}, stop=("a",), stop_token_ids=(3,), seed=-5, min_p=0.1, max_tokens=None)
     message = Submit([request("a", [1, 2]), request("b", [3], salt="x")])

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quire.engine.client.exit_cause import FAULT_SIGNALS, exit_cause
-from quire.engine.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
-from quire.engine.procfs import RunnableClock, is_stopped, oom_kills, state
+from quire.engine.client.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
+from quire.engine.client.procfs import RunnableClock, is_stopped, oom_kills, state
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -42,7 +42,7 @@ def test_the_cause_of_an_exit(code: int, sender: int | None, oom: int | None, de
 PROGRAM = """
 import ctypes, os, sys, time
 from quire.engine.main import block_fault_signals, report_fault_signals
-from quire.engine.heartbeat import Heartbeat
+from quire.engine.client.heartbeat import Heartbeat
 block_fault_signals()
 heartbeat = Heartbeat(int(sys.argv[1]))
 report_fault_signals(heartbeat)
@@ -94,7 +94,7 @@ def test_a_fault_of_the_process_itself_ends_it_without_a_report(act: str, number
 
 PROGRESS_OUTSIDE_A_STEP = """
 import os
-from quire.engine.heartbeat import Heartbeat, FaultSignal, decode_heartbeat
+from quire.engine.client.heartbeat import Heartbeat, FaultSignal, decode_heartbeat
 reader, writer = os.pipe()
 heartbeat = Heartbeat(writer)
 heartbeat.begin_step([])

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.client.exit_cause import ExitCause
+from quire.engine.client.messages import Abort, FromEngine, Ready, Stepped, Submit, ToEngine
 from quire.engine.client.process import EngineProcess
 from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError, RequestQuarantined
-from quire.engine.messages import Abort, FromEngine, Ready, Stepped, Submit, ToEngine
 from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput, SamplingParams
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import EngineConfig
-from quire.engine.heartbeat import NoHeartbeat
 from quire.engine.loop import Engine
 from quire.engine.steps import Steps
 from quire.engine.types import Request

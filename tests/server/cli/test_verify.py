@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.client.in_process import InProcessClient
 from quire.engine.config import EngineConfig
+from quire.engine.in_process import InProcessClient
 from quire.engine.types import EngineInfo
 from quire.engine.worker import device_sampler
 from quire.server.cli import main as cli
