@@ -38,7 +38,6 @@ SHARED = {
     "quire.engine.types",
     "quire.engine.errors",
     "quire.engine.config",
-    "quire.engine.batch",
     "quire.engine.checkpoint.families",
     "quire.engine.checkpoint.files",
     "quire.engine.checkpoint.kv_plan",

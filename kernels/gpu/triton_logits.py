@@ -1,7 +1,7 @@
 """Changing logits in place on the device, before a pick: Triton kernels that wait for nothing.
 
-engine/worker/sampler.py's `adjust` is the twin and the judge. `tokens` [slots, most tokens] int32 are the token ids of
-every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so far.
+engine/worker/sampler.py's HostChanges is the twin and the judge. `tokens` [slots, most tokens] int32 are the token ids
+of every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so far.
 """
 
 from __future__ import annotations
