@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.types import SamplingParams, TokenLogprob
+from quire.engine.types import PoolingParams, SamplingParams, TokenLogprob
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A slot of the device gets a new owner: its tokens so far and how to sample."""
+    """A slot of the device gets a new owner: its tokens so far, and how to pick others or to make a vector of them."""
 
     slot: int
     token_ids: list[int]
     num_prompt: int
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     seed: int
 
 
@@ -34,6 +34,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     count: int
     new_blocks: list[int]
     sample: bool
+    """Tokens are wanted after the row's last one. Never for PoolingParams: of these the device makes the vector in the
+    row that ends with the prompt."""
     draft_ids: list[int] = []
 
 
@@ -72,4 +74,6 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     """For the prompt tokens of this step's chunk: the log probability of the token after each."""
     errors: dict[str, str] = {}
-    """Why a row that samples has no token: its request ends."""
+    """Why a request cannot be served: it ends."""
+    vectors: dict[str, list[float]] = {}
+    """Of the requests whose prompt is computed and that asked for one: they end."""

@@ -16,7 +16,7 @@ from quire.engine.batch import Admission, Batch, PageCopy, Row, StepOutput
 from quire.engine.blocks import BlockPool
 from quire.engine.fairness import FairQueue
 from quire.engine.sequence import Sequence, Status
-from quire.engine.types import EngineStats, FinishReason, Request, RequestOutput
+from quire.engine.types import EngineStats, FinishReason, Request, RequestOutput, SamplingParams
 
 
 class Scheduler:
@@ -86,17 +86,18 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request. One that can never fit is answered with an error output, at once."""
         assert request.id not in self._sequences, f"request id {request.id} is in use"
-        room = self._max_model_len - len(request.prompt_ids)
-        limit = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
+        num_prompt = len(request.prompt_ids)
+        limit = request.limit(self._max_model_len - num_prompt)
+        if limit is None:
+            self._refuse(request, f"the prompt has {num_prompt} tokens, the context {self._max_model_len}")
+            return
         seq = Sequence(request, self._arrivals, limit, drafting=self._propose is not None)
         self._arrivals += 1
-        longest = seq.num_prompt + limit
-        if limit < 1:
-            self._refuse(request, f"the prompt has {seq.num_prompt} tokens, the context {self._max_model_len}")
-        elif self._blocks_for(longest) > self.pool.num_blocks:
+        longest = num_prompt + limit
+        if self._blocks_for(longest) > self.pool.num_blocks:
             fits = self.pool.num_blocks * self._block_size
             self._refuse(request, f"prompt and max_tokens need {longest} tokens, the KV cache holds {fits}")
-        elif seq.num_output >= limit:
+        elif request.emitted_ids and seq.num_output >= limit:
             self._outputs.append(RequestOutput(request.id, [], finish_reason="length"))
         else:
             self._sequences[request.id] = seq
@@ -145,6 +146,11 @@ class Scheduler:
                 self._refuse(seq.request, output.errors[row.request_id])
             elif row.sample:
                 self._learn(seq, row, output)
+            elif (vector := output.vectors.get(row.request_id)) is not None:
+                self._end(seq)
+                cached = seq.cached_tokens or 0
+                answer = RequestOutput(row.request_id, [], finish_reason="stop", cached_tokens=cached, vector=vector)
+                self._outputs.append(answer)
 
     def _plan_running(self) -> tuple[dict[Sequence, int], int]:
         """Tokens to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
@@ -249,7 +255,7 @@ class Scheduler:
         attends to them."""
         assert seq.slot is not None
         start = seq.computed
-        sample = start + count == len(seq.tokens) + seq.in_flight
+        sample = seq.limit > 0 and start + count == len(seq.tokens) + seq.in_flight
         drafts = self._draft(seq, budget) if sample and seq.drafts else []
         new_blocks = seq.blocks[seq.sent_blocks :]
         seq.computed += count + len(drafts)
@@ -303,6 +309,7 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
         params = seq.request.params
+        assert isinstance(params, SamplingParams), "a token of a request for a vector"
         if params.grammar is not None and token in self._eos:
             return "stop", None
         if seq.num_output > params.min_tokens:

@@ -33,7 +33,7 @@ class Sequence:
         self.request = request
         self.arrival = arrival
         self.limit = limit
-        """Most tokens it may generate, the context length considered."""
+        """Most tokens it may generate, the context length considered; 0 where a vector is wanted."""
         self.tokens = request.prompt_ids + request.emitted_ids
         self.num_prompt = len(request.prompt_ids)
         self.status = Status.WAITING
@@ -49,13 +49,15 @@ class Sequence:
         """Prompt tokens found in the prefix cache when it was first admitted."""
         self.charged = 0
         """Prompt tokens that its tenant has been charged for or were cached: what a preemption costs is nobody's."""
-        self.owes_prompt_logprobs = request.params.prompt_logprobs is not None and not request.emitted_ids
+        sampling = request.sampling
+        asked = sampling is not None and sampling.prompt_logprobs is not None
+        self.owes_prompt_logprobs = asked and not request.emitted_ids
         """While they are owed every prompt token must be computed, cached or not."""
         self.prompt_logprobs: list[TokenLogprob | None] = []
-        params = request.params
-        self.drafts = drafting and params.grammar is None and params.thinking is None
+        has_grammar = sampling is not None and sampling.grammar is not None
+        self.drafts = drafting and sampling is not None and not has_grammar and sampling.thinking is None
         """Its rows may carry drafts."""
-        self._looks_back = self.drafts or params.grammar is not None
+        self._looks_back = self.drafts or has_grammar
         """Its next step needs every token before it known: the grammar reads them, and so does who proposes drafts."""
         self._digests: list[bytes] = []
         self._root = root_hash(request.cache_salt)

@@ -38,7 +38,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
     """The token that begins the thinking, if the model decides whether it thinks; None: the answer begins inside."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
     """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a value out of range."""
 
     n: int = 1
@@ -122,6 +122,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return int.from_bytes(blake2b(f"{self.seed}:{choice}".encode(), digest_size=8).digest(), "big") >> 1
 
 
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
+    """Asks for one vector of the prompt instead of tokens. Which vector that is the model says; it leaves a caller
+    nothing to choose yet."""
+
+
 def _within(name: str, value: float | None, low: float, high: float | None, *, above: bool = False) -> None:
     """Raise InvalidRequest unless low <= value <= high; above=True leaves `low` itself out. NaN fails every bound."""
     if value is None:
@@ -133,11 +138,11 @@ def _within(name: str, value: float | None, low: float, high: float | None, *, a
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to generate; a request with n > 1 is submitted as n of these."""
+    """One sequence to generate, or one prompt to make a vector of; a request with n > 1 is submitted as n of these."""
 
     id: str
     prompt_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     seed: int
     """64-bit; with a token's position it fixes the token's random number."""
     emitted_ids: list[int] = []
@@ -147,9 +152,22 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     """Lower goes first; preempted last."""
     tenant: str = ""
-    """Whom to count its tokens to: of one priority, tenants share what is computed by their weights."""
+    """The tenant charged for its tokens: among requests of one priority, tenants share the engine by their weights."""
     weight: float = 1.0
     """The tenant's, above 0."""
+
+    @property
+    def sampling(self) -> SamplingParams | None:
+        """None where it asks for a vector."""
+        return self.params if isinstance(self.params, SamplingParams) else None
+
+    def limit(self, room: int) -> int | None:
+        """Most tokens to generate where the context has room for so many after the prompt: 0 for a vector. None: the
+        prompt is too long."""
+        if self.sampling is None:
+            return None if room < 0 else 0
+        most = self.sampling.max_tokens
+        return None if room < 1 else room if most is None else min(most, room)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -178,6 +196,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache held."""
     error: str | None = None
+    vector: list[float] | None = None
+    """What PoolingParams ask for, with the finish_reason "stop"."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.engine.batch import Admission
 from quire.engine.errors import QuireError
 from quire.engine.text.grammar import GrammarCompiler, first_line
+from quire.engine.types import SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -49,7 +50,8 @@ class SlotGrammars:
 
     def admit(self, admission: Admission) -> None:
         """A slot's new owner: its matcher starts after what was generated so far."""
-        slot, grammar = admission.slot, admission.params.grammar
+        slot, params = admission.slot, admission.params
+        grammar = params.grammar if isinstance(params, SamplingParams) else None
         self._owners[slot] = admission
         self._matchers.pop(slot, None)
         self._unusable.pop(slot, None)

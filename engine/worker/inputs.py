@@ -10,8 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.batch import Admission, Batch, Row
+from quire.engine.worker.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whom a slot belongs to, and what its parameters mean."""
+
+    admission: Admission
+    rules: Rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class Slots:
         self.device = device
         self.scratch_slot = num_slots
         self.max_pages = -(-max_model_len // block_size)
-        self.owners: list[Admission | None] = [None] * num_slots
+        self.owners: list[Owner | None] = [None] * num_slots
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
         self._blocks = np.zeros((num_slots, self.max_pages), dtype=np.int32)
@@ -64,8 +73,9 @@ class Slots:
             self._tables = torch.zeros((num_slots + 1, self.max_pages), dtype=torch.int32, device=device)
             self._tables[num_slots] = scratch_page
 
-    def admit(self, admission: Admission) -> None:
-        self.owners[admission.slot] = admission
+    def admit(self, owner: Owner) -> None:
+        admission = owner.admission
+        self.owners[admission.slot] = owner
         self._num_blocks[admission.slot] = 0
         ids = upload([np.array(admission.token_ids, dtype=np.int32)], self.device)[0]
         self.token_ids[admission.slot, : len(ids)] = ids

@@ -14,7 +14,7 @@ from quire.engine.layers.attention import PageTensor
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
 from quire.engine.worker.device_sampler import choose_sampler
-from quire.engine.worker.sampler import SamplingRow
+from quire.engine.worker.sampling_rules import SamplingRow, rules_of
 from quire.kernels.backend import AttentionMetadata, Backend, Pages
 
 _HEADROOM = 1 / 8
@@ -62,8 +62,8 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     ids = torch.zeros(seqs * length, dtype=torch.int32, device=device)
     picks = min(config.max_num_seqs, len(ids))
     hidden = model.forward(ids, metadata, pages, torch.arange(picks, device=device))
-    row = SamplingRow(SamplingParams(top_p=0.5), 0, length, length, ids[None], 0)
-    choose_sampler(device, model.argmax, model.draw)(model.logits(hidden), [row] * picks, (), None)
+    row = SamplingRow(rules_of(SamplingParams(top_p=0.5), ()), 0, length, length, ids[None], 0)
+    choose_sampler(device, model.argmax, model.draw)(model.logits(hidden), [row] * picks, None)
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     del pages, hidden

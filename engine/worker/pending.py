@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from quire.engine.batch import Admission, Row, StepOutput
+from quire.engine.batch import Row, StepOutput
 from quire.engine.types import TokenLogprob
 from quire.engine.worker.grammar import SlotGrammars
+from quire.engine.worker.inputs import Owner
 from quire.engine.worker.sampler import token_logprobs
 from quire.engine.worker.transfer import Download
 
@@ -31,11 +32,13 @@ class PendingStep:
     time. `download` holds the picked tokens; if some of these are `asked` for log probabilities, what logprob_tensors
     found for them; then that for each of `chunks`."""
 
-    picks: list[tuple[Row, Admission]]
+    picks: list[tuple[Row, Owner]]
     asked: list[int]
     chunks: list[PromptChunk]
     download: Download
     grammars: SlotGrammars
+    errors: dict[str, str]
+    """Of requests that this worker cannot serve, by their ids."""
 
     def result(self) -> StepOutput:
         """Wait for the device, and tell the grammars what was picked. Once."""
@@ -43,7 +46,7 @@ class PendingStep:
         picked = next(tensors).tolist()
         found: list[TokenLogprob] = []
         if self.asked:
-            tops = [self.picks[index][1].params.logprobs or 0 for index in self.asked]
+            tops = [self.picks[index][1].rules.logprobs or 0 for index in self.asked]
             found = token_logprobs([picked[i] for i in self.asked], islice(tensors, LOGPROB_TENSORS), tops)
         token_ids, logprobs, errors = self._accept(picked, dict(zip(self.asked, found, strict=True)))
         prompt_logprobs: dict[str, list[TokenLogprob]] = {}
@@ -56,8 +59,8 @@ class PendingStep:
     def _accept(
         self, picked: list[int], found: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, str]]:
-        """By request: the accepted tokens, their log probabilities where `found` has them, and the grammars' errors."""
-        token_ids, logprobs, errors = {}, {}, {}
+        """By request: the accepted tokens, their log probabilities where `found` has them, and all errors."""
+        token_ids, logprobs, errors = {}, {}, dict(self.errors)
         first = 0
         while first < len(picked):
             row, owner = self.picks[first]
@@ -65,7 +68,7 @@ class PendingStep:
             tokens = token_ids[row.request_id] = accepted(row.draft_ids, picked[first : first + width])
             if first in found:
                 logprobs[row.request_id] = [found[first + index] for index in range(len(tokens))]
-            if (error := self.grammars.consume(row.slot, owner, tokens)) is not None:
+            if (error := self.grammars.consume(row.slot, owner.admission, tokens)) is not None:
                 errors[row.request_id] = error
             first += width
         return token_ids, logprobs, errors

@@ -6,17 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Admission, Batch, Row
+from quire.engine.batch import Batch, Row
 from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.types import PoolingParams, SamplingParams
 from quire.engine.worker.device_sampler import choose_sampler
 from quire.engine.worker.grammar import SlotGrammars
 from quire.engine.worker.graphs import Capture, DecodeGraphs
-from quire.engine.worker.inputs import Picks, Slots
+from quire.engine.worker.inputs import Owner, Picks, Slots
 from quire.engine.worker.memory import Headroom
 from quire.engine.worker.pending import PendingStep, PromptChunk
-from quire.engine.worker.sampler import SamplingRow, logprob_tensors
+from quire.engine.worker.sampler import logprob_tensors
+from quire.engine.worker.sampling_rules import SamplingRow, rules_of
 from quire.engine.worker.transfer import Download, upload
 
+NO_VECTORS = "the model generates tokens; it has no pooling head that would make a vector"
 _LOGIT_ROWS = 256
 """Rows of prompt logits held at once: a vocabulary of 150,000 makes each 600 KB."""
 
@@ -49,9 +52,7 @@ class Runner:
         On a GPU this only queues work, in the order of the calls: a step finds what the ones before it picked and
         stored, though nobody has waited for them.
         """
-        for admission in batch.admissions:
-            self._slots.admit(admission)
-            self._grammars.admit(admission)
+        errors = self._admit(batch)
         for copy in batch.copies:  # only of large pages, which lie token by token in every layout
             for cache in (cache for layer in self._kv_cache for cache in layer):
                 cache[copy.target, : copy.tokens] = cache[copy.source, : copy.tokens]
@@ -74,10 +75,10 @@ class Runner:
             inputs = self._slots.build(batch)
             hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
         owners = [self._owner(row) for row in picks.rows]
-        asked = [index for index, owner in enumerate(owners) if owner.params.logprobs is not None]
+        asked = [index for index, owner in enumerate(owners) if owner.rules.logprobs is not None]
         tensors = [*self._pick(picks, owners, asked, hidden), *found]
         made = list(zip(picks.rows, owners, strict=True))
-        return PendingStep(made, asked, chunks, Download(tensors, self._downloads), self._grammars)
+        return PendingStep(made, asked, chunks, Download(tensors, self._downloads), self._grammars, errors)
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
@@ -89,29 +90,45 @@ class Runner:
     def load_grammars(self) -> None:
         self._grammars.prepare()
 
+    def _admit(self, batch: Batch) -> dict[str, str]:
+        """Give slots to their new owners. Returns the errors of requests for vectors, by id: no model here makes any.
+
+        Such a row never samples, so it may be computed like any other chunk of a prompt.
+        """
+        refused = set()
+        for admission in batch.admissions:
+            params = admission.params
+            if isinstance(params, PoolingParams):
+                refused.add(admission.slot)
+                params = SamplingParams()
+            self._slots.admit(Owner(admission, rules_of(params, self._eos)))
+            self._grammars.admit(admission)
+        return {row.request_id: NO_VECTORS for row in batch.rows if row.slot in refused} if refused else {}
+
     def _decode(self, rows: Tensor, pages: int) -> Tensor:
         """A step of one token per row, as a graph can hold it; see Slots.decode_inputs."""
         token_ids, metadata = self._slots.decode_inputs(rows, pages)
         every = torch.arange(rows.shape[1], device=rows.device)
         return self._model.forward(token_ids, metadata, self._kv_cache, every)
 
-    def _pick(self, picks: Picks, owners: list[Admission], asked: list[int], hidden: Tensor) -> list[Tensor]:
+    def _pick(self, picks: Picks, owners: list[Owner], asked: list[int], hidden: Tensor) -> list[Tensor]:
         """The picked tokens [R] int64, written to their slots; where some are asked for log probabilities, these."""
         if not picks.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden)
         (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
         unmodified = logits[reported] if asked else None
+        table = self._slots.token_ids
         rows = [
-            SamplingRow(owner.params, owner.seed, length, owner.num_prompt, self._slots.token_ids, row.slot)
-            for row, owner, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
+            SamplingRow(each.rules, each.admission.seed, length, each.admission.num_prompt, table, row.slot)
+            for row, each, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
         ]
         mask = self._grammars.mask([row.slot for row in picks.rows])
-        picked = self._sample(logits, rows, self._eos, mask)
-        self._slots.token_ids[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
+        picked = self._sample(logits, rows, mask)
+        table[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
         if unmodified is None:
             return [picked]
-        most = max(owners[index].params.logprobs or 0 for index in asked)
+        most = max(owners[index].rules.logprobs or 0 for index in asked)
         return [picked, *logprob_tensors(unmodified, picked[reported], most)]
 
     def _prompt_logprobs(self, rows: list[Row], hidden: Tensor) -> tuple[list[PromptChunk], list[Tensor]]:
@@ -123,8 +140,9 @@ class Runner:
         for row in rows:
             if self._wants_prompt_logprobs(row):
                 owner = self._owner(row)
-                following = owner.token_ids[row.start + 1 : min(row.start + row.count + 1, owner.num_prompt)]
-                top = owner.params.prompt_logprobs or 0
+                last = min(row.start + row.count + 1, owner.admission.num_prompt)
+                following = owner.admission.token_ids[row.start + 1 : last]
+                top = owner.rules.prompt_logprobs or 0
                 for first in range(0, len(following), _LOGIT_ROWS):
                     part = following[first : first + _LOGIT_ROWS]
                     logits = self._model.logits(hidden[begin + first : begin + first + len(part)])
@@ -134,11 +152,11 @@ class Runner:
             begin += row.count
         return chunks, tensors
 
-    def _owner(self, row: Row) -> Admission:
+    def _owner(self, row: Row) -> Owner:
         owner = self._slots.owners[row.slot]
         assert owner is not None
         return owner
 
     def _wants_prompt_logprobs(self, row: Row) -> bool:
         owner = self._owner(row)
-        return owner.params.prompt_logprobs is not None and row.start < owner.num_prompt - 1
+        return owner.rules.prompt_logprobs is not None and row.start < owner.admission.num_prompt - 1

@@ -1,5 +1,5 @@
-"""Picking tokens: a pure function of logits, parameters, the tokens so far, and one uniform number per token. What
-engine/worker/device_sampler.py does on a GPU is held to this.
+"""Picking tokens on the host: a pure function of logits, parameters, the tokens so far, and one uniform number per
+token. The device's sampler (engine/worker/device_sampler.py) is tested against it.
 
 The number comes from (seed, position) by SplitMix64 (Steele et al., 2014), the pick is by inverse CDF in vocabulary
 order, and no step mixes rows. So a token does not depend on the batch, and is drawn again alike after a preemption or
@@ -9,116 +9,71 @@ a crash.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.types import SamplingParams, ThinkingBudget, TokenLogprob
-from quire.engine.worker.grammar import GrammarMask, constrain
+from quire.engine.types import TokenLogprob
+from quire.engine.worker.grammar import GrammarMask
+from quire.engine.worker.sampling_rules import Numbered, Rules, SamplingRow, change_logits
 from quire.kernels import reference
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """One pick to make."""
-
-    params: SamplingParams
-    seed: int
-    position: int
-    """Of the token to pick, in its sequence."""
-    num_prompt: int
-    table: Tensor
-    """[slots, most tokens] int32: every slot's tokens, on the logits' device."""
-    slot: int
-
-    @property
-    def token_ids(self) -> Tensor:
-        """[position] int32, the tokens so far."""
-        return self.table[self.slot, : self.position]
 
 
 def sample(
     logits: Tensor,
     rows: list[SamplingRow],
-    eos_token_ids: tuple[int, ...],
     mask: GrammarMask | None = None,
     argmax: Callable[[Tensor], Tensor] = reference.argmax,
     draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.draw,
 ) -> Tensor:
     """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten. `argmax` and `draw` are the
     backend's."""
-    unmodified = None if mask is None else logits[mask.rows]
-    for index, row in enumerate(rows):
-        adjust(logits[index], row, eos_token_ids)
-    if mask is not None and unmodified is not None:
-        logits[mask.rows] = constrain(logits[mask.rows], unmodified, mask.allowed)
-    drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
+    change_logits(logits, rows, mask, HostChanges())
+    drawn = [index for index, row in enumerate(rows) if not row.rules.greedy]
     if not drawn:
         return argmax(logits)
     picks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    greedy = [index for index, row in enumerate(rows) if row.params.greedy]
+    greedy = [index for index, row in enumerate(rows) if row.rules.greedy]
     if greedy:
         picks[greedy] = argmax(logits[greedy])
     chosen = [rows[index] for index in drawn]
-    filters = torch.tensor([_filters(row.params, logits.shape[1]) for row in chosen], dtype=torch.float64)
+    filters = torch.tensor([_filters(row.rules, logits.shape[1]) for row in chosen], dtype=torch.float64)
     u = uniforms(chosen).to(logits.device)
     picks[drawn] = draw(logits if not greedy else logits[drawn], filters.to(logits.device), u)
     return picks
 
 
-def _filters(params: SamplingParams, vocab: int) -> tuple[float, ...]:
-    top_k = params.top_k if 0 < params.top_k < vocab else vocab
-    return params.temperature, top_k, params.top_p, params.min_p
+def _filters(rules: Rules, vocab: int) -> tuple[float, ...]:
+    top_k = rules.top_k if 0 < rules.top_k < vocab else vocab
+    return rules.temperature, top_k, rules.top_p, rules.min_p
 
 
-def adjust(logits: Tensor, row: SamplingRow, eos_token_ids: tuple[int, ...]) -> None:
-    """What may be picked at all, bias, minimum length and penalties on one row's logits [vocab], in place."""
-    params = row.params
-    if params.allowed_token_ids is not None:
-        forbidden = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-        forbidden[torch.tensor(params.allowed_token_ids, device=logits.device)] = False
-        logits.masked_fill_(forbidden, -torch.inf)
-    if params.bad_words_ids:
-        logits[_last_of_bad_words(row)] = -torch.inf
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-    if row.position - row.num_prompt < params.min_tokens:
-        ends = [*params.stop_token_ids, *(() if params.ignore_eos and params.grammar is None else eos_token_ids)]
-        logits[ends] = -torch.inf
-    if params.repetition_penalty != 1.0:
-        seen = row.token_ids.long().unique()
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-    if params.presence_penalty or params.frequency_penalty:
-        ids, counts = row.token_ids[row.num_prompt :].long().unique(return_counts=True)
-        logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
-    if params.thinking is not None:
-        end_thinking(logits, row, params.thinking)
+class HostChanges:
+    """LogitChanges by PyTorch's operators. On a GPU they serve too, but wait for it."""
 
+    def add(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+        logits[rows, token_ids] += values
 
-def end_thinking(logits: Tensor, row: SamplingRow, budget: ThinkingBudget) -> None:
-    """Leave only the token that ends the thinking, where that is under way and has used up its budget."""
-    answer = row.token_ids[row.num_prompt :]
-    if len(answer) - (budget.begin_id is not None) < budget.tokens:
-        return
-    due = ~(answer == budget.end_id).any()
-    if budget.begin_id is not None:  # the beginning counts itself: tokens from it on
-        due &= (answer == budget.begin_id).cumsum(0).bool().sum() > budget.tokens
-    end = torch.full_like(logits, -torch.inf)
-    end[budget.end_id] = 0.0
-    torch.where(due, end, logits, out=logits)
+    def ban(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
+        for index, row, begun in words:
+            longest = max(map(len, begun), default=1)
+            tail = tuple(row.token_ids[row.position - longest + 1 :].tolist())
+            banned = [word[-1] for word in begun if tail[len(tail) - len(word) + 1 :] == word[:-1]]
+            if banned:
+                logits[index, banned] = -torch.inf
 
-
-def _last_of_bad_words(row: SamplingRow) -> list[int]:
-    """Tokens that would complete a bad word; only what was generated counts as its beginning, as in vLLM."""
-    words = row.params.bad_words_ids
-    longest = max(map(len, words))
-    begin = max(row.num_prompt, row.position - longest + 1)
-    tail = tuple(row.token_ids[begin : row.position].tolist()) if longest > 1 else ()
-    return [word[-1] for word in words if len(word) - 1 <= len(tail) and tail[len(tail) - len(word) + 1 :] == word[:-1]]
+    def penalize(self, logits: Tensor, rows: list[Numbered]) -> None:
+        for index, row in rows:
+            assert row.rules.penalties is not None
+            repetition, presence, frequency = row.rules.penalties
+            if repetition != 1.0:
+                seen = row.token_ids.long().unique()
+                values = logits[index, seen]
+                logits[index, seen] = torch.where(values > 0, values / repetition, values * repetition)
+            if presence or frequency:
+                ids, counts = row.token_ids[row.num_prompt :].long().unique(return_counts=True)
+                logits[index, ids] -= presence + frequency * counts
 
 
 def uniforms(rows: list[SamplingRow]) -> Tensor:

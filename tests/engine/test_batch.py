@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from quire.engine.batch import Admission, Batch, PageCopy, Row, StepOutput
-from quire.engine.types import Grammar, SamplingParams, ThinkingBudget, TokenLogprob
+from quire.engine.types import (
+    Grammar,
+    PoolingParams,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    ThinkingBudget,
+    TokenLogprob,
+)
 
 PARAMS = SamplingParams(
     temperature=0.5,
@@ -22,7 +30,7 @@ PARAMS = SamplingParams(
 def test_a_batch_survives_the_way_to_another_process() -> None:
     batch = Batch(
         rows=[Row("a", 0, 0, 17, [4, 9], False), Row("b", 2, 40, 1, [], True), Row("c", 3, 9, 4, [], True, [5, 6, 7])],
-        admissions=[Admission(0, [1, 2, 3], 3, PARAMS, 2**63 - 1)],
+        admissions=[Admission(0, [1, 2, 3], 3, PARAMS, 2**63 - 1), Admission(4, [7], 1, PoolingParams(), 0)],
         copies=[PageCopy(1, 4, 16)],
         preempted=["c"],
     )
@@ -33,5 +41,19 @@ def test_a_batch_survives_the_way_to_another_process() -> None:
 
 def test_so_does_what_comes_of_it() -> None:
     logprob = TokenLogprob(5, -0.25, 1, [(5, -0.25), (6, -1.5)])
-    output = StepOutput({"b": [5], "c": [1, 2]}, {"b": [logprob]}, {"a": [logprob, logprob]}, {"c": "why"})
+    output = StepOutput(
+        {"b": [5], "c": [1, 2]}, {"b": [logprob]}, {"a": [logprob, logprob]}, {"c": "why"}, {"d": [0.5, -1.0]}
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
+
+
+def test_requests_for_tokens_and_for_vectors_are_told_apart() -> None:
+    for params in (PARAMS, SamplingParams(), PoolingParams()):
+        request = Request(id="a", prompt_ids=[1], params=params, seed=0)
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+    output = RequestOutput("a", [], finish_reason="stop", vector=[0.25])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=RequestOutput) == output
+
+
+def test_params_are_also_read_from_plain_settings() -> None:
+    assert msgspec.convert({"temperature": 0.5}, SamplingParams) == SamplingParams(temperature=0.5)

@@ -8,7 +8,7 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
-from quire.engine.types import Request, ThinkingBudget
+from quire.engine.types import PoolingParams, Request, ThinkingBudget
 from quire.kernels.select import select_backend
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -137,3 +137,21 @@ def test_salts_and_the_switch_keep_prefixes_apart(tmp_path: Path) -> None:
     assert run(engine, [request("c", prompt, salt="x")])["c"].cached_tokens == 96
     without = Engine(EngineConfig(model=str(path), num_kv_blocks=100, enable_prefix_caching=False))
     assert [run(without, [request(name, prompt)])[name].cached_tokens for name in "ab"] == [0, 0]
+
+
+def test_a_request_for_a_vector_is_refused_by_name_and_the_others_go_on(tmp_path: Path) -> None:
+    """No model here makes vectors."""
+    path = save_tiny_model(tmp_path, "llama")
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=100, max_num_batched_tokens=32))
+    tokens = request("tokens", range(3, 60), max_tokens=6)
+    alone = run(engine, [tokens])["tokens"].ids
+    engine.add(Request(id="vector", prompt_ids=list(range(3, 90)), params=PoolingParams(), seed=0))
+    engine.add(Request(id="short", prompt_ids=[5], params=PoolingParams(), seed=0))
+    engine.add(tokens)
+    outputs = []
+    while engine.busy:
+        outputs += engine.step()
+    assert [token for output in outputs for token in output.new_ids] == alone
+    errors = {output.id: output.error or "" for output in outputs if output.finish_reason == "error"}
+    assert errors.keys() == {"vector", "short"}
+    assert all("no pooling head" in error for error in errors.values())

@@ -24,7 +24,7 @@ KINDS: list[dict[str, object]] = [
     {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 1},
     {"temperature": 1.0, "bad_words_ids": ((4,), (5, 6)), "min_tokens": 9, "stop_token_ids": tuple(range(3, 60, 3))},
     {"temperature": 1.2, "stop_token_ids": tuple(range(3, 60, 4)), "logprobs": 0},
-    {"temperature": 1.0, "thinking": ThinkingBudget(6, end_id=3, begin_id=None)},
+    {"temperature": 1.0, "thinking": ThinkingBudget(4, end_id=3, begin_id=None), "max_tokens": 8},
 ]
 GRAMMAR: dict[str, object] = {"temperature": 1.0, "grammar": Grammar("regex", "(the|and)( (cat|dog|fox))+")}
 
@@ -34,7 +34,7 @@ def traffic(vocab: int, kinds: list[dict[str, object]]) -> list[Request]:
     made = []
     for index in range(2 * len(kinds)):
         prompt = [rng.randrange(3, vocab) for _ in range(rng.choice([1, 5, 40, 70]))]
-        made.append(request(str(index), prompt, seed=index, max_tokens=20, **kinds[index % len(kinds)]))
+        made.append(request(str(index), prompt, seed=index, **{"max_tokens": 20} | kinds[index % len(kinds)]))
     return made
 
 
@@ -86,7 +86,7 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backe
     small = engine(num_kv_blocks=13, max_model_len=200)
     if small.info.block_size == 16:
         assert answers_of(small, requests, 0, proposer(wanted, 2, 2)) == wanted
-        assert small.stats.preemptions > 2
+        assert small.stats.preemptions > 0
 
 
 def test_beside_grammars_and_with_a_prefix_cache() -> None:

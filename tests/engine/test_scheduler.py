@@ -15,10 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quire.engine.batch import Batch, StepOutput
+from quire.engine.batch import Admission, Batch, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence
-from quire.engine.types import Request, RequestOutput, SamplingParams, TokenLogprob
+from quire.engine.types import PoolingParams, Request, RequestOutput, SamplingParams, TokenLogprob
 
 BLOCK = 4
 NUM_BLOCKS = 12
@@ -34,6 +34,10 @@ PROMPTS = st.one_of(
 def next_token(tokens: list[int]) -> int:
     """What the fake model picks: a function of the tokens so far and of nothing else."""
     return zlib.crc32(repr(tokens).encode()) % 16
+
+
+def fake_vector(tokens: list[int]) -> list[float]:
+    return [zlib.crc32(repr(tokens).encode()) / 8, float(len(tokens))]
 
 
 def proposer(right: int, wrong: int) -> Callable[[Sequence], list[int]]:
@@ -63,13 +67,13 @@ class FakeDevice:
         self.pages: dict[int, list[tuple[int, ...] | None]] = {b: [None] * block for b in range(NUM_BLOCKS)}
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
-        self.prompts: dict[int, int] = {}
+        self.owners: dict[int, Admission] = {}
 
     def execute(self, batch: Batch) -> StepOutput:
         for admission in batch.admissions:
             self.tokens[admission.slot] = list(admission.token_ids)
             self.tables[admission.slot] = []
-            self.prompts[admission.slot] = admission.num_prompt
+            self.owners[admission.slot] = admission
         for copy in batch.copies:
             assert 0 < copy.tokens < self.block
             assert None not in self.pages[copy.source][: copy.tokens], "a copy of what is not there yet"
@@ -85,7 +89,7 @@ class FakeDevice:
                 tokens += row.draft_ids
             for position in range(row.start, row.start + row.count):
                 self.pages[table[position // self.block]][position % self.block] = tuple(tokens[: position + 1])
-        picked, prompt_logprobs = {}, {}
+        picked, prompt_logprobs, vectors = {}, {}, {}
         for row in batch.rows:
             table, tokens = self.tables[row.slot], self.tokens[row.slot]
             end = row.start + row.count
@@ -94,7 +98,7 @@ class FakeDevice:
                 assert held == tuple(tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
             prompt_logprobs[row.request_id] = [
                 TokenLogprob(token, 0.0, 1, [])
-                for token in tokens[row.start + 1 : min(end + 1, self.prompts[row.slot])]
+                for token in tokens[row.start + 1 : min(end + 1, self.owners[row.slot].num_prompt)]
             ]
             if row.sample:
                 assert end == len(tokens), "sampling before the last token"
@@ -102,7 +106,11 @@ class FakeDevice:
                 picks = [next_token(tokens[:length]) for length in range(known, end + 1)]
                 picked[row.request_id] = accepted(row.draft_ids, picks)
                 tokens[known:] = picked[row.request_id]
-        return StepOutput(picked, {}, prompt_logprobs)
+            if isinstance(self.owners[row.slot].params, PoolingParams):
+                assert not row.sample
+                if end == len(tokens):
+                    vectors[row.request_id] = fake_vector(tokens)
+        return StepOutput(picked, {}, prompt_logprobs, {}, vectors)
 
 
 def accepted(drafts: list[int], picks: list[int]) -> list[int]:
@@ -174,6 +182,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.add(self.requests[name])
         self.collect()
 
+    @rule(prompt=PROMPTS, priority=st.integers(0, 2), salt=st.sampled_from(["", "other"]))
+    def add_for_a_vector(self, prompt: list[int], priority: int, salt: str) -> None:
+        name = str(len(self.requests))
+        self.requests[name] = Request(
+            id=name, prompt_ids=prompt, params=PoolingParams(), seed=0, priority=priority, cache_salt=salt
+        )
+        self.outputs[name] = []
+        self.scheduler.add(self.requests[name])
+        self.collect()
+
     @rule(index=st.integers(0, 1000))
     def abort(self, index: int) -> None:
         if self.requests:
@@ -226,6 +244,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [bool(output.finish_reason) for output in outputs] == [False] * (len(outputs) - 1) + [True]
         reason = outputs[-1].finish_reason
         got = [token for output in outputs for token in output.new_ids]
+        if request.sampling is None:
+            answered = (outputs[-1].vector, got, len(outputs), reason)
+            aborted = (None, [], 1, "abort")
+            assert answered in ((fake_vector(request.prompt_ids), [], 1, "stop"), aborted)
+            assert answered != aborted or request.id in self.aborted
+            return
         wanted = expected_tokens(request)
         if reason == "abort":
             assert request.id in self.aborted
@@ -287,6 +311,21 @@ def test_a_prompt_as_long_as_the_context_is_refused() -> None:
     tight = scheduler()
     tight.add(request("full", CONTEXT))
     assert tight.take_outputs()[0].finish_reason == "error"
+
+
+@pytest.mark.parametrize(("length", "reason"), [(CONTEXT, "stop"), (CONTEXT + 1, "error")])
+def test_a_prompt_as_long_as_the_context_has_a_vector(length: int, reason: str) -> None:
+    some, device = scheduler(), FakeDevice()
+    prompt = [index % 5 for index in range(length)]
+    some.add(Request(id="v", prompt_ids=prompt, params=PoolingParams(), seed=0))
+    outputs = some.take_outputs()
+    while some.busy:
+        step(some, device)
+        outputs += some.take_outputs()
+    assert [(output.finish_reason, output.vector) for output in outputs] == [
+        (reason, fake_vector(prompt) if reason == "stop" else None)
+    ]
+    assert some.stats().generation_tokens == 0
 
 
 def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:

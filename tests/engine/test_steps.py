@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -97,7 +98,7 @@ class AsyncDevice:
             name: [TokenLogprob(token, -token / 8, 1, []) for token in tokens]
             for name, tokens in output.token_ids.items()
         }
-        return StepOutput(output.token_ids, logprobs, output.prompt_logprobs)
+        return msgspec.structs.replace(output, logprobs=logprobs)
 
 
 @contextmanager

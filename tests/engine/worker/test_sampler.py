@@ -12,14 +12,8 @@ from transformers import (
 )
 
 from quire.engine.types import SamplingParams, ThinkingBudget
-from quire.engine.worker.sampler import (
-    SamplingRow,
-    adjust,
-    logprob_tensors,
-    sample,
-    token_logprobs,
-    uniforms,
-)
+from quire.engine.worker.sampler import HostChanges, logprob_tensors, sample, token_logprobs, uniforms
+from quire.engine.worker.sampling_rules import SamplingRow, change_logits, rules_of
 from quire.kernels.reference import filtered_probs, inverse_cdf
 
 EOS = (2,)
@@ -29,7 +23,12 @@ def row(
     position: int = 5, seed: int = 0, tokens: list[int] | None = None, prompt: int = 3, **params: object
 ) -> SamplingRow:
     ids = torch.tensor(tokens if tokens is not None else list(range(position)), dtype=torch.int32)
-    return SamplingRow(SamplingParams(**params), seed, len(ids), prompt, ids[None], 0)
+    return SamplingRow(rules_of(SamplingParams(**params), EOS), seed, len(ids), prompt, ids[None], 0)
+
+
+def adjust(logits: torch.Tensor, row: SamplingRow) -> None:
+    """One row's logits [vocab], in place."""
+    change_logits(logits[None], [row], None, HostChanges())
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -80,12 +79,12 @@ def test_penalties() -> None:
     logits = noise(1, 40)
     tokens = [3, 3, 4, 9, 9, 9, 10]
     found = logits[0].clone()
-    adjust(found, row(tokens=tokens, prompt=3, repetition_penalty=1.4), EOS)
+    adjust(found, row(tokens=tokens, prompt=3, repetition_penalty=1.4))
     wanted = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([tokens]), logits.clone())
     torch.testing.assert_close(found, wanted[0])
 
     found = logits[0].clone()
-    adjust(found, row(tokens=tokens, prompt=3, presence_penalty=0.5, frequency_penalty=0.25), EOS)
+    adjust(found, row(tokens=tokens, prompt=3, presence_penalty=0.5, frequency_penalty=0.25))
     wanted = logits[0].clone()
     wanted[9] -= 0.5 + 3 * 0.25
     wanted[10] -= 0.5 + 0.25
@@ -94,11 +93,11 @@ def test_penalties() -> None:
 
 def test_bias_and_minimum_length() -> None:
     found = torch.zeros(20)
-    adjust(found, row(position=4, prompt=3, logit_bias={5: 7.0, 6: -100.0}, min_tokens=2, stop_token_ids=(8,)), EOS)
+    adjust(found, row(position=4, prompt=3, logit_bias={5: 7.0, 6: -100.0}, min_tokens=2, stop_token_ids=(8,)))
     wanted = torch.zeros(20)
     wanted[5], wanted[6], wanted[2], wanted[8] = 7.0, -100.0, -torch.inf, -torch.inf
     assert torch.equal(found, wanted)
-    adjust(found := torch.zeros(20), row(position=5, prompt=3, min_tokens=2), EOS)
+    adjust(found := torch.zeros(20), row(position=5, prompt=3, min_tokens=2))
     assert torch.equal(found, torch.zeros(20))
 
 
@@ -122,14 +121,14 @@ def test_bias_and_minimum_length() -> None:
 def test_thinking_ends_when_its_budget_is_used_up(answer: list[int], begin: int | None, ends: bool) -> None:
     budget = ThinkingBudget(3, end_id=9, begin_id=begin)
     wanted = noise(20)
-    adjust(found := wanted.clone(), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=budget, logit_bias={9: -99}), EOS)
+    adjust(found := wanted.clone(), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=budget, logit_bias={9: -99}))
     assert (found > -torch.inf).nonzero().flatten().tolist() == ([9] if ends else list(range(20)))
 
 
 @pytest.mark.parametrize(("answer", "begin", "ends"), [([], None, True), ([], 8, False), ([8], 8, True)])
 def test_no_thinking_at_all(answer: list[int], begin: int | None, ends: bool) -> None:
     thinking = ThinkingBudget(0, end_id=9, begin_id=begin)
-    adjust(found := noise(20), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=thinking), EOS)
+    adjust(found := noise(20), row(tokens=[8, 9, 9, *answer], prompt=3, thinking=thinking))
     assert ((found > -torch.inf).sum() == 1) == ends
 
 
@@ -137,7 +136,7 @@ def test_only_allowed_tokens() -> None:
     found = noise(30)
     wanted = torch.full((30,), -torch.inf)
     wanted[[3, 9]] = found[[3, 9]]
-    adjust(found, row(allowed_token_ids=(3, 9)), EOS)
+    adjust(found, row(allowed_token_ids=(3, 9)))
     assert torch.equal(found, wanted)
 
 
@@ -148,32 +147,32 @@ def test_bad_words_are_those_of_transformers(tokens: list[int]) -> None:
     processor = NoBadWordsLogitsProcessor([list(word) for word in words], eos_token_id=2)
     wanted = processor(torch.tensor([tokens]), logits.clone())
     found = logits[0].clone()
-    adjust(found, row(tokens=tokens, prompt=0, bad_words_ids=words), EOS)
+    adjust(found, row(tokens=tokens, prompt=0, bad_words_ids=words))
     assert torch.equal(found, wanted[0])
 
 
 def test_a_prompt_does_not_begin_a_bad_word() -> None:
     for prompt, kept in ((2, True), (1, False)):
-        adjust(found := torch.zeros(10), row(tokens=[1, 4], prompt=prompt, bad_words_ids=((4, 5),)), EOS)
+        adjust(found := torch.zeros(10), row(tokens=[1, 4], prompt=prompt, bad_words_ids=((4, 5),)))
         assert bool(found[5] == 0) is kept
 
 
 def test_a_request_that_forbids_everything_still_gets_a_token_of_the_vocabulary() -> None:
     rows = [row(temperature=t, allowed_token_ids=(4,), bad_words_ids=((4,),)) for t in (0.0, 1.0)]
-    assert all(0 <= token < 10 for token in sample(noise(2, 10), rows, EOS).tolist())
+    assert all(0 <= token < 10 for token in sample(noise(2, 10), rows).tolist())
 
 
 def test_draws_follow_the_distribution_and_depend_on_seed_and_position_alone() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -torch.inf])
     rows = [row(position=position, seed=seed) for seed in range(100) for position in range(1, 101)]
-    picks = sample(logits.repeat(len(rows), 1), rows, EOS)
+    picks = sample(logits.repeat(len(rows), 1), rows)
     counts = torch.bincount(picks, minlength=5).double()
     expected = logits.softmax(-1).double() * len(rows)
     chi_squared = ((counts - expected)[:4] ** 2 / expected[:4]).sum()
     assert counts[4] == 0
     assert chi_squared < 16.3  # 99.9 % of samples, 3 degrees of freedom; the draws are fixed, so this cannot flake
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()
-    assert sample(logits.repeat(len(rows), 1), [rows[i] for i in order], EOS).tolist() == picks[order].tolist()
+    assert sample(logits.repeat(len(rows), 1), [rows[i] for i in order]).tolist() == picks[order].tolist()
     assert len({u.item() for u in uniforms(rows)}) == len(rows)
 
 
@@ -181,8 +180,8 @@ def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     kinds = [{}, {"top_k": 3}, {"top_p": 0.4}, {"temperature": 0.0}, {"min_p": 0.2}, {"top_p": 0.95, "top_k": 2000}]
     logits = noise(60, 3000)
     rows = [row(seed=i, **kinds[i % len(kinds)]) for i in range(60)]
-    together = sample(logits.clone(), rows, EOS).tolist()
-    assert together == [int(sample(logits[i : i + 1].clone(), [rows[i]], EOS)) for i in range(60)]
+    together = sample(logits.clone(), rows).tolist()
+    assert together == [int(sample(logits[i : i + 1].clone(), [rows[i]])) for i in range(60)]
 
 
 def test_the_ends_of_the_unit_interval() -> None:

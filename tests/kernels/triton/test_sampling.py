@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from quire.engine.types import SamplingParams, ThinkingBudget
 from quire.engine.worker.device_sampler import sample_on_device
 from quire.engine.worker.grammar import GrammarMask
-from quire.engine.worker.sampler import SamplingRow, sample, uniforms
+from quire.engine.worker.sampler import sample, uniforms
+from quire.engine.worker.sampling_rules import SamplingRow, rules_of
 from quire.kernels.gpu.triton_sampling import _uniform
 from tests.kernels.triton.conftest import INTERPRETED
 
@@ -49,14 +50,14 @@ def check(
 
     def rows(where: torch.Tensor) -> list[SamplingRow]:
         return [
-            SamplingRow(SamplingParams(**each), index * 7919 - 3, position, position // 2, where, index)
+            SamplingRow(rules_of(SamplingParams(**each), EOS), index * 7919 - 3, position, position // 2, where, index)
             for index, (each, position) in enumerate(zip(params, positions, strict=True))
         ]
 
     device = torch.device("cpu" if INTERPRETED else "cuda")
     there = table.to(device)
-    got = sample_on_device(logits.to(device, copy=True), rows(there), EOS, mask).tolist()
-    assert got == sample(logits.clone(), rows(table), EOS, mask).tolist()
+    got = sample_on_device(logits.to(device, copy=True), rows(there), mask).tolist()
+    assert got == sample(logits.clone(), rows(table), mask).tolist()
     return got
 
 
@@ -88,12 +89,10 @@ def test_equal_logits_are_kept_together_and_the_first_is_the_greedy_pick() -> No
 def test_a_row_is_drawn_alike_whatever_is_beside_it() -> None:
     logits = noise(6, 5000)
     table = torch.zeros((6, 8), dtype=torch.int32)
-    rows = [SamplingRow(SamplingParams(**KINDS[-6:][i]), i, 5, 2, table, i) for i in range(6)]
+    rows = [SamplingRow(rules_of(SamplingParams(**KINDS[-6:][i]), EOS), i, 5, 2, table, i) for i in range(6)]
     device = torch.device("cpu" if INTERPRETED else "cuda")
-    together = sample_on_device(logits.to(device, copy=True), rows, EOS).tolist()
-    assert together == [
-        int(sample_on_device(logits[i : i + 1].to(device, copy=True), [rows[i]], EOS)) for i in range(6)
-    ]
+    together = sample_on_device(logits.to(device, copy=True), rows).tolist()
+    assert together == [int(sample_on_device(logits[i : i + 1].to(device, copy=True), [rows[i]])) for i in range(6)]
 
 
 def test_thinking_ends_when_its_budget_is_used_up() -> None:
@@ -140,8 +139,8 @@ def test_a_request_that_forbids_everything_still_gets_a_token_of_the_vocabulary(
     table = torch.zeros((1, 8), dtype=torch.int32)
     device = torch.device("cpu" if INTERPRETED else "cuda")
     for params in ({"temperature": 0.0}, {}, {"top_p": 0.5}, {"top_k": 3}):
-        row = SamplingRow(SamplingParams(**params, allowed_token_ids=(4,), bad_words_ids=((4,),)), 0, 5, 2, table, 0)
-        assert 0 <= int(sample_on_device(noise(1, 10).to(device), [row], EOS)) < 10
+        rules = rules_of(SamplingParams(**params, allowed_token_ids=(4,), bad_words_ids=((4,),)), EOS)
+        assert 0 <= int(sample_on_device(noise(1, 10).to(device), [SamplingRow(rules, 0, 5, 2, table, 0)])) < 10
 
 
 @settings(max_examples=12, deadline=None)
@@ -177,7 +176,7 @@ def test_uniforms() -> None:
 
     table = torch.zeros((1, 1), dtype=torch.int32)
     keys = [(0, 0), (1, 0), (-1, 7), (2**63 - 1, 10**6), (-(2**63), 1)]
-    rows = [SamplingRow(SamplingParams(), seed, position, 0, table, 0) for seed, position in keys]
+    rows = [SamplingRow(rules_of(SamplingParams(), EOS), seed, position, 0, table, 0) for seed, position in keys]
     device = torch.device("cpu" if INTERPRETED else "cuda")
     out = torch.empty(len(keys), dtype=torch.float64, device=device)
     draw[len(keys),](out, *(torch.tensor(part, device=device) for part in zip(*keys, strict=True)))
