@@ -55,7 +55,7 @@ async def client_of(server: Server, key: str = "x") -> AsyncIterator[httpx.Async
     """Opens a connection for each request, and as many at once as are asked for."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     headers = {"Authorization": f"Bearer {key}"}
-    async with httpx.AsyncClient(base_url=server.url, headers=headers, limits=limits, timeout=280) as client:
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, limits=limits, timeout=None) as client:
         yield client
 
 
