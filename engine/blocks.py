@@ -1,8 +1,8 @@
 """The pool of KV pages: ids with reference counts, and which of them hold the KV of which token prefix. No tensors.
 
-A page is known by a hash of everything before and in it, so equal prefixes find each other's pages (automatic prefix
-caching); a large page also by those of its beginnings, a piece at a time. A page nobody holds keeps its content, and
-its hashes, until it is needed for something else: pages without any go first, then the least recently freed.
+A page is found by a hash of the tokens before and in it, so equal prefixes share pages (automatic prefix caching); a
+large page also by a hash for each of its pieces, of the tokens up to that piece's end. A page that nobody holds keeps
+its content and its hashes until it is allocated again: pages without hashes first, then the least recently freed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.references = array("i", [0]) * num_blocks
-        """How many sequences hold each page: C ints, for others to read."""
+        """How many sequences hold each page; an array of C ints, so that NumPy can read it (engine/snapshot.py)."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hashes_of: dict[int, list[bytes]] = {}
         self._block_of: dict[bytes, int] = {}
@@ -45,7 +45,7 @@ class BlockPool:
 
     @property
     def cached(self) -> Collection[int]:
-        """The pages whose content can be found by a hash, held or free."""
+        """The pages that can be found by a hash, held or free."""
         return self._hashes_of.keys()
 
     def allocate(self, count: int) -> list[int]:
@@ -70,7 +70,7 @@ class BlockPool:
         return found
 
     def idle(self, blocks: Iterable[int]) -> int:
-        """How many of these nobody holds, so that sharing them makes num_free smaller."""
+        """How many of these pages nobody holds: sharing them makes num_free smaller by as much."""
         return sum(self.references[block] == 0 for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -81,14 +81,15 @@ class BlockPool:
             self.references[block] += 1
 
     def register(self, block: int, digest: bytes) -> None:
-        """Make a page's content up to some token findable. If another page holds it already, that one stays known."""
+        """Let a page's content up to some token be found by its hash. Where another page has that hash already, lookups
+        go on finding that one."""
         assert self.references[block] > 0, "registering a page that nobody holds"
         if digest not in self._block_of:
             self._block_of[digest] = block
             self._hashes_of.setdefault(block, []).append(digest)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give one reference of each back; pages at the end of a prefix are reused before those at its beginning."""
+        """Give back one reference of each; pages at the end of a prefix are reused before those at its beginning."""
         for block in reversed(blocks):
             self.references[block] -= 1
             assert self.references[block] >= 0, f"page {block} was released twice"
@@ -98,7 +99,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def audit(self) -> None:
-        """Assert what must hold between any two calls."""
+        """Assert the invariants that hold between any two calls."""
         assert all((count == 0) == (block in self._free) for block, count in enumerate(self.references))
         known = {digest: block for block, digests in self._hashes_of.items() for digest in digests}
         assert known == self._block_of

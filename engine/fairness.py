@@ -1,8 +1,8 @@
-"""Who waits, and who goes next: priorities first, then tenants by what each was served, then arrival.
+"""Which waiting sequence goes next: priorities first, then tenants by how much each was served, then arrival.
 
 Virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's counter grows by
-the tokens computed for it over its weight, and of those who wait the tenant with the smallest goes next. One that comes
-with nothing waiting starts no lower than those who wait: idle time earns no credit.
+the tokens computed for it, divided by its weight, and the waiting tenant with the smallest counter goes next. A tenant
+that had nothing waiting rejoins no lower than those who wait: idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from quire.engine.sequence import Sequence
 from quire.engine.types import Request
 
 OUTPUT_COST = 2
-"""A generated token counts as so many prompt tokens, as in the paper."""
+"""How many prompt tokens a generated token counts as; the paper's value."""
 
 
 class FairQueue:
-    """The waiting sequences. Pure order: no clock, and nothing is known of pages or steps."""
+    """The waiting sequences in order. It knows no clock, no pages and no steps."""
 
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         """Virtual token counters, by tenant."""
         self._lines: dict[tuple[int, str], list[Sequence]] = {}
-        """What waits, by priority and tenant, in order of arrival; no line is empty."""
+        """Waiting sequences in order of arrival, by priority and tenant; no line is empty."""
         self._last_left = 0.0
-        """The counter of the tenant whose last waiting sequence left last."""
+        """The counter of the tenant that was the last to have no sequence waiting any more."""
 
     def rank(self, seq: Sequence) -> tuple[int, float, int]:
-        """Smaller goes first; of those that run, the largest is preempted first."""
+        """The smallest goes first; among running sequences the largest is preempted first."""
         return (seq.request.priority, self._served[seq.request.tenant], seq.arrival)
 
     def push(self, seq: Sequence) -> None:
@@ -43,7 +43,7 @@ class FairQueue:
         return min((line[0] for line in self._lines.values()), key=self.rank, default=None)
 
     def remove(self, seq: Sequence) -> None:
-        """It waits, and does so no longer."""
+        """Take a waiting sequence out."""
         tenant = seq.request.tenant
         key = (seq.request.priority, tenant)
         line = self._lines[key]
@@ -56,7 +56,7 @@ class FairQueue:
                 self._last_left = self._served[tenant]
 
     def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
-        """Tokens were computed for its tenant."""
+        """Count tokens that were computed for the request's tenant."""
         self._served[request.tenant] += (prompt_tokens + OUTPUT_COST * output_tokens) / request.weight
 
     def _waits(self, tenant: str) -> bool:

@@ -1,7 +1,7 @@
-"""The engine: its whole life on one screen, and the process it lives in.
+"""The engine: scheduler, executor and steps put together, and the process that runs it.
 
-The only module that sees both halves, the torch-free control half and the worker; so it is imported only where an
-engine starts.
+Only this module imports both halves, the torch-free control half and the worker; so only what starts an engine imports
+it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, RequestO
 from quire.engine.worker.startup import start_worker
 
 PREFIX_PIECE = 16
-"""Tokens by which cached prefixes are matched on larger pages."""
+"""Cached prefixes are matched by so many tokens where pages are larger."""
 
 
 class Engine:
@@ -89,24 +89,25 @@ class Engine:
         return take_snapshot(self.scheduler)
 
     def prepare(self) -> bool:
-        """Use a moment without requests for what later ones will need; False when there is nothing left to do."""
-        self._heartbeat.begin_step([])  # one that hangs is found like a step that does
+        """Do one unit of idle warm-up; False when none is left."""
+        self._heartbeat.begin_step([])  # so that a warm-up that hangs is noticed as a step is
         more = self.runner.warm_up()
         self._heartbeat.end_step()
         return more
 
     @property
     def last_step(self) -> StepRecord | None:
-        """Of the step that the last call of step() learnt from; None when it did not."""
+        """The record of the step that the last call of step() learnt from, if it learnt from one."""
         return self._steps.last
 
     def step(self) -> list[RequestOutput]:
-        """One step, if there is one; what came of it, and of adds and aborts."""
+        """Run one step, if there is one. Returns the outputs of it, and of adds and aborts."""
         return self._steps.step()
 
 
 def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
-    """The engine process: talk over the socket at `address` until the parent goes. Returns only if it cannot start."""
+    """Serve the parent over the socket at `address`, until the process ends with the parent. Returns only where the
+    engine cannot start."""
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
@@ -119,7 +120,7 @@ def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
         return 1
     _send(socket, Ready(engine.info))
     engine.runner.load_grammars()
-    gc.freeze()  # what is there for good is not looked through for garbage, again and again
+    gc.freeze()  # exempts the start-up objects, which live as long as the process, from garbage collection
     while True:
         _receive(engine, socket)
         outputs = engine.step()
@@ -128,7 +129,7 @@ def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
 
 
 def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
-    """Take in all messages that are there; with nothing to compute, prepare for later requests or wait for one."""
+    """Handle all messages that have arrived. With nothing to compute, warm up, or wait for a message."""
     idle = not engine.busy
     while idle or socket.poll(0):
         if idle and not socket.poll(0) and engine.prepare():
@@ -142,7 +143,7 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
                 idle = False
                 for request_id in ids:
                     engine.abort(request_id)
-            case SnapshotRequest():  # which is nothing to compute
+            case SnapshotRequest():  # leaves the engine idle
                 _send(socket, SnapshotTaken(engine.snapshot()))
 
 

@@ -44,7 +44,7 @@ class Scheduler:
         assert block_size % self._piece == 0
         self._pieces = block_size // self._piece
         self._written: dict[int, int] = {}
-        """Pages that the step being decided will write, and from which of their tokens on."""
+        """For each page that the step being decided will write to, the first of its tokens that is written."""
         self._max_model_len = max_model_len
         self._max_tokens = max_num_batched_tokens
         self._eos = frozenset(eos_token_ids)
@@ -79,12 +79,12 @@ class Scheduler:
         )
 
     def sequences(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Those that run and those that wait, each by priority and arrival."""
+        """The running and the waiting sequences, each by priority and arrival."""
         waiting = [seq for seq in self._sequences.values() if seq.status is Status.WAITING]
         return sorted(self._running, key=lambda seq: seq.rank), sorted(waiting, key=lambda seq: seq.rank)
 
     def add(self, request: Request) -> None:
-        """Queue a request. One that can never fit is answered with an error output, at once."""
+        """Queue a request, or answer it with an error output at once if it can never fit."""
         assert request.id not in self._sequences, f"request id {request.id} is in use"
         num_prompt = len(request.prompt_ids)
         limit = request.limit(self._max_model_len - num_prompt)
@@ -104,19 +104,19 @@ class Scheduler:
             self._waiting.push(seq)
 
     def abort(self, request_id: str) -> None:
-        """End a request now and free its pages; unknown ids (it has just ended) are fine."""
+        """End a request now and free its pages. Does nothing for an unknown id: the request may just have ended."""
         seq = self._sequences.get(request_id)
         if seq is not None:
             self._end(seq)
             self._outputs.append(RequestOutput(request_id, [], finish_reason="abort"))
 
     def take_outputs(self) -> list[RequestOutput]:
-        """What came of add, abort and apply since the last call."""
+        """The outputs that add, abort and apply made since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def schedule(self) -> Batch | None:
-        """The next step, counted as done from here on; None when there is nothing to compute (for now)."""
+        """Decide the next step, and count it as done from now on; None where nothing can be computed now."""
         self._written.clear()
         planned, budget = self._plan_running()
         rows = []
@@ -136,7 +136,7 @@ class Scheduler:
         for row in batch.rows:
             seq = self._sequences.get(row.request_id)
             if seq is None:
-                continue  # it ended while the step was under way
+                continue  # the request ended while the step was under way
             if seq.owes_prompt_logprobs:
                 # A preempted prompt is computed again, perhaps in other chunks: take what is new.
                 have = len(seq.prompt_logprobs) - row.start
@@ -172,12 +172,13 @@ class Scheduler:
         return planned, budget
 
     def _admit(self, rows: list[Row], copies: list[PageCopy], budget: int) -> list[Admission]:
-        """Move waiting sequences to free slots while budget and pages last; never preempts. Appends their rows, and
-        the copies of pages that they share only the beginning of."""
+        """Move waiting sequences to free slots while budget and pages last; preempts nobody. Appends their rows, and
+        the copies of pages of which they share only the beginning."""
         admissions = []
         while budget > 0 and self._slots and (seq := self._waiting.peek()) is not None:
             cached = self._cached_prefix(seq)
-            # Pages for all its tokens, though only a chunk is computed now: it would only be preempted half-way.
+            # There must be pages for all its tokens, though this step may compute only some: else it would be preempted
+            # half-way.
             needed = self._blocks_for(len(seq.tokens)) - len(cached)
             if seq.in_flight or needed > self.pool.num_free - self.pool.idle(cached):
                 break
@@ -196,14 +197,15 @@ class Scheduler:
         return admissions
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Cached pages of a waiting sequence's tokens, all but its last token's: that one must be computed."""
+        """Cached pages of a waiting sequence's tokens but the last: that token must be computed."""
         if not self._caching or seq.owes_prompt_logprobs:
             return []
         digests = seq.digests((len(seq.tokens) - 1) // self._piece, self._piece)
         return self.pool.lookup(digests[self._pieces - 1 :: self._pieces])
 
     def _fork(self, seq: Sequence) -> list[PageCopy]:
-        """Where some page begins as the sequence's next one does, give it a page of its own with a copy of that.
+        """Where a cached page begins as the sequence's next one does, give the sequence a page with a copy of that
+        beginning.
 
         Copies are made before the step computes anything, so what it will write itself cannot be copied.
         """
@@ -217,7 +219,8 @@ class Scheduler:
             if found and count * self._piece <= self._written.get(found[0], self._block_size):
                 seq.blocks += self.pool.allocate(1)
                 seq.computed += count * self._piece
-                # The page that is allocated may be the one found, if nobody holds it: then all is in place.
+                # If nobody holds the page found, it may be the very page that was allocated; then there is nothing to
+                # copy.
                 copy = PageCopy(found[0], seq.blocks[-1], count * self._piece)
                 return [] if copy.source == copy.target else [copy]
         return []
@@ -285,7 +288,7 @@ class Scheduler:
             if reason is not None:
                 new_ids = new_ids[:taken]
                 break
-        if row.draft_ids:  # of the rejected ones nothing is computed; nor is anything of a sequence preempted meanwhile
+        if row.draft_ids:  # rejected ones do not count as computed; a sequence preempted meanwhile has nothing computed
             seq.computed = min(seq.computed, len(seq.tokens) - 1)
         self._generated += len(new_ids)
         self._waiting.charge(request, output_tokens=len(new_ids))
@@ -320,7 +323,7 @@ class Scheduler:
         return ("length", None) if seq.num_output >= seq.limit else (None, None)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Give its pages up; it is computed again later, from whatever of it is still cached then."""
+        """Release its pages and let it wait; later it is computed again, from what is then still cached."""
         self._leave(seq)
         seq.restart()
         self._waiting.push(seq)

@@ -27,8 +27,9 @@ class Sequence:
     """
 
     def __init__(self, request: Request, arrival: int, limit: int, *, drafting: bool = False) -> None:
-        """`drafting`: somebody proposes drafts. Not for grammars and thinking budgets: what they allow after a draft
-        would have to be found without taking the draft in for good."""
+        """`drafting`: the scheduler has drafts proposed. Sequences with a grammar have none: its matcher takes tokens
+        in for good, and would have to be asked after each draft and rolled back. Nor have those with a thinking
+        budget."""
         assert request.prompt_ids, "an empty prompt is refused before it comes here"
         self.request = request
         self.arrival = arrival
@@ -42,23 +43,25 @@ class Sequence:
         self.slot: int | None = None
         self.blocks: list[int] = []
         self.sent_blocks = 0
-        """Pages at the front that the device has been told of."""
+        """How many of its first pages the device knows."""
         self.known_pieces = 0
-        """Pieces at the front whose hash the pool knows."""
+        """How many of its first pieces are registered with the pool."""
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when it was first admitted."""
         self.charged = 0
-        """Prompt tokens that its tenant has been charged for or were cached: what a preemption costs is nobody's."""
+        """Prompt tokens that were cached or that its tenant was charged for: nobody is charged for computing them again
+        after a preemption."""
         sampling = request.sampling
         asked = sampling is not None and sampling.prompt_logprobs is not None
         self.owes_prompt_logprobs = asked and not request.emitted_ids
-        """While they are owed every prompt token must be computed, cached or not."""
+        """While this is true every prompt token is computed, even if it is cached."""
         self.prompt_logprobs: list[TokenLogprob | None] = []
         has_grammar = sampling is not None and sampling.grammar is not None
         self.drafts = drafting and sampling is not None and not has_grammar and sampling.thinking is None
-        """Its rows may carry drafts."""
+        """Whether its rows may carry drafts."""
         self._looks_back = self.drafts or has_grammar
-        """Its next step needs every token before it known: the grammar reads them, and so does who proposes drafts."""
+        """Whether its next step can be decided only when every token before is known: for its grammar, or to propose
+        drafts."""
         self._digests: list[bytes] = []
         self._root = root_hash(request.cache_salt)
 
@@ -76,11 +79,12 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Of those that run, the smaller goes first."""
+        """Among running sequences the smallest goes first."""
         return (self.request.priority, self.arrival)
 
     def digests(self, count: int, size: int) -> SequenceOf[bytes]:
-        """Hashes of the first `count` pieces of `size` tokens, always the same size; all their tokens are known."""
+        """Hashes of the first `count` pieces of `size` tokens. Their tokens must be known; `size` is the same in all
+        calls."""
         assert count * size <= len(self.tokens), "hashing tokens that are not known yet"
         while len(self._digests) < count:
             begin = len(self._digests) * size
@@ -89,7 +93,7 @@ class Sequence:
         return self._digests[:count]
 
     def restart(self) -> None:
-        """Back to waiting with nothing computed; a token under way still arrives."""
+        """Back to waiting with nothing computed; tokens under way still arrive."""
         self.status = Status.WAITING
         self.computed = 0
         self.slot = None

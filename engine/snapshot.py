@@ -1,4 +1,4 @@
-"""What the engine shows somebody who watches: its sequences and a map of the KV pages. Made only when asked for."""
+"""What the live view shows of the engine: its sequences and a map of the KV pages. Made only on request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.sequence import Sequence, Status
 from quire.engine.types import EngineSnapshot, Phase, SequenceSnapshot
 
 MOST_SEQUENCES = 512
-"""More are not listed, only counted: nobody reads them, and a snapshot should stay small."""
+"""Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""
 EMPTY, CACHED, FIRST_OWNER, UNLISTED, SHARED = 0, 1, 2, 0x7FFF, 0x8000
 
 
@@ -62,5 +62,5 @@ def _sequence_snapshot(seq: Sequence, references: np.ndarray) -> SequenceSnapsho
 def _phase(seq: Sequence) -> Phase:
     if seq.status is Status.WAITING:
         return "queued" if seq.cached_tokens is None else "preempted"
-    # One that resumes after a preemption computes its own output again, too.
+    # A sequence that resumes after a preemption computes its own output again, too.
     return "prefill" if seq.computed < len(seq.tokens) - 1 or not seq.num_output else "decode"

@@ -17,12 +17,12 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Phase = Literal["queued", "preempted", "prefill", "decode"]
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
-"""Of all of them: text that is held back is compared with each."""
+"""In all stop strings together: text that is held back is compared with each."""
 _MOST_TOKENS = 2**31 - 1
 
 
 class Grammar(msgspec.Struct, frozen=True):
-    """What an answer's text must match, all of it; engine/text/grammar.py writes them."""
+    """What the whole text of an answer must match; engine/text/grammar.py makes them."""
 
     kind: Literal["json", "regex", "lark"]
     text: str
@@ -30,12 +30,13 @@ class Grammar(msgspec.Struct, frozen=True):
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """Most tokens of a model's thinking; once they are used up, the token that ends it is picked."""
+    """The most tokens that a model may think; after them the token that ends the thinking is picked."""
 
     tokens: int
     end_id: int
     begin_id: int | None
-    """The token that begins the thinking, if the model decides whether it thinks; None: the answer begins inside."""
+    """The token that begins the thinking, where the model decides whether it thinks. None: every answer starts inside
+    the thinking."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sampling"):
@@ -113,8 +114,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     def choice_seed(self, choice: int) -> int:
-        """Seed of one of n choices, 63 bits; random without a seed. The first one's is the request's own: it does not
-        depend on n."""
+        """The seed of one of n choices, 63 bits; random if the request has none. The first choice takes the request's
+        own seed, so it does not depend on n."""
         if self.seed is None:
             return secrets.randbits(63)
         if choice == 0:
@@ -123,8 +124,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
-    """Asks for one vector of the prompt instead of tokens. Which vector that is the model says; it leaves a caller
-    nothing to choose yet."""
+    """Asks for one vector of the prompt instead of tokens. The model decides how it makes the vector; so far a caller
+    has nothing to choose."""
 
 
 def _within(name: str, value: float | None, low: float, high: float | None, *, above: bool = False) -> None:
@@ -154,16 +155,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str = ""
     """The tenant charged for its tokens: among requests of one priority, tenants share the engine by their weights."""
     weight: float = 1.0
-    """The tenant's, above 0."""
+    """The tenant's share, above 0."""
 
     @property
     def sampling(self) -> SamplingParams | None:
-        """None where it asks for a vector."""
+        """Its parameters; None where it asks for a vector."""
         return self.params if isinstance(self.params, SamplingParams) else None
 
     def limit(self, room: int) -> int | None:
-        """Most tokens to generate where the context has room for so many after the prompt: 0 for a vector. None: the
-        prompt is too long."""
+        """The most tokens to generate, where the context has room for `room` after the prompt; 0 for a vector. None:
+        the prompt is too long."""
         if self.sampling is None:
             return None if room < 0 else 0
         most = self.sampling.max_tokens
@@ -201,7 +202,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges of the moment and counters since the engine's start."""
+    """Gauges as they are now, and counters since the engine's start."""
 
     running: int = 0
     waiting: int = 0
@@ -238,22 +239,22 @@ class SequenceSnapshot(msgspec.Struct, frozen=True):
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True):
-    """The engine between two steps, for somebody who watches."""
+    """The engine between two steps, for the live view."""
 
     stats: EngineStats
     sequences: list[SequenceSnapshot]
-    """Those that run, then those that wait, each in their order; the first ones when there are many."""
+    """Those that run, then those that wait, each in their order; at most engine/snapshot.py's MOST_SEQUENCES."""
     pages: bytes
     """zlib-compressed little-endian uint16, one for each page: 0 empty, 1 cached and held by nobody, 0x8000 + n shared
     by n sequences, 0x7fff held by one that is not listed, otherwise 2 + the index in `sequences` of its owner."""
     resident_bytes: int
     """Memory of the engine process; 0 where the system does not say."""
     seconds: float
-    """What it took to make this."""
+    """Time it took to make this snapshot."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What the engine says once when it is ready."""
+    """What the engine reports once, when it is ready."""
 
     model: str
     dtype: str
@@ -276,16 +277,16 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     """One step: what it computed, and when. Times are seconds of time.monotonic(), one clock for all processes."""
 
     number: int
-    """Of the engine's life, from 1."""
+    """The first step of an engine is 1."""
     began: float
     decided: float
-    """The scheduler has a batch."""
+    """When the scheduler had decided the batch."""
     computed: float
-    """The runner's tokens are here."""
+    """When the executor's output had arrived."""
     ended: float
-    """The scheduler has learnt them."""
+    """When the scheduler had applied it."""
     rows: int
     tokens: int
     chunks: list[tuple[str, int, int]]
-    """(request, first token, tokens) of the rows that are no plain decode; those that are give an output each."""
+    """(request, first token, tokens) of the rows that are not plain decodes; each plain decode has an output."""
     preempted: list[str]

@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other: msgpack over a ZeroMQ pair on a Unix socket."""
+"""The messages between the API process and the engine process: msgpack over a ZeroMQ pair on a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
-    """Asks for one SnapshotTaken, between two steps."""
+    """Asks for one SnapshotTaken, which is made between two steps."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -24,20 +24,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The engine cannot start with this configuration; it ends after this."""
+    """The engine cannot start with this configuration, and its process ends."""
 
     message: str
     param: str | None = None
-    """The configuration key at fault, if it is one."""
+    """The configuration key at fault, if one is."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What one step produced."""
+    """What the engine produced in one step, or of adds and aborts."""
 
     outputs: list[RequestOutput]
     stats: EngineStats
     step: StepRecord | None = None
-    """None where only adds and aborts gave outputs."""
+    """None where no step was learnt from."""
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -29,7 +29,8 @@ class GrammarMask:
 
 
 class SlotGrammars:
-    """The matcher of every slot whose request has a grammar. `load` is called once, for the first of them or before."""
+    """The matcher of every slot whose request has a grammar. `load` is called once: for the first grammar, or by
+    `prepare`."""
 
     def __init__(self, load: Callable[[], GrammarCompiler]) -> None:
         self._load = load
@@ -49,7 +50,7 @@ class SlotGrammars:
         return self._loading
 
     def admit(self, admission: Admission) -> None:
-        """A slot's new owner: its matcher starts after what was generated so far."""
+        """Give a slot to a new owner, whose matcher starts after the tokens generated so far."""
         slot, params = admission.slot, admission.params
         grammar = params.grammar if isinstance(params, SamplingParams) else None
         self._owners[slot] = admission
@@ -85,9 +86,8 @@ class SlotGrammars:
         return GrammarMask(rows, torch.from_numpy(allowed).view(torch.bool))
 
     def consume(self, slot: int, owner: Admission, token_ids: list[int]) -> str | None:
-        """Take in tokens that were picked for `owner`. Returns why its grammar cannot be followed, if it cannot.
-
-        A slot that has gone to another owner meanwhile keeps that one's state.
+        """Advance the matcher by tokens that were picked for `owner`. Returns why its grammar cannot be followed, if it
+        cannot. Does nothing where the slot belongs to another owner by now.
         """
         if self._owners.get(slot) is not owner:
             return None
@@ -96,7 +96,7 @@ class SlotGrammars:
 
     def _consume(self, slot: int, token_ids: list[int]) -> None:
         matcher = self._matchers.get(slot)
-        # One by one: consume_tokens refuses the end-of-sequence token where consume_token takes it.
+        # One by one, as consume_tokens refuses an end-of-sequence token that consume_token accepts.
         if matcher is not None and not all(map(matcher.consume_token, token_ids)):
             self._fail(slot, matcher)
 
@@ -114,6 +114,6 @@ def constrain(adjusted: Tensor, unmodified: Tensor, allowed: Tensor) -> Tensor:
     allowed = allowed[:, : adjusted.shape[1]].to(adjusted.device, non_blocking=True)
     found = torch.where(allowed, adjusted, -torch.inf)
     stuck = found.amax(-1, keepdim=True) == -torch.inf
-    if found.device.type == "cpu" and not bool(stuck.any()):  # a GPU does not wait to know
+    if found.device.type == "cpu" and not bool(stuck.any()):  # on a GPU the host would have to wait for this
         return found
     return torch.where(stuck & allowed, unmodified, found)

@@ -41,7 +41,7 @@ class _Graph:
 
 class DecodeGraphs:
     def __init__(self, decode: Decode, capture: Capture, slots: Slots) -> None:
-        """Nothing is captured yet: a step's graph is when it is first needed, or before, by `warm_up`."""
+        """Captures nothing yet: a graph is captured when a step first needs it, or earlier by `warm_up`."""
         self._decode = decode
         self._capture = capture
         self._slots = slots
@@ -56,12 +56,12 @@ class DecodeGraphs:
     def fit(self, batch: Batch) -> bool:
         """Whether a graph can compute the batch: one token of each sequence, each followed by a pick.
 
-        Rows with drafts run without a graph; for them `rows` would need a third dimension, the tokens of a row.
+        Rows with drafts run without one; a graph for them would need a fixed number of tokens per row.
         """
         return len(batch.rows) <= self._sizes[-1] and all(row.count == 1 and row.sample for row in batch.rows)
 
     def run(self, picks: Picks) -> Tensor:
-        """Hidden states [R, hidden] of the last tokens before the picks. They stay until the next call."""
+        """Hidden states [R, hidden] of the tokens before the picks; the next call overwrites them."""
         count, pages = len(picks.rows), -(-int(picks.positions.max()) // self._slots.block_size)
         size = next(size for size in self._sizes if size >= count)
         graph = self._graph(size, next(width for width in self._pages if width >= pages))
@@ -81,7 +81,7 @@ class DecodeGraphs:
         return False
 
     def _graph(self, size: int, pages: int) -> _Graph:
-        """Captured on first use; capturing computes nothing but scratch rows."""
+        """The graph of that size, captured on first use; capturing computes scratch rows alone."""
         if (size, pages) not in self._graphs:
             rows = torch.zeros((2, size), dtype=torch.int64, device=self._slots.device)
             rows[0] = self._slots.scratch_slot

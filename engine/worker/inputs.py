@@ -1,4 +1,4 @@
-"""From a Batch to tensors. Slots are the device's memory of sequences: token ids, page tables, sampling parameters."""
+"""Makes a Batch's tensors. Slots keep what the device knows of sequences: token ids, page tables, rules for picks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.kernels.backend import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whom a slot belongs to, and what its parameters mean."""
+    """The request that a slot belongs to, and what its parameters mean."""
 
     admission: Admission
     rules: Rules
@@ -34,8 +34,8 @@ class ForwardInputs:
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """The R picks that a step makes: in which slots, and at which positions. Rows with drafts make several, in order
-    and side by side."""
+    """The R picks that a step makes: in which slots, and at which positions. A row with drafts makes several, which
+    stand side by side in the order of their positions."""
 
     rows: list[Row]
     """The row of each pick."""
@@ -46,7 +46,8 @@ class Picks:
 
 
 class Slots:
-    """What the device knows of each slot. Token ids live on the device, so a picked token need not visit the host."""
+    """What the device knows of each slot. Token ids live on the device, so that a step can read a token that the host
+    has not seen yet."""
 
     def __init__(
         self,
@@ -57,8 +58,8 @@ class Slots:
         *,
         scratch_page: int | None = None,
     ) -> None:
-        """`scratch_page` makes one slot more, `scratch_slot`, with that page, and keeps the page tables on the device
-        too: what `decode_inputs` needs."""
+        """`scratch_page`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept on
+        the device too; `decode_inputs` needs both."""
         self.block_size = block_size
         self.device = device
         self.scratch_slot = num_slots
@@ -108,7 +109,7 @@ class Slots:
         self.token_ids[there[0], there[1]] = there[2]
 
     def picks(self, batch: Batch) -> Picks:
-        """What the batch's rows that sample pick."""
+        """The picks of the batch's rows that sample."""
         rows = [row for row in batch.rows if row.sample]
         positions = _picked(rows, np.array([row.start + row.count for row in rows], dtype=np.int64))
         if len(positions) > len(rows):
@@ -137,7 +138,7 @@ class Slots:
         return self.token_ids[slots, positions], metadata
 
     def build(self, batch: Batch) -> ForwardInputs:
-        """Lay a batch's tokens out; its pages were taken."""
+        """A batch's tensors; call `take_pages` first."""
         rows = batch.rows
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -176,8 +177,8 @@ class Slots:
 
 
 def _picked(rows: list[Row], ends: np.ndarray) -> np.ndarray:
-    """One number for each pick of these rows, which all sample: a row's of `ends` [rows], and before it, ascending, one
-    less for each of its drafts."""
+    """A number for each pick of `rows`, which all sample. A row's last pick has its number of `ends` [rows]; the picks
+    before it, one per draft, have the numbers just below."""
     if not any(row.draft_ids for row in rows):
         return ends
     widths = np.array([1 + len(row.draft_ids) for row in rows])

@@ -1,4 +1,4 @@
-"""A launched step on its way back to the host."""
+"""The result of a launched step, while it is on its way to the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.engine.worker.transfer import Download
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Prompt tokens of one row, whose log probabilities are wanted."""
+    """Prompt tokens of one row whose log probabilities are wanted."""
 
     request_id: str
     token_ids: list[int]
@@ -23,14 +23,14 @@ class PromptChunk:
 
 
 LOGPROB_TENSORS = 4
-"""What `logprob_tensors` makes of one set of logits."""
+"""How many tensors `logprob_tensors` makes of one set of logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """What a launched step will say. `picks` names for each picked token its row, and who owned the row's slot at the
-    time. `download` holds the picked tokens; if some of these are `asked` for log probabilities, what logprob_tensors
-    found for them; then that for each of `chunks`."""
+    """A launched step. `picks` has for each picked token its row, and the owner of that row's slot at the time of the
+    launch. `download` has the picked tokens; then, if some are `asked` for log probabilities, what logprob_tensors
+    found for these; then the same for each of `chunks`."""
 
     picks: list[tuple[Row, Owner]]
     asked: list[int]
@@ -41,7 +41,7 @@ class PendingStep:
     """Of requests that this worker cannot serve, by their ids."""
 
     def result(self) -> StepOutput:
-        """Wait for the device, and tell the grammars what was picked. Once."""
+        """Wait for the device, and advance the grammars by what was picked. Call it once."""
         tensors = iter(self.download.wait())
         picked = next(tensors).tolist()
         found: list[TokenLogprob] = []
@@ -75,8 +75,8 @@ class PendingStep:
 
 
 def accepted(drafts: list[int], picks: list[int]) -> list[int]:
-    """The picks, one more than drafts, up to the first that differs from its draft: what follows was picked after a
-    token that does not come."""
+    """The picks up to the first that differs from its draft; there is one pick more than drafts. Later picks were made
+    after a token that is not the answer's."""
     count = 0
     while count < len(drafts) and picks[count] == drafts[count]:
         count += 1

@@ -1,4 +1,4 @@
-"""Executes batches: slots, forward pass, picks. Knows no request, only slots and what was admitted to them."""
+"""The Executor of one device: slots, forward pass, picks. It knows slots and who was admitted to them, no requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.engine.worker.transfer import Download, upload
 
 NO_VECTORS = "the model generates tokens; it has no pooling head that would make a vector"
 _LOGIT_ROWS = 256
-"""Rows of prompt logits held at once: a vocabulary of 150,000 makes each 600 KB."""
+"""How many rows of prompt logits are held at once; with a vocabulary of 150,000 each takes 600 KB."""
 
 
 class Runner:
@@ -34,7 +34,7 @@ class Runner:
         eos_token_ids: tuple[int, ...],
         capture: Capture | None = None,
     ) -> None:
-        """`capture`: decode steps run as graphs; the slots have a scratch page then."""
+        """`capture`: how decode steps become graphs, if they do; the slots have a scratch page then."""
         self._model = model
         self._kv_cache = kv_cache
         self._slots = slots
@@ -47,10 +47,10 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingStep:
-        """Start on the batch's tokens, and on picking one after each row that samples.
+        """Start to compute the batch's tokens, and to pick tokens after those of each row that samples.
 
-        On a GPU this only queues work, in the order of the calls: a step finds what the ones before it picked and
-        stored, though nobody has waited for them.
+        On a GPU this only queues work, in the order of the calls: a step reads what earlier ones picked and stored,
+        though the host has not waited for them.
         """
         errors = self._admit(batch)
         for copy in batch.copies:  # only of large pages, which lie token by token in every layout
@@ -93,7 +93,7 @@ class Runner:
     def _admit(self, batch: Batch) -> dict[str, str]:
         """Give slots to their new owners. Returns the errors of requests for vectors, by id: no model here makes any.
 
-        Such a row never samples, so it may be computed like any other chunk of a prompt.
+        The row of such a request never samples, so it is computed like any other chunk of a prompt.
         """
         refused = set()
         for admission in batch.admissions:
@@ -106,13 +106,14 @@ class Runner:
         return {row.request_id: NO_VECTORS for row in batch.rows if row.slot in refused} if refused else {}
 
     def _decode(self, rows: Tensor, pages: int) -> Tensor:
-        """A step of one token per row, as a graph can hold it; see Slots.decode_inputs."""
+        """A step of one token per row, in a form that a graph can hold; see Slots.decode_inputs."""
         token_ids, metadata = self._slots.decode_inputs(rows, pages)
         every = torch.arange(rows.shape[1], device=rows.device)
         return self._model.forward(token_ids, metadata, self._kv_cache, every)
 
     def _pick(self, picks: Picks, owners: list[Owner], asked: list[int], hidden: Tensor) -> list[Tensor]:
-        """The picked tokens [R] int64, written to their slots; where some are asked for log probabilities, these."""
+        """Pick tokens and write them to their slots. Returns them, [R] int64; then, if some are `asked` for log
+        probabilities, what logprob_tensors finds."""
         if not picks.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden)
@@ -132,8 +133,8 @@ class Runner:
         return [picked, *logprob_tensors(unmodified, picked[reported], most)]
 
     def _prompt_logprobs(self, rows: list[Row], hidden: Tensor) -> tuple[list[PromptChunk], list[Tensor]]:
-        """For each row that wants them, of the prompt tokens that follow its tokens: the tokens, and what
-        logprob_tensors finds for them."""
+        """For each row that wants prompt log probabilities: the prompt tokens that follow its tokens, and what
+        logprob_tensors finds for these."""
         chunks: list[PromptChunk] = []
         tensors: list[Tensor] = []
         begin = 0

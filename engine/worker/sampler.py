@@ -95,11 +95,24 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 def logprob_tensors(logits: Tensor, picked: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Under unmodified logits [R, vocab]: log probability and rank of the picked tokens [R] int64, and the `most` most
-    likely log probabilities and tokens [R, most]. Nothing waits for the device."""
+    likely log probabilities and tokens [R, most], the smaller token first of equally likely ones. Nothing waits for the
+    device."""
     logprobs = torch.log_softmax(logits, dim=-1)
     own = logprobs.gather(-1, picked[:, None])
-    best = torch.topk(logprobs, most)
-    return own.squeeze(-1), (logprobs > own).sum(-1) + 1, best.values, best.indices
+    ids = _most_likely(logprobs, most)
+    return own.squeeze(-1), (logprobs > own).sum(-1) + 1, logprobs.gather(-1, ids), ids
+
+
+def _most_likely(logprobs: Tensor, most: int) -> Tensor:
+    """Token ids [R, most]. Among equally likely tokens topk alone chooses by `most`, which depends on the batch."""
+    if logprobs.device.type == "cpu":  # a GPU does not wait to know
+        best = torch.topk(logprobs, min(most + 1, logprobs.shape[1]))
+        if not bool((best.values[:, 1:] == best.values[:, :-1]).any()):
+            return best.indices[:, :most]
+    # No two of these keys are equal: the bits of -logprob, which order floats that are not negative, then the token.
+    keys = logprobs.abs().view(torch.int32).long().bitwise_left_shift_(32)
+    keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
+    return torch.topk(keys, most, largest=False).values & 0xFFFFFFFF
 
 
 def token_logprobs(picked: Sequence[int], tensors: Iterable[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:

@@ -1,4 +1,4 @@
-"""Between host and device without either waiting for the other."""
+"""Copies between host and device; neither waits for the other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _ends(arrays: Sequence[np.ndarray]) -> list[int]:
 
 
 class Download:
-    """Tensors on their way to the host, on a stream of their own: what is computed next does not wait for them."""
+    """A copy of tensors to the host, on a stream of its own: later computations do not wait for it."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         """`stream` is None where the tensors are on the host already."""
@@ -63,7 +63,7 @@ class Download:
             for index, tensor in enumerate(tensors):
                 host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 self._tensors[index] = host.copy_(tensor, non_blocking=True)
-                tensor.record_stream(stream)  # its memory is not reused before it is read
+                tensor.record_stream(stream)  # else its memory could be reused before it is copied
             self._arrived = stream.record_event()
 
     def wait(self) -> list[Tensor]:

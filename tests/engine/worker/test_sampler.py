@@ -190,6 +190,16 @@ def test_the_ends_of_the_unit_interval() -> None:
     assert inverse_cdf(probs, u).tolist() == [1, 3, 3]
 
 
+@pytest.mark.parametrize("vocab", [30, 5000])
+def test_equally_likely_tokens_are_reported_alike_however_many_are_asked_for(vocab: int) -> None:
+    logits = noise(3, vocab).round()
+    wanted = [sorted(range(vocab), key=lambda token: (-row[token], token)) for row in logits.tolist()]
+    for most in (0, 1, 2, 7, 20):
+        found = logprob_tensors(logits, torch.zeros(3, dtype=torch.int64), most)
+        assert found[3].tolist() == [each[:most] for each in wanted]
+        assert torch.equal(found[2], logits.log_softmax(-1).gather(-1, found[3]))
+
+
 def test_logprobs() -> None:
     logits = noise(2, 30)
     tensors = logprob_tensors(logits, torch.tensor([4, 5]), 3)
