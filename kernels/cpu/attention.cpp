@@ -100,7 +100,7 @@ void find_next_keys(const Batch& batch, const WorkItem& item, long tile, const W
 // results of `count` rows from `row` on.
 template <class T, class Done>
 void attend_item(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, T* copies, float* values,
-                  const Done& done) {
+                 const Done& done) {
   TileBlocks blocks;
   find_blocks(batch, item, tile, copies, blocks);
   find_next_keys<T>(batch, item, tile, next, blocks);
@@ -261,12 +261,13 @@ int attend(const Batch& batch, int sequences, long pages, int threads) {
 }  // namespace
 
 #define PAGED_ATTENTION(name, T)                                                                                       \
-  EXPORTED int name(void* out, const void* query, const void* keys, const void* values, const int32_t* starts,       \
-                      const int32_t* contexts, const int32_t* table, long table_stride, long key_stride,               \
-                      long value_stride, long pages, int sequences, int heads, int kv_heads, int dim, float scale,     \
-                      int window, float softcap, int threads) {                                                        \
-    const Batch batch = {out,        query,      keys,         values, starts,   contexts, table, table_stride,        \
-                         key_stride, value_stride, heads, kv_heads, dim,      {scale, window, softcap}};               \
+  EXPORTED int name(void* out, const void* query, const void* keys, const void* values, const int32_t* starts,         \
+                    const int32_t* contexts, const int32_t* table, long table_stride, long key_stride,                 \
+                    long value_stride, long pages, int sequences, int heads, int kv_heads, int dim, float scale,       \
+                    int window, float softcap, int threads) {                                                          \
+    const Batch batch = {                                                                                              \
+        out,          query,      keys,         values, starts,   contexts, table,                                     \
+        table_stride, key_stride, value_stride, heads,  kv_heads, dim,      {scale, window, softcap}};                 \
     return attend<T>(batch, sequences, pages, threads);                                                                \
   }
 PAGED_ATTENTION(paged_attention_f32, float)

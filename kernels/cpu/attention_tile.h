@@ -126,9 +126,8 @@ void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& softma
   for_columns<kColumns<R>>(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
   for (int r = 0; r < R; ++r)
     partial[r] = softmax_weights(scores[r], weights[r], begin, end, first_seen(r), inside(rows.at[r] + 1), softmax);
-  for_columns<kColumns<R>>(0, tile.width / 16, [&](int d, auto c) {
-    weigh_values<T, R, c()>(weights, tile, begin, end, d, out);
-  });
+  for_columns<kColumns<R>>(0, tile.width / 16,
+                           [&](int d, auto c) { weigh_values<T, R, c()>(weights, tile, begin, end, d, out); });
 }
 
 // attend_tile for `count` rows, 1 to kRows.

@@ -21,11 +21,11 @@ struct CompressedHeader {
 // [whole][64] words.
 struct Compressed {
   CompressedHeader* header;
-  long* first;      // by panel: the index of its first whole step among the whole steps
-  int* where;       // the step numbers of the whole steps, in order, then the number of steps
+  long* first;  // by panel: the index of its first whole step among the whole steps
+  int* where;   // the step numbers of the whole steps, in order, then the number of steps
   uint8_t* steps;
   uint32_t* whole;
-  size_t bytes;     // of all parts together
+  size_t bytes;  // of all parts together
 
   Compressed(uint8_t* at, long panels, long panel_steps, long kept) {
     const auto aligned = [](size_t n) { return (n + 63) / 64 * 64; };

@@ -9,11 +9,11 @@
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 struct PackedLinear {
-  void* weight;    // packed by pack_linear, and compressed by compress if `compressed` is set
-  void* bias;      // may be null
-  int in, outs;    // numbers of inputs and outputs
+  void* weight;  // packed by pack_linear, and compressed by compress if `compressed` is set
+  void* bias;    // may be null
+  int in, outs;  // numbers of inputs and outputs
   int compressed;
-  int wide;        // whether results are float32 instead of the weight's type
+  int wide;  // whether results are float32 instead of the weight's type
 };
 
 EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads);
@@ -37,11 +37,11 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
                                    int kv_heads, int dim, float eps, int threads);                                     \
   EXPORTED int store_kv_##suffix(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride,    \
                                  long value_stride, long tokens, long pages, int kv_heads, int dim);                   \
-  EXPORTED int paged_attention_##suffix(                                                                               \
-      void* out, const void* query, const void* keys, const void* values, const int32_t* starts,                       \
-      const int32_t* contexts, const int32_t* table, long table_stride, long key_stride, long value_stride,            \
-      long pages, int sequences, int heads, int kv_heads, int dim, float scale, int window, float softcap,             \
-      int threads);
+  EXPORTED int paged_attention_##suffix(void* out, const void* query, const void* keys, const void* values,            \
+                                        const int32_t* starts, const int32_t* contexts, const int32_t* table,          \
+                                        long table_stride, long key_stride, long value_stride, long pages,             \
+                                        int sequences, int heads, int kv_heads, int dim, float scale, int window,      \
+                                        float softcap, int threads);
 EXPORTS(f32, float)
 EXPORTS(bf16, bf16)
 

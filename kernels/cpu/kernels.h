@@ -3,6 +3,6 @@
 
 #include "simd.h"
 
+#include "exports.h"
 #include "layout.h"
 #include "parallel.h"
-#include "exports.h"

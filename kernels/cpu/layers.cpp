@@ -7,11 +7,11 @@ struct DecoderLayer {
   const float *input_norm, *output_norm;
   const float *q_norm, *k_norm, *attention_norm, *mlp_norm;  // each may be null
   const float* cos_sin;                                      // null: no rotary embedding
-  void *keys, *values;            // the layer's KV cache
-  long key_stride, value_stride;  // elements from one page to the next
-  int window;                     // how many keys a query sees; 0: all
-  float scale, softcap;           // of attention scores; softcap 0: none
-  int gelu;                       // the gate is GELU, else SiLU
+  void *keys, *values;                                       // the layer's KV cache
+  long key_stride, value_stride;                             // elements from one page to the next
+  int window;                                                // how many keys a query sees; 0: all
+  float scale, softcap;                                      // of attention scores; softcap 0: none
+  int gelu;                                                  // the gate is GELU, else SiLU
 };
 
 struct DecoderShape {

@@ -173,8 +173,8 @@ void multiply_all(const Linear<T, O>& l, long rows, int threads) {
   // With less work one thread does it all. This much takes it about 7 microseconds; waking threads takes 3.
   constexpr long kOneThreadWork = 900000;
   if ((rows + static_cast<long>(sizeof(T))) * l.in * l.outs < kOneThreadWork) threads = 1;
-  const char* stream = l.compressed ? reinterpret_cast<const char*>(l.compressed->steps)
-                                    : reinterpret_cast<const char*>(l.packed);
+  const char* stream =
+      l.compressed ? reinterpret_cast<const char*>(l.compressed->steps) : reinterpret_cast<const char*>(l.packed);
   const long panel_bytes = static_cast<long>(l.steps()) * (l.compressed ? kCompressedStep : 4 * kPanel);
   const Shares shares = {rows, l.panels(), threads};
   parallel_for(threads, shares.items(), [&](long i) {
@@ -227,8 +227,12 @@ struct Compressor {
   std::vector<long> first;  // by panel: the number of whole steps before it; at the end, the number of all whole steps
 
   Compressor(const uint16_t* packed, int in, int outs, int threads)
-      : packed(packed), panels((outs + kPanel - 1) / kPanel), panel_steps(in / 2), threads(threads),
-        base(choose_base(packed, panels * panel_steps)), first(panels + 1) {
+      : packed(packed),
+        panels((outs + kPanel - 1) / kPanel),
+        panel_steps(in / 2),
+        threads(threads),
+        base(choose_base(packed, panels * panel_steps)),
+        first(panels + 1) {
     parallel_for(threads, panels, [&](long p) {
       for (long s = 0; s < panel_steps; ++s) first[p + 1] += !can_compress(step(p, s), base);
     });

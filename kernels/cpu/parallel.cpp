@@ -40,7 +40,9 @@ class Pool {
     open_.store(true);  // from here on helpers may take items
     calls_.fetch_add(1);
     if (sleepers_.load() > 0) {
-      { const std::lock_guard<std::mutex> lock(sleep_); }
+      {
+        const std::lock_guard<std::mutex> lock(sleep_);
+      }
       wake_.notify_all();
     }
     take(0);

@@ -14,8 +14,7 @@ void parallel_for(int threads, long items, const Work& work) {
     for (long i = 0; i < items; ++i) work(i);
     return;
   }
-  run_parallel(
-      threads, items, [](const void* context, long i) { (*static_cast<const Work*>(context))(i); }, &work);
+  run_parallel(threads, items, [](const void* context, long i) { (*static_cast<const Work*>(context))(i); }, &work);
 }
 
 // Calls work(begin, end) for rows [0, rows): once, or for a few equal parts if their `cost` pays for waking threads.

@@ -94,15 +94,15 @@ int store_kv(const T* k, const T* v, T* keys, T* values, const int64_t* slots, l
 // Both return 1, and write nothing, if a slot is outside of the caches.
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
-                                     const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,     \
-                                     long key_stride, long value_stride, long tokens, long pages, int heads,           \
-                                     int kv_heads, int dim, float eps, int threads) {                                  \
-    const Projection<T> p = {qkv,   q_norm, k_norm, cos_sin,    positions,    slots, query,                            \
-                             keys,  values, key_stride, value_stride, heads, kv_heads, dim, eps};                      \
+                                   const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,       \
+                                   long key_stride, long value_stride, long tokens, long pages, int heads,             \
+                                   int kv_heads, int dim, float eps, int threads) {                                    \
+    const Projection<T> p = {qkv,    q_norm,     k_norm,       cos_sin, positions, slots, query, keys,                 \
+                             values, key_stride, value_stride, heads,   kv_heads,  dim,   eps};                        \
     return rope_store(p, tokens, pages, threads);                                                                      \
   }                                                                                                                    \
-  EXPORTED int store_kv_##suffix(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride,  \
-                                   long value_stride, long tokens, long pages, int kv_heads, int dim) {                \
+  EXPORTED int store_kv_##suffix(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride,    \
+                                 long value_stride, long tokens, long pages, int kv_heads, int dim) {                  \
     return store_kv(k, v, keys, values, slots, key_stride, value_stride, tokens, pages, kv_heads, dim);                \
   }
 EXPORT(f32, float)

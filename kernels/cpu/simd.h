@@ -95,7 +95,9 @@ inline __attribute__((always_inline)) Vec dot<bf16>(Vec acc, Words a, Words b) {
 
 // How many columns of 16 outputs are computed together with R rows.
 template <int R>
-constexpr int kColumns = R * 4 <= kAccumulators ? 4 : R * 2 <= kAccumulators ? 2 : 1;
+constexpr int kColumns = R * 4 <= kAccumulators   ? 4
+                         : R * 2 <= kAccumulators ? 2
+                                                  : 1;
 
 // acc[r][c] += sum over s of a[r][s] * b[c][s * stride .. + 16]: the inner loop of every matrix multiplication. Each
 // accumulator adds its products in the order of s, so a row's result is the same for every R and C. `fetch(s)` may

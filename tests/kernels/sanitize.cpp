@@ -68,8 +68,8 @@ void attend() {
     Array<int64_t> before(new int64_t[old]);
     for (long i = 0; i < old; ++i) before[i] = slot(i);
     auto k = numbers<T>(old * kv_heads * dim), v = numbers<T>(old * kv_heads * dim);
-    Kernels<T>::store_kv(k.get(), v.get(), keys.get(), values.get(), before.get(), stride, stride, old, pages,
-                         kv_heads, dim);
+    Kernels<T>::store_kv(k.get(), v.get(), keys.get(), values.get(), before.get(), stride, stride, old, pages, kv_heads,
+                         dim);
     for (long i = starts[s]; i < starts[s + 1]; ++i) slots[i] = slot(positions[i] = old + i - starts[s]);
   }
   auto qkv = numbers<T>(tokens * width * dim), query = numbers<T>(tokens * heads * dim);
@@ -81,8 +81,8 @@ void attend() {
                                       keys.get(), values.get(), stride, stride, tokens, pages, heads, kv_heads, dim,
                                       1e-5f, draw(1, 3));
   failed |= Kernels<T>::paged_attention(out.get(), query.get(), keys.get(), values.get(), starts.get(), contexts.get(),
-                                  table.get(), most, stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f,
-                                  draw(0, 1) ? draw(1, 300) : 0, draw(0, 1) ? 8.0f : 0.0f, draw(1, 3));
+                                        table.get(), most, stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f,
+                                        draw(0, 1) ? draw(1, 300) : 0, draw(0, 1) ? 8.0f : 0.0f, draw(1, 3));
   if (failed) std::exit(1);
   expect_finite(out, tokens * heads * dim, "attention");
 }
