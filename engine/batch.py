@@ -1,4 +1,4 @@
-"""One step: what the scheduler decides, and what comes back. Structs, so that a process per device can be sent them."""
+"""What the scheduler decides for a step, and the step's result: structs, so that they can be sent to processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.engine.types import PoolingParams, SamplingParams, TokenLogprob
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A slot of the device gets a new owner: its tokens so far, and how to pick others or to make a vector of them."""
+    """A sequence is put into a slot of the device: its tokens so far, and how to sample more or to pool them."""
 
     slot: int
     token_ids: list[int]
@@ -24,8 +24,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token after its last one; the device writes it to the slot, so a later row may compute it before the host knows it.
 
     `draft_ids` are guesses of the tokens that follow the known ones: they are the last of the row's `count` tokens, and
-    the device writes them to the slot first. It then picks a token before each of them too. The row accepts the drafts
-    up to the first that differs from its pick, and that pick; what was computed for the others is overwritten later.
+    the device writes them to the slot first. It then picks a token for the place of each of them too. The row
+    gives the picks up to and including the first that differs from its draft; what was computed for later drafts is
+    overwritten later.
     """
 
     request_id: str
@@ -34,8 +35,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     count: int
     new_blocks: list[int]
     sample: bool
-    """Tokens are wanted after the row's last one. Never for PoolingParams: of these the device makes the vector in the
-    row that ends with the prompt."""
+    """Whether to pick a token after the row's last one. Always False for PoolingParams, for which the device makes the
+    vector in the row that ends with the prompt's last token."""
     draft_ids: list[int] = []
 
 
@@ -55,7 +56,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     copies: list[PageCopy] = []
     """Made in this order, before any row is computed."""
     preempted: list[str] = []
-    """Requests that had to give up their pages for it."""
+    """Ids of the requests that were preempted to make room for this step."""
 
     @property
     def admitted_ids(self) -> list[str]:
@@ -76,4 +77,4 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     errors: dict[str, str] = {}
     """Why a request cannot be served: it ends."""
     vectors: dict[str, list[float]] = {}
-    """Of the requests whose prompt is computed and that asked for one: they end."""
+    """For the requests with PoolingParams whose prompt is complete. They end."""

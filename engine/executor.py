@@ -1,4 +1,4 @@
-"""Who computes the batches that the scheduler decides: one device today (engine/worker/runner.py), a fake in tests."""
+"""The interface to what computes the scheduler's batches: one device (engine/worker/runner.py), or a fake in tests."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's counter grows by
 the tokens computed for it, divided by its weight, and the waiting tenant with the smallest counter goes next. A tenant
-that had nothing waiting rejoins no lower than those who wait: idle time earns no credit.
+that starts to wait is raised to at least the smallest counter of those that wait: idle time earns no credit.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class FairQueue:
         self._served: dict[str, float] = {}
         """Virtual token counters, by tenant."""
         self._lines: dict[tuple[int, str], list[Sequence]] = {}
-        """Waiting sequences in order of arrival, by priority and tenant; no line is empty."""
+        """By (priority, tenant): the waiting sequences in order of arrival. Empty lists are removed."""
         self._last_left = 0.0
-        """The counter of the tenant that was the last to have no sequence waiting any more."""
+        """The counter of the tenant that stopped waiting last; a tenant starts from it when nobody else waits."""
 
     def rank(self, seq: Sequence) -> tuple[int, float, int]:
         """The smallest goes first; among running sequences the largest is preempted first."""

@@ -1,4 +1,4 @@
-"""Offline generation, with the names people know: `LLM(model).generate(prompts, SamplingParams(...))`."""
+"""Generation without a server, with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class LLM:
     """A model in this process. `options` are EngineConfig's fields; QUIRE_* variables set those that are not given.
 
     Raises ConfigError for a bad option, and what starting the engine raises. Works in scripts and notebooks alike,
-    because the engine has a thread and an event loop of its own. On a CPU the variable OMP_WAIT_POLICY=passive can make
-    sampled batches faster, and other PyTorch code in this process slower.
+    because the engine has a thread and an event loop of its own. On a CPU the environment variable
+    OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process slower.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -90,8 +90,9 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[Generation]:
-        """Answer one prompt or many, texts or token ids, in their order. One `sampling_params` for all, or one each.
+        """Answer one prompt or several, each a text or token ids. Results are in the order of the prompts.
 
+        sampling_params: one for all prompts, or a list with one for each.
         Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
         """
         alone = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
@@ -109,7 +110,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Generation]:
-        """Answer one conversation or many, rendered by the model's chat template; answers are text, tool calls too."""
+        """Answer one conversation or several, rendered by the model's chat template. Tool calls are not parsed."""
         many: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
         texts = [
             self._renderer.render(
@@ -125,7 +126,7 @@ class LLM:
         return self._answer(list(zip(texts, encoded, strict=True)), sampling_params, use_tqdm)
 
     def _encode(self, prompt: Any, index: int) -> _Encoded:
-        """The text, or None, and the token ids of a prompt. Accepts vLLM's dictionaries with one entry, too."""
+        """Returns (text or None, token ids). Also takes vLLM's {"prompt": ...} and {"prompt_token_ids": ...}."""
         if isinstance(prompt, Mapping):
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):

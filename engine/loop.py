@@ -35,7 +35,7 @@ from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, RequestO
 from quire.engine.worker.startup import start_worker
 
 PREFIX_PIECE = 16
-"""Cached prefixes are matched by so many tokens where pages are larger."""
+"""The unit, in tokens, in which cached prefixes are matched where pages are larger."""
 
 
 class Engine:

@@ -33,10 +33,10 @@ class Scheduler:
         prefix_piece: int | None = None,
         propose: Callable[[Sequence], list[int]] | None = None,
     ) -> None:
-        """`prefix_piece`: tokens by which cached prefixes are matched, a divisor of block_size; default: that.
+        """`prefix_piece`: unit in which cached prefixes are matched, in tokens; a divisor of block_size, its default.
 
-        `propose` guesses the tokens that follow a sequence's known ones. It is asked when a step will compute all of
-        these and none is in flight; so sequences that may draft wait for their tokens, whatever steps run ahead.
+        `propose` guesses the tokens that follow a sequence's known ones. It is called only when the step computes all
+        known tokens and none is in flight; so a sequence that may draft is never scheduled ahead of its results.
         """
         self.pool = BlockPool(num_blocks)
         self._block_size = block_size
@@ -120,7 +120,7 @@ class Scheduler:
         self._written.clear()
         planned, budget = self._plan_running()
         rows = []
-        for seq, count in planned.items():  # all have their pages: drafts preempt nobody
+        for seq, count in planned.items():  # after all pages are allocated, so drafts cause no preemption
             rows.append(row := self._commit(seq, count, budget))
             budget -= len(row.draft_ids)
         copies: list[PageCopy] = []
@@ -215,7 +215,7 @@ class Scheduler:
         digests = seq.digests((len(seq.tokens) - 1) // self._piece, self._piece)[first : first + self._pieces - 1]
         for count in range(len(digests), 0, -1):
             found = self.pool.lookup(digests[count - 1 : count])
-            # Held while the page for the copy is taken, so that it is not that page itself.
+            # Only what the page held before this step can be copied: copies are made first.
             if found and count * self._piece <= self._written.get(found[0], self._block_size):
                 seq.blocks += self.pool.allocate(1)
                 seq.computed += count * self._piece

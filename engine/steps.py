@@ -1,4 +1,4 @@
-"""Decide, act, learn, over and over; on a GPU the next step is under way before the last one is learnt from."""
+"""Runs steps: schedule, launch, apply. On a GPU a step is launched before the result of the last one is applied."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Steps:
         self._under_way: deque[_Launched] = deque()
         self._learnt = 0
         self.last: StepRecord | None = None
-        """Of the step that step() learnt from, if it did."""
+        """The record of the step whose result the last call of step() applied; None if it applied none."""
 
     @property
     def busy(self) -> bool:
         return self._scheduler.busy or bool(self._under_way)
 
     def step(self) -> list[RequestOutput]:
-        """Launch one step, if there is one to launch, and learn from the oldest once too many are under way.
+        """Launch a step if there is one, and apply the oldest step's result once more than `ahead` are under way.
 
-        Returns what came of that, and of adds and aborts.
+        Returns the outputs of that and of adds and aborts.
         """
         self.last = None
         began = monotonic()

@@ -106,9 +106,9 @@ class DenseMlp:
 
 DecoderLayer = tuple[DenseAttention, DenseMlp]
 FusedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, Sequence[Pages], range], tuple[Tensor, Tensor]]
-"""(x, residual, metadata, pages of all layers, layers) runs these of the layers: x [T, hidden] is the output of the MLP
-before, residual the stream that it joins (None: x is embeddings); returned are the same two after the last layer.
-Overwrites both. No token has an adapter."""
+"""Called with (x, residual, metadata, pages of all layers, range of layers to run). x [T, hidden] is the output of the
+previous MLP, not yet added to the stream `residual` (None: x is the embeddings). Returns the same two after the last of
+the layers. Overwrites both arguments. No token may have an adapter."""
 
 
 class Backend(ABC):
@@ -201,6 +201,6 @@ class Backend(ABC):
 
         filters [R, 4] float64: temperature (above 0), top_k (from 1 to vocab), top_p, min_p. Top-k, then top-p of what
         it left (Holtzman et al., 2020), and min-p keep what is at or above a threshold value, so equal logits are
-        treated alike. Of these it is the first token whose cumulative probability, in the vocabulary's order, exceeds
-        u [R] float64 times the whole; u is from 0 to below 1.
+        kept or dropped together. The result is the first kept token, in the vocabulary's order, at which the cumulative
+        probability exceeds u times that of all kept tokens. u [R] float64 is from 0 to below 1.
         """

@@ -21,7 +21,7 @@ _GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_va
 _GEMMA3_DEFAULTS |= {"max_position_embeddings": 131_072}
 """What the config.json of Gemma 3 models leaves out: transformers' defaults."""
 _SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Those of generation_config.json's keys that become a model's defaults."""
+"""The keys of generation_config.json that become a model's default sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ def read_model_config(path: Path) -> ModelConfig:
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a model's text decoder.
 
-    A model that takes images or audio too has it in an object of its own in config.json. The keys of that object then
-    override those of the same name outside of it.
+    If a model also takes images or audio, it is an object inside config.json. The keys of that object then override
+    the outer keys of the same name.
     """
     part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config")
     text = {**raw, **(part if isinstance(part, Mapping) else {})}

@@ -1,7 +1,7 @@
 """The interface through which the server uses an engine: submit requests, read their outputs, abort them.
 
-Two classes implement it: InProcessClient (in_process.py) runs the engine in this process, ProcessClient (supervisor.py)
-in a process of its own.
+Two classes implement it: InProcessClient (engine/in_process.py) runs the engine in this process, and ProcessClient
+(supervisor.py) in a process of its own.
 """
 
 from __future__ import annotations

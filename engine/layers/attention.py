@@ -91,8 +91,8 @@ class Attention:
     def forward(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, pages: Pages, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(output, residual stream), the sum still to be made, of x [T, hidden] and the stream that it joins (None: x
-        is embeddings). Stores all T tokens' keys and values; `rows`: what follows is needed of these tokens alone."""
+        """Returns (output, residual stream), not yet added, for x [T, hidden] and the stream to add it to (None: x is
+        the embeddings). Stores keys and values of all T tokens. `rows`: return only these tokens' rows; None: all."""
         parts, backend, eps, context = self.dense, self._backend, self._spec.norm_eps, metadata.linear
         k_cache, v_cache = pages
         if residual is None:

@@ -12,8 +12,8 @@ from quire.kernels.backend import Linear
 
 
 class JoinedLinear:
-    """Their tensors arrive one by one; when the last is there they are packed, and what arrived is dropped. So loading
-    never holds much more than the model."""
+    """Linears with the same input, joined into one. Tensors are put one by one; with the last one all are packed and
+    the unpacked ones dropped, so that loading never holds much more than the model."""
 
     def __init__(
         self, scheme: Scheme, in_features: int, parts: dict[str, int], *, bias: bool, wide: bool = False

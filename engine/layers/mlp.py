@@ -44,7 +44,7 @@ class Mlp:
         self._gate_up = JoinedLinear(scheme, hidden, gate_up, bias=spec.bias)
         self._down = JoinedLinear(scheme, inner, {f"{prefix}.down_proj": hidden}, bias=spec.bias)
         self._output_norm = f"{layer}.post_feedforward_layernorm"
-        # Where attention has an output norm too, that one bears the name which is this one's elsewhere.
+        # In families with output norms, post_attention_layernorm is attention's output norm instead.
         name = "pre_feedforward_layernorm" if spec.output_norm else "post_attention_layernorm"
         self._input_norm = f"{layer}.{name}"
         norms = [self._input_norm, self._output_norm] if spec.output_norm else [self._input_norm]
@@ -54,7 +54,7 @@ class Mlp:
         return self._norms.parameters() | self._gate_up.parameters() | self._down.parameters()
 
     def forward(self, x: Tensor, residual: Tensor, context: LinearContext) -> tuple[Tensor, Tensor]:
-        """(output, residual stream), the sum still to be made, of x [T, hidden] and the stream that it joins."""
+        """Returns (output, residual stream), not yet added, for x [T, hidden] and the stream to add it to."""
         parts, backend, eps = self.dense, self._backend, self._spec.norm_eps
         x, residual = backend.add_rms_norm(x, residual, parts.input_norm, eps)
         x = parts.down(self._gate_mul(parts.gate_up(x, context)), context)

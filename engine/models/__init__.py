@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quire.engine.models.decoder import DecoderSpec
 
 _GATES = {False: ("silu",), True: ("gelu_pytorch_tanh", "gelu")}
-"""Of a spec with or without `gelu`: what its config.json may call the gate. Old Gemma files write gelu, mean tanh."""
+"""By DecoderSpec.gelu: what config.json may name the gate. Old Gemma files say gelu but mean its tanh form."""
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:

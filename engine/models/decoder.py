@@ -2,7 +2,7 @@
 
 Pre-norm layers of an attention part (engine/layers/attention.py) and a feed-forward part (engine/layers/mlp.py), as in
 Touvron et al. (2023), with Gemma's norms after both where asked for. A family's file maps a config.json to a
-DecoderSpec; nothing else of it is code.
+DecoderSpec; a family has no other code.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def base_spec(config: ModelConfig) -> dict[str, Any]:
 
 
 _FEW_TOKENS = 64
-"""A step of up to so many tokens runs all fused layers in one call; a longer one reports progress after each layer."""
+"""Steps of up to this many tokens run all fused layers in one call; longer ones report progress after each layer."""
 _NORM = "model.norm"
 
 

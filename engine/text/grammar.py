@@ -63,7 +63,7 @@ def _with_compact_whitespace(schema: Any) -> Any:
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise InvalidRequest("a JSON schema must be an object", param="grammar")
-    options = schema.get("x-guidance")  # where llguidance reads options in a schema
+    options = schema.get("x-guidance")  # llguidance reads its options from this key
     return {**schema, "x-guidance": {**(options if isinstance(options, dict) else {}), **_COMPACT_WHITESPACE}}
 
 
@@ -85,7 +85,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
-    """vocab_size: of the model, which may have more tokens than the tokenizer, or fewer."""
+    """The tokenizer's vocabulary. vocab_size: the model's, which may be larger or smaller than the tokenizer's."""
     highest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
     return Vocabulary(tokenizer.backend.to_str(), max(vocab_size, highest + 1), tuple(eos_token_ids))
 
@@ -113,7 +113,7 @@ class GrammarCompiler:
         """The grammars compiled last, the least recently used one first."""
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the start of the grammar. Raises InvalidRequest for one that is wrong or not supported."""
+        """A new matcher for the grammar. Raises InvalidRequest for a grammar that is wrong or not supported."""
         compiled = self._cache.pop(grammar, None) or self._compile(grammar)
         self._cache[grammar] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:

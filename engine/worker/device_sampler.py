@@ -1,7 +1,7 @@
-"""Picking tokens on a GPU: what engine/worker/sampler.py does, for all rows at once, and nothing waits for the device.
+"""Picks tokens on a GPU as engine/worker/sampler.py does, for all rows at once. The host never waits for the device.
 
-One copy brings what a step's draws need of their rows' rules to the device, and one more each kind of change to logits
-that some row asks for; the rest are kernels (kernels/gpu/triton_logits.py, kernels/gpu/triton_sampling.py).
+The parameters of all rows are uploaded in one copy, and each kind of change to logits that some row asks for needs one
+copy more; everything else is done by kernels (kernels/gpu/triton_logits.py, kernels/gpu/triton_sampling.py).
 """
 
 from __future__ import annotations

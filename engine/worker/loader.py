@@ -62,8 +62,8 @@ def safetensors_stream(path: Path) -> TensorStream:
 
 
 def _tensors(shard: Path) -> TensorStream:
-    """Maps the file again after every so many bytes: what has been read of a mapped file counts as memory in use until
-    it is unmapped."""
+    """Maps the file anew after every _MAPPED_BYTES read, because what was read of a mapped file counts as memory in use
+    until it is unmapped."""
     with safe_open(shard, framework="pt") as file:
         names = list(file.keys())
     while names:

@@ -98,7 +98,7 @@ def allocate_kv_cache(model: Decoder, num_blocks: int) -> KVCache:
 
 
 def _shared_pages(model: Decoder, num_blocks: int) -> KVCache:
-    """The same, but layers that ask for alike pages have the same ones: a step on them computes nothing of use."""
+    """Like allocate_kv_cache, but layers of equal shapes share one set of pages: saves memory, results are wrong."""
     layers = model.pages(num_blocks)
     kinds = {layer: _allocated(layer, model.device) for layer in layers}
     return [kinds[layer] for layer in layers]

@@ -30,7 +30,7 @@ LOGPROB_TENSORS = 4
 class PendingStep:
     """A launched step. `picks` has for each picked token its row, and the owner of that row's slot at the time of the
     launch. `download` has the picked tokens; then, if some are `asked` for log probabilities, what logprob_tensors
-    found for these; then the same for each of `chunks`."""
+    found for these picks (`asked` has their indices); then the same for each of `chunks`."""
 
     picks: list[tuple[Row, Owner]]
     asked: list[int]
@@ -38,7 +38,7 @@ class PendingStep:
     download: Download
     grammars: SlotGrammars
     errors: dict[str, str]
-    """Of requests that this worker cannot serve, by their ids."""
+    """By request id: why this worker cannot serve the request."""
 
     def result(self) -> StepOutput:
         """Wait for the device, and advance the grammars by what was picked. Call it once."""
@@ -59,7 +59,7 @@ class PendingStep:
     def _accept(
         self, picked: list[int], found: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, str]]:
-        """By request: the accepted tokens, their log probabilities where `found` has them, and all errors."""
+        """By request id: accepted tokens, their log probabilities, errors. `found` has them by index in `picked`."""
         token_ids, logprobs, errors = {}, {}, dict(self.errors)
         first = 0
         while first < len(picked):
@@ -75,8 +75,8 @@ class PendingStep:
 
 
 def accepted(drafts: list[int], picks: list[int]) -> list[int]:
-    """The picks up to the first that differs from its draft; there is one pick more than drafts. Later picks were made
-    after a token that is not the answer's."""
+    """The picks up to and including the first that differs from its draft; there is one pick more than drafts. Later
+    picks are dropped: they were computed as if that draft had been right."""
     count = 0
     while count < len(drafts) and picks[count] == drafts[count]:
         count += 1

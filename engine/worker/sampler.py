@@ -104,12 +104,12 @@ def logprob_tensors(logits: Tensor, picked: Tensor, most: int) -> tuple[Tensor, 
 
 
 def _most_likely(logprobs: Tensor, most: int) -> Tensor:
-    """Token ids [R, most]. Among equally likely tokens topk alone chooses by `most`, which depends on the batch."""
-    if logprobs.device.type == "cpu":  # a GPU does not wait to know
+    """Token ids [R, most]. Which of equally likely tokens torch.topk picks depends on its k, so on the batch."""
+    if logprobs.device.type == "cpu":  # on a GPU the host would have to wait for this
         best = torch.topk(logprobs, min(most + 1, logprobs.shape[1]))
         if not bool((best.values[:, 1:] == best.values[:, :-1]).any()):
             return best.indices[:, :most]
-    # No two of these keys are equal: the bits of -logprob, which order floats that are not negative, then the token.
+    # Unique keys that sort by -logprob, then by token: as integers, the bits of floats >= 0 have the floats' order.
     keys = logprobs.abs().view(torch.int32).long().bitwise_left_shift_(32)
     keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
     return torch.topk(keys, most, largest=False).values & 0xFFFFFFFF

@@ -1,7 +1,7 @@
 """What a request's SamplingParams mean for its picks, as lists of token ids and numbers.
 
-The rules are made once per request and exist once; `change_logits` says in which order they apply. The host
-(engine/worker/sampler.py) and the device (engine/worker/device_sampler.py) differ in three ways to change logits alone.
+`rules_of` makes them once per request, and `change_logits` applies them in their order, for the host's sampler
+(engine/worker/sampler.py) and the device's (engine/worker/device_sampler.py); each brings its own LogitChanges.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rules:
     added: dict[int, float]
     """What is added to the logits of some tokens: the bias, -inf for bad words of one token."""
     added_early: dict[int, float]
-    """The same, and -inf for the tokens that end an answer: while it has fewer than `min_tokens`."""
+    """Used instead of `added` while the answer is shorter than `min_tokens`: the same, and -inf for what ends it."""
     min_tokens: int
     bad_words: tuple[tuple[int, ...], ...]
     """Of two tokens or more; the last one may not follow the others."""

@@ -87,7 +87,7 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
     slots = Slots(config.max_num_seqs, plan.max_model_len, backend.block_size, device, scratch_page=scratch)
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     runner = Runner(model, kv_cache, slots, grammars, model_config.eos_token_ids, capture)
-    # A CPU has nothing to do beside a step: to be ahead of it would only make every token a step late.
+    # On a CPU the step itself occupies the host, so running ahead overlaps nothing and delays every token by a step.
     ahead = 1 if device.type == "cuda" else 0
     return Worker(runner, plan, str(device), dtype_name, f"{backend.name} ({why})", weight_bytes, ahead)
 

@@ -20,7 +20,7 @@ from quire.kernels.gpu.triton_sizes import cdiv
 _ROWS = 64
 _INNER = 64
 _WIDE_OUTS = 8192
-"""From so many outputs on, tiles are twice as wide: there are enough of them."""
+"""From this many outputs on, tiles are twice as wide: there are still enough tiles to fill the GPU."""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -141,7 +141,7 @@ def _first_above(mass, target):
 
 @triton.jit
 def _target(mass, u):
-    """u of an integer mass, less than all of it."""
+    """The integer part of u * mass, at most mass - 1 (the product may be rounded up to mass)."""
     return tl.minimum((u * mass.to(tl.float64)).to(tl.int64), mass - 1)
 
 

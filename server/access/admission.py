@@ -46,7 +46,7 @@ class Admission:
     def admit(
         self, tenant: Tenant, *, prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
     ) -> Reservation:
-        """Reserve tokens for n answers to each of so many prompts, which have prompt_tokens together.
+        """Reserve tokens for n answers to each of `prompts` prompts, which have `prompt_tokens` tokens in total.
 
         Settle the reservation when the answers have ended. Raises InvalidRequest for a priority that the tenant may
         not have and for more answers than can ever be queued, Overloaded when the queue is full, RateLimited.
@@ -60,7 +60,7 @@ class Admission:
         return tenant.limits.reserve(prompt_tokens + answers * (max_tokens or 0))
 
     def _check_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
-        """Raises Overloaded when so many more would make the queue longer than it may be.
+        """Raises Overloaded when the queue has no room for this many more requests and prompt tokens.
 
         Where keys are asked for, a tenant's share of the queue may not exceed the room that it leaves to others
         (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"); otherwise one tenant could lock out all others.

@@ -1,4 +1,4 @@
-"""Grammars of answers: how thinking and calls combine with a format that was asked for, and the trial of a grammar."""
+"""Combines the grammars of thinking, of tool calls and of a requested format, and checks that a grammar compiles."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _as_rule(grammar: Grammar) -> str:
 class GrammarChecker:
     """Compiles grammars in a process of its own, because that may crash or never end: see engine/text/grammar.py.
 
-    The process starts with the first grammar and checks one at a time. The last verdicts are kept.
+    The process starts with the first grammar and checks one at a time. The last _KEPT_VERDICTS results are kept.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
@@ -112,7 +112,7 @@ class GrammarChecker:
                 await self._process.stdin.drain()
                 answer = await self._process.stdout.readline()
         finally:
-            if not answer.endswith(b"\n"):  # It died; or this check was cancelled, and the next would read its answer.
+            if not answer.endswith(b"\n"):  # it died, or we were cancelled and the next check would read our answer
                 await self.close()
         return msgspec.json.decode(answer, type=str | None) if answer else "too complex to be compiled"
 

@@ -64,7 +64,7 @@ class MessageFormat:
 
 
 class MessageParser:
-    """Reads one answer while its text comes."""
+    """Parses one answer as its text arrives."""
 
     def __init__(self, format: MessageFormat) -> None:
         self._include_reasoning = format.include_reasoning
@@ -89,6 +89,6 @@ class MessageParser:
         return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason as OpenAI gives it: an answer that stopped by itself with whole calls ended for its tool calls."""
+        """The finish_reason to report: "tool_calls" if the answer stopped by itself and all its calls are complete."""
         whole = self._tools is not None and self._tools.all_complete
         return "tool_calls" if reason == "stop" and whole else reason

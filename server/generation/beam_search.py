@@ -69,7 +69,7 @@ class BeamSearch(Generation):
         ends = () if spec.params.ignore_eos else tokenizer.eos_token_ids
         self._ends = frozenset((*spec.params.stop_token_ids, *ends))
         self._cancelled: set[int] = set()
-        """Prompts whose search somebody cancelled."""
+        """Indices of prompts whose search was cancelled through `EngineClient.cancel`."""
         self._streams: set[OutputStream] = set()
 
     @property

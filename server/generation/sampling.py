@@ -48,7 +48,7 @@ class Sampling(Generation):
             self.close()
 
     def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
-        """What the output adds to its choice; None when that shows nothing."""
+        """Add an output to its choice. Returns the delta, or None when there is nothing to show yet."""
         choice = self._by_id[output.id]
         if choice.finished:  # The call was closed while this output waited to be read.
             return None

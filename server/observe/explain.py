@@ -1,4 +1,4 @@
-"""Where a request's time went, and with whom it shared the engine: the history of its sequences as JSON."""
+"""Where a request's time went, and which requests shared its batches: the history of its sequences as JSON."""
 
 from __future__ import annotations
 

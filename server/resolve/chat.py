@@ -22,7 +22,7 @@ from quire.server.resolve.tools import ToolUse, tool_use
 from quire.server.served_model import ServedModel
 
 PROMPT_END = 32
-"""Tokens. The last mark of a prompt's thinking is among so many at its end."""
+"""How many tokens at a prompt's end are decoded to see whether it ends with a mark of thinking."""
 
 
 async def chat_spec(body: ChatRequest, model: ServedModel, tenant: Tenant, config: ServerConfig) -> GenerationSpec:
@@ -88,7 +88,7 @@ def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: Ser
 async def _constrained(
     params: SamplingParams, body: ChatRequest, tools: ToolUse, message: MessageFormat | None, model: ServedModel
 ) -> SamplingParams:
-    """The parameters with the answer's grammar and the limit of its thinking."""
+    """`params`, with the answer's grammar and its thinking budget filled in."""
     grammar = await answer_grammar(body, tools, message, model)
     begun = None if message is None else message.begun
     thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)
@@ -98,16 +98,16 @@ async def _constrained(
 async def answer_grammar(
     body: ChatRequest, tools: ToolUse, message: MessageFormat | None, model: ServedModel
 ) -> Grammar | None:
-    """The grammar of the answers; None: they are free.
+    """The grammar that answers must match; None: any text.
 
-    Calls that must be made leave no content to format. Where the model may call tools and the content has a format,
-    an answer is one of the two.
+    If the model must call tools, there is no content, so a requested format is ignored. If it may call tools and a
+    format is requested, an answer is either calls or content in that format.
     """
     asked = asked_grammar(body)
     call = tools.grammar(model.tokenizer, alone=asked is not None)
     if call is not None:
         if asked is not None and not tools.must_call:
-            # Checked alone first, so that an error names the parameter that is wrong.
+            # Checked by itself first, so that an error names its parameter and not `tools`.
             await model.grammars.checked(asked)
             call = either(asked[1], call)
         asked = "tools", call

@@ -37,7 +37,7 @@ async def engine_events(request: Request) -> Response:
 
 @router.get("/v1/engine/trace", response_model=None)
 async def engine_trace(request: Request, seconds: Annotated[float, Query(gt=0, le=120)] = 5.0) -> Response:
-    """Record for so many seconds, then answer with a trace that ui.perfetto.dev opens."""
+    """Record for `seconds` seconds, then answer with a trace that ui.perfetto.dev opens."""
     return Response(await record(runtime_of(request).client.history, seconds), media_type="application/json")
 
 
