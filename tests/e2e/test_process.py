@@ -36,7 +36,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log")
+    server = Server(tmp_path / "log", "--shutdown-timeout=300")
     engine = server.engine_pid()
     answer: list[httpx.Response] = []
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "n": 8}
