@@ -22,8 +22,9 @@ from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.steps import Steps
 from quire.engine.types import Grammar, Request, RequestOutput, SamplingParams, TokenLogprob
+from tests.engine.fake_device import BLOCK, NUM_BLOCKS, PROPOSERS, FakeDevice
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_scheduler import BLOCK, CONTEXT, EOS, NUM_BLOCKS, PROMPTS, PROPOSERS, SLOTS, FakeDevice
+from tests.engine.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
 
 MOST_DELAY = 0.001
 

@@ -1,0 +1,103 @@
+"""A device without a model, for tests of the scheduler: it runs batches in order, and checks that every token it is
+told to compute finds its predecessors' KV in its own pages.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+from quire.engine.batch import Admission, Batch, StepOutput
+from quire.engine.sequence import Sequence
+from quire.engine.types import PoolingParams, TokenLogprob
+
+BLOCK = 4
+NUM_BLOCKS = 12
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model picks: a function of the tokens so far and of nothing else."""
+    return zlib.crc32(repr(tokens).encode()) % 16
+
+
+def fake_vector(tokens: list[int]) -> list[float]:
+    return [zlib.crc32(repr(tokens).encode()) / 8, float(len(tokens))]
+
+
+def proposer(right: int, wrong: int) -> Callable[[Sequence], list[int]]:
+    """Up to so many tokens that will be accepted, then up to so many that will not; how many depends on the tokens."""
+
+    def propose(seq: Sequence) -> list[int]:
+        assert not seq.in_flight, "a draft after a token that is not known"
+        assert seq.request.params.grammar is None
+        tokens, chance = list(seq.tokens), zlib.crc32(repr(seq.tokens[::-1]).encode())
+        for _ in range(chance % (right + 1)):
+            tokens.append(next_token(tokens))
+        for _ in range(chance // 64 % (wrong + 1)):
+            tokens.append((next_token(tokens) + 1) % 16)
+        return tokens[len(seq.tokens) :]
+
+    return propose
+
+
+PROPOSERS = {"none": None, "right": proposer(6, 0), "wrong": proposer(0, 4), "mixed": proposer(3, 3)}
+
+
+class FakeDevice:
+    """Slots with token ids and page tables, pages with the tokens whose KV they hold."""
+
+    def __init__(self, block: int = BLOCK) -> None:
+        self.block = block
+        self.pages: dict[int, list[tuple[int, ...] | None]] = {b: [None] * block for b in range(NUM_BLOCKS)}
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+        self.owners: dict[int, Admission] = {}
+
+    def execute(self, batch: Batch) -> StepOutput:
+        for admission in batch.admissions:
+            self.tokens[admission.slot] = list(admission.token_ids)
+            self.tables[admission.slot] = []
+            self.owners[admission.slot] = admission
+        for copy in batch.copies:
+            assert 0 < copy.tokens < self.block
+            assert None not in self.pages[copy.source][: copy.tokens], "a copy of what is not there yet"
+            self.pages[copy.target][: copy.tokens] = self.pages[copy.source][: copy.tokens]
+        assert len({row.slot for row in batch.rows}) == len(batch.rows), "two rows in one slot"
+        for row in batch.rows:
+            assert row.count > 0
+            table, tokens = self.tables[row.slot], self.tokens[row.slot]
+            table += row.new_blocks
+            if row.draft_ids:
+                assert row.sample
+                assert row.start + row.count == len(tokens) + len(row.draft_ids), "drafts after a token not computed"
+                tokens += row.draft_ids
+            for position in range(row.start, row.start + row.count):
+                self.pages[table[position // self.block]][position % self.block] = tuple(tokens[: position + 1])
+        picked, prompt_logprobs, vectors = {}, {}, {}
+        for row in batch.rows:
+            table, tokens = self.tables[row.slot], self.tokens[row.slot]
+            end = row.start + row.count
+            for position in range(end):  # after the step every earlier token's KV is in place, and no other's
+                held = self.pages[table[position // self.block]][position % self.block]
+                assert held == tuple(tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
+            prompt_logprobs[row.request_id] = [
+                TokenLogprob(token, 0.0, 1, [])
+                for token in tokens[row.start + 1 : min(end + 1, self.owners[row.slot].num_prompt)]
+            ]
+            if row.sample:
+                assert end == len(tokens), "sampling before the last token"
+                known = len(tokens) - len(row.draft_ids)
+                picks = [next_token(tokens[:length]) for length in range(known, end + 1)]
+                picked[row.request_id] = accepted(row.draft_ids, picks)
+                tokens[known:] = picked[row.request_id]
+            if isinstance(self.owners[row.slot].params, PoolingParams):
+                assert not row.sample
+                if end == len(tokens):
+                    vectors[row.request_id] = fake_vector(tokens)
+        return StepOutput(picked, {}, prompt_logprobs, {}, vectors)
+
+
+def accepted(drafts: list[int], picks: list[int]) -> list[int]:
+    """The picks up to the first that is not its draft."""
+    right = next((at for at, draft in enumerate(drafts) if picks[at] != draft), len(drafts))
+    return picks[: right + 1]
