@@ -29,7 +29,8 @@ TOKENS = 200
 SLOTS, QUEUE = 16, 64
 FLAGS = (
     *("--max-num-seqs", str(SLOTS), "--max-queued-requests", str(QUEUE), "--max-model-len", "1024", "--threads", "1"),
-    *("--request-history", "16"),  # which is bounded too, but fills for a while
+    # What is bounded, but takes memory until it is full: so little that it is full before anything is measured.
+    *("--request-history", "16", "--num-kv-blocks", "256"),
 )
 
 
