@@ -19,7 +19,7 @@ def test_a_recording_of_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFi
     headers = {"Authorization": "Bearer secret"}
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "n": 3}
     asking = threading.Thread(
-        target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=120)
+        target=lambda: httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=None)
     )
     asking.start()
     out = tmp_path / "trace.json"
