@@ -1,9 +1,13 @@
 """Settings for all tests."""
 
+import os
 import signal
 
 import pytest
 import torch
+
+# As engine/worker/startup.py does it: oneDNN reads this once, in tests maybe before an engine starts.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Tiny models gain nothing from a second thread, and lose much where tests share the cores with servers they started.
 torch.set_num_threads(1)

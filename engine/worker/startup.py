@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -53,6 +54,9 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
         torch.set_num_threads(config.threads)
     check_positions(model_config, config.max_model_len)
     device = choose_device(config)
+    # With AMX, oneDNN's bfloat16 products of a row depend on the number of rows (seen from 12 to 32). Where our own
+    # kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product.
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     dtype = choose_dtype(config, model_config, device)
     dtype_name = str(dtype).removeprefix("torch.")
     if device.type == "cpu" and config.load_format == "auto":
