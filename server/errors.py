@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -27,6 +26,7 @@ from quire.engine.errors import (
     RequestQuarantined,
     Timeout,
 )
+from quire.server.encoding import DATA, END, encode_ascii
 
 logger = logging.getLogger("quire.server")
 
@@ -62,12 +62,12 @@ def stream_error(error: Exception) -> bytes:
     else:
         logger.error("a stream failed", exc_info=error)
         body = error_body(UNEXPECTED, SERVER, None, "internal_error")
-    return b"data: " + body + b"\n\n"
+    return DATA + body + END
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
     # ASCII, because a message may quote half a surrogate pair from the request, which UTF-8 cannot encode.
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+    return encode_ascii({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
 def _answer(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:

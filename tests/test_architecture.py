@@ -48,7 +48,7 @@ SHARED = {
 
 ROOMS = {
     "server": (
-        *("version", "config", "errors", "encoding", "protocol", "formats", "access", "observe", "served_model"),
+        *("version", "config", "encoding", "errors", "protocol", "formats", "access", "observe", "served_model"),
         *("generation", "resolve", "runtime", "sse", "connection", "routes", "app", "cli"),
     ),
     "engine": (

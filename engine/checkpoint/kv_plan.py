@@ -77,6 +77,7 @@ def plan_kv(
     model: ModelConfig,
     *,
     page_bytes: int,
+    formula: str,
     block_size: int,
     available_bytes: int,
     max_num_seqs: int,
@@ -85,9 +86,9 @@ def plan_kv(
 ) -> KVPlan:
     """Choose pages and context so that they fit in `available_bytes`, as `fit_pages` does.
 
-    page_bytes: of one page of block_size tokens, all layers together. A given num_blocks is taken as it is, without
-    regard to the available bytes. Raises ConfigError, with the numbers, if a given max_model_len exceeds the model's
-    positions or the memory.
+    page_bytes: of one page of block_size tokens, all layers together; `formula` explains them in the log. A given
+    num_blocks is taken as it is, without regard to the available bytes. Raises ConfigError, with the numbers, if a
+    given max_model_len exceeds the model's positions or the memory.
     """
     each = page_bytes
     check_positions(model, max_model_len)
@@ -104,7 +105,7 @@ def plan_kv(
         )
     blocks = fitting if num_blocks is not None else blocks
     arithmetic = (
-        f"KV: {each // block_size:,} B a token x {block_size} tokens = {each / 1024:,.0f} KiB a page; "
+        f"KV: {formula} = {each / 1024:,.0f} KiB a page; "
         f"{blocks:,} pages = {blocks * each / GIB:.2f} GiB = {blocks * block_size:,} tokens; "
         f"context {length:,}, {blocks // needed} full ones at once"
     )

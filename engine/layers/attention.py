@@ -88,6 +88,12 @@ class Attention:
         shape = self._backend.kv_cache_shape(num_blocks, spec.num_kv_heads, spec.head_dim, self._dtype)
         return PageTensor(shape, self._dtype), PageTensor(shape, self._dtype)
 
+    @property
+    def page_formula(self) -> str:
+        """The bytes of a page, as a product."""
+        spec, block = self._spec, self._backend.block_size
+        return f"2 x {block} tokens x {spec.num_kv_heads} heads x {spec.head_dim} x {self._dtype.itemsize} B"
+
     def forward(
         self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, pages: Pages, rows: Tensor | None
     ) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ DecoderSpec; a family has no other code.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -172,6 +173,12 @@ class Decoder:
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
         """Per layer, the tensors that hold so many pages."""
         return [layer.attention.pages(num_blocks) for layer in self._layers]
+
+    @property
+    def page_formula(self) -> str:
+        """The bytes of a page of all layers, as a sum of products."""
+        counts = Counter(layer.attention.page_formula for layer in self._layers)
+        return " + ".join(f"{formula} x {count} layers" for formula, count in counts.items())
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
         """Hidden states [R, hidden] of the tokens at `rows` [R], ascending; stores all T tokens' keys and values."""

@@ -76,6 +76,7 @@ def start_worker(config: EngineConfig, path: Path, model_config: ModelConfig, pr
     plan = plan_kv(
         model_config,
         page_bytes=sum(tensor.nbytes for layer in model.pages(1) for tensor in layer),
+        formula=model.page_formula,
         block_size=backend.block_size,
         available_bytes=kv_budget(config, device, step_bytes),
         max_num_seqs=config.max_num_seqs,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import msgspec
 
 from quire.engine.client.client import EngineClient
 from quire.engine.client.procfs import resident_bytes
 from quire.engine.types import EngineSnapshot
+from quire.server.encoding import DATA, END, encode_json
 from quire.server.observe.rolling_stats import KEPT_SECONDS, RollingStats
 
 PERIOD_SECONDS = 0.5
@@ -19,8 +20,6 @@ ENGINE_SHARE = 0.005
 """Largest share of the engine's time that snapshots may take; expensive snapshots are taken less often."""
 OVERLAP_SECONDS = 4
 """Each `state` repeats the last complete seconds, for streams that missed an event."""
-
-encode_json = msgspec.json.Encoder().encode
 
 
 class LiveView:
@@ -109,7 +108,7 @@ class LiveViewStream:
         self._changed = asyncio.Event()
         self._open = True
 
-    async def events(self, facts: dict[str, object]) -> AsyncIterator[bytes]:
+    async def events(self, facts: dict[str, object]) -> AsyncGenerator[bytes]:
         """Server-sent events: `hello`, then `state` again and again."""
         self._live_view.join(self)
         try:
@@ -131,4 +130,4 @@ class LiveViewStream:
 
 
 def _event(name: str, data: dict[str, object]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode_json(data))
+    return b"event: " + name.encode() + b"\n" + DATA + encode_json(data) + END

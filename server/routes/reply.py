@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -53,7 +53,7 @@ async def reply(request: Request, spec: GenerationSpec, writer: AnswerWriter) ->
     return Response(body, 200, dict(spec.headers), "application/json")
 
 
-async def _events(generation: Generation, writer: AnswerWriter, spec: GenerationSpec) -> AsyncIterator[bytes]:
+async def _events(generation: Generation, writer: AnswerWriter, spec: GenerationSpec) -> AsyncGenerator[bytes]:
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
     opening = writer.first()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
 from openai import APIError, AsyncOpenAI
-from sse_starlette.sse import AppStatus
 from starlette.types import Message
 
 from quire.engine.errors import EngineError, Overloaded
@@ -36,7 +35,7 @@ class Stream:
         stream = EventStream(self._chunks(), self._close, {"X-A": "b"}, ServerConfig(sse_ping=ping))
         self.task = asyncio.create_task(stream({"type": "http", "method": "POST"}, self._receive, self.sent.put))
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _chunks(self) -> AsyncGenerator[bytes]:
         while (chunk := await self.chunks.get()) is not None:
             if isinstance(chunk, Exception):
                 raise chunk
@@ -72,7 +71,8 @@ async def test_the_status_waits_for_the_first_chunk_or_ping() -> None:
     assert (last["body"], last["more_body"]) == (b"", False)
 
 
-async def test_zero_means_no_pings() -> None:
+async def test_zero_means_no_pings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EventStream, "DEFAULT_PING_INTERVAL", SHORT)
     stream = Stream(ping=0)
     await asyncio.sleep(3 * SHORT)
     assert stream.sent.empty()
@@ -100,19 +100,28 @@ async def test_who_leaves_ends_it_at_once() -> None:
     assert await stream.next() == 200, "as the log of requests has it"
 
 
-async def test_a_shutdown_that_sse_starlette_sees_cuts_nothing_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream(ping=1000)
-    monkeypatch.setattr(AppStatus, "should_exit", True)
-    other = Stream(ping=1000)
-    for each in (stream, other):
-        each.chunks.put_nowait(b"data: 1\n\n")
-        assert [await each.next() for _ in range(2)] == [200, b"data: 1\n\n"]
-    await asyncio.sleep(0.7)  # sse-starlette looks each half second
-    for each in (stream, other):
-        each.chunks.put_nowait(b"data: 2\n\n")
-        assert await each.next() == b"data: 2\n\n"
-        each.chunks.put_nowait(None)
-        await each.task
+async def test_who_leaves_closes_what_made_the_chunks() -> None:
+    ended = asyncio.Event()
+
+    async def chunks() -> AsyncGenerator[bytes]:
+        try:
+            yield b"data: 1\n\n"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    left, sent = asyncio.Event(), asyncio.Queue[Message]()
+
+    async def receive() -> Message:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    stream = EventStream(chunks(), lambda: None, {}, ServerConfig())
+    task = asyncio.create_task(stream({"type": "http", "method": "POST"}, receive, sent.put))
+    await sent.get()
+    left.set()
+    await asyncio.wait_for(task, 20)
+    assert ended.is_set()
 
 
 def datas(text: str) -> tuple[list[str], int]:
