@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
 import zmq
 import zmq.asyncio
 
-from quire.engine.client.exit_cause import ExitCause, exit_cause
+from quire.engine.client.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
 from quire.engine.client.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
 from quire.engine.client.messages import FromEngine, ToEngine, decode_from_engine, encode
 from quire.engine.client.procfs import RunnableClock, is_stopped, oom_kills
@@ -64,14 +65,15 @@ class EngineProcess:
         # `-m` would search the current directory first, and a random.py there would replace Python's: -P prevents it.
         # In a session of its own the engine does not get the terminal's Ctrl-C: the parent does, and lets the engine
         # finish the open requests.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "quire.engine.main", self._address, str(engine_end)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=(engine_end,),
-            start_new_session=True,
-            env=_environment(),
-        )
+        with _fault_signals_blocked():
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "quire.engine.main", self._address, str(engine_end)],
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(engine_end,),
+                start_new_session=True,
+                env=_environment(),
+            )
         os.close(engine_end)
         assert self._process.stdin is not None
         assert self._process.stderr is not None
@@ -215,6 +217,19 @@ class EngineProcess:
                 # Our standard error may be closed. Read on even then, or the engine would block on a full pipe.
                 with suppress(OSError, ValueError):
                     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _fault_signals_blocked() -> Iterator[None]:
+    """A process inherits the signal mask, so one that is started here has FAULT_SIGNALS blocked from its first moment.
+
+    One that another process sends before the engine can report its sender waits until it can.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FAULT_SIGNALS if hasattr(signal, "sigwaitinfo") else ())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _environment() -> dict[str, str]:
