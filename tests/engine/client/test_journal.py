@@ -170,6 +170,8 @@ async def run(actions: list[tuple[str, int]]) -> None:
             break
         if isinstance(client._process, FakeProcess):
             client._process.step(9)
+        else:
+            await asyncio.sleep(0.005)  # after engines that crashed with nothing to compute, the next one starts later
         await settle()
     await settle()
     for caller in callers:
