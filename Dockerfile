@@ -2,11 +2,19 @@
 #                         docker run --gpus all -p 8000:8000 -v quire-models:/models quire [MODEL] [flags]
 # Quire for CPUs:         docker build -t quire --build-arg KIND=cpu .      (and no --gpus)
 # hadolint global ignore=DL3006,DL3008,DL3042
-# (Stages named by KIND carry no tag; Debian drops old versions, so pinned ones break; PIP_NO_CACHE_DIR is inherited.)
+# (Stages named by KIND or FLASH carry no tag; Debian drops old versions, so pinned ones break; PIP_NO_CACHE_DIR is
+# inherited.)
 ARG KIND=cuda
+# The driver must be one for the CUDA of the torch that is installed: 580 or later for 13.x, which torch's default build
+# has; 525 or later for 12.x, with --build-arg CUDA=12.8.1 and as TORCH_INDEX PyTorch's index for it.
 ARG CUDA=13.0.1
+# Attention: none compiles nothing, and PyTorch's own build of flash-attn 2 serves; wheel installs the FLASH_WHEEL that is
+# named; build compiles flash-attn, which takes an hour or so, some 9 GB of memory for each of MAX_JOBS, and nvcc.
+ARG FLASH=none
 
 FROM python:3.12-slim AS base-cpu
+# Of a host with GPUs a container sees the driver, and would end for want of a torch that can use it.
+ENV QUIRE_DEVICE=cpu
 
 # Only the driver's side of CUDA: its libraries come with PyTorch's wheel, a second set would be gigabytes of nothing.
 # Triton compiles a small launcher in C for each kernel when it first runs.
@@ -25,36 +33,45 @@ ENV PATH=/opt/quire/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # The dependencies have a layer of their own: a change of the sources does not fetch them again.
 COPY constraints.txt pyproject.toml ./
 ARG TORCH_INDEX=
-# On Linux the default build of torch carries CUDA; for CPUs --build-arg TORCH_INDEX= names an index of smaller builds.
+# On Linux the default build of torch carries CUDA; --build-arg TORCH_INDEX= names an index of other builds: for another
+# CUDA, or the smaller ones for CPUs. All else still comes from the default index.
 RUN pip install -c constraints.txt setuptools \
-    && pip install -c constraints.txt torch ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} \
+    && pip install -c constraints.txt torch ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
     && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
     > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
+# Attention that pip installs as it is: "flash-attn-4[cu13]>=4.0.0b36" (Hopper, B200), or flash-attn-3 (Hopper) from
+# PyTorch's index, which TORCH_INDEX then names.
+ARG FLASH_PACKAGE=
+RUN if [ -n "$FLASH_PACKAGE" ]; then \
+        pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$FLASH_PACKAGE"; \
+    fi
 
-FROM base-cpu AS wheels-cpu
+FROM base-${KIND} AS flash-none
 RUN mkdir /wheels
 
-# flash-attn: FLASH_WHEEL is the address of a wheel for this Python, PyTorch and CUDA; without one it is compiled, which
-# takes an hour or so. An empty FLASH leaves it out, and PyTorch's own build of its kernels serves.
-FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS wheels-cuda
+# A wheel for this Python, PyTorch, CUDA and processor, at its address.
+FROM build AS flash-wheel
+WORKDIR /wheels
+ARG FLASH_WHEEL=
+RUN pip download --no-deps "$FLASH_WHEEL" einops==0.8.1
+
+FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS flash-build
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ python3-dev \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/quire /opt/quire
 ENV PATH=/opt/quire/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 WORKDIR /wheels
-ARG FLASH=2.8.3
-ARG FLASH_WHEEL=
-ARG FLASH_ATTN_CUDA_ARCHS="80;90"
+ARG FLASH_VERSION=2.8.3.post1
+# A100 and its like, Hopper, B200, RTX 50 and PRO 6000; code for 80 runs on all of 8.x. The last two need CUDA 12.8.
+ARG FLASH_ATTN_CUDA_ARCHS="80;90;100;120"
 ARG MAX_JOBS=4
-RUN if [ -n "$FLASH_WHEEL" ]; then pip download --no-deps "$FLASH_WHEEL" einops==0.8.1; \
-    elif [ -n "$FLASH" ]; then \
-        pip install ninja==1.13.0 packaging==25.0 psutil==7.1.0 wheel==0.45.1 \
-        && FLASH_ATTENTION_FORCE_BUILD=TRUE pip wheel --no-build-isolation --no-deps "flash-attn==$FLASH" einops==0.8.1; \
-    fi
+RUN pip install ninja==1.13.0 packaging==25.0 psutil==7.1.0 wheel==0.45.1 \
+    && FLASH_ATTENTION_FORCE_BUILD=TRUE \
+        pip wheel --no-build-isolation --no-deps "flash-attn==$FLASH_VERSION" einops==0.8.1
 
-FROM wheels-${KIND} AS wheels
+FROM flash-${FLASH} AS wheels
 
 FROM build AS installed
 RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
@@ -67,13 +84,15 @@ RUN useradd --create-home --uid 10001 quire && mkdir /models && chown quire /mod
 COPY --from=installed /opt/quire /opt/quire
 USER 10001
 WORKDIR /home/quire
-# Hub downloads land in the volume, so a new container starts without fetching them again; so do Triton's kernels.
+# Hub downloads land in the volume, so a new container starts without fetching them again; so do Triton's kernels (where
+# it cannot be written, they go to /tmp).
 ENV PATH=/opt/quire/bin:$PATH PYTHONUNBUFFERED=1 HF_HOME=/models TRITON_CACHE_DIR=/models/triton \
     NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     QUIRE_HOST=0.0.0.0 QUIRE_PORT=8000
 VOLUME /models
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=3s --start-period=5m --start-interval=1s CMD ["python3", "-c", \
+# The first start may download for hours; within the start period only success counts.
+HEALTHCHECK --interval=10s --timeout=3s --start-period=4h --start-interval=2s CMD ["python3", "-c", \
     "import os, urllib.request as u; u.urlopen('http://127.0.0.1:' + os.environ['QUIRE_PORT'] + '/health', timeout=2)"]
 ENTRYPOINT ["quire", "serve"]

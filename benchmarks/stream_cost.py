@@ -1,84 +1,198 @@
-"""What a streamed token costs the API process: `python -m benchmarks.stream_cost [completions]`.
+"""What a streamed token costs the API process: `python -m benchmarks.stream_cost`, from the repository's root.
 
-An engine that costs nothing delivers 400 steps to 32 streams, 10 ms apart, through uvicorn to a client in another
-process; the figure is the server's processor time per token.
+An engine process that computes nothing sends steps of one token for each stream, through ProcessClient and the HTTP
+server, to a reader in a process of its own. With steps that are `--pause` apart the server's processor time per event
+is what counts, and with `--pause 0` the tokens per second. Starts and ends of streams are not measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import gc
 import json
 import multiprocessing
-import sys
+import os
+import socket
 import time
-from multiprocessing.queues import Queue
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import cast
 
-import uvicorn
 import uvloop
+import zmq
 
-from quire.engine.types import EngineStats, RequestOutput
-from tests.server.api import make_app
-from tests.server.fake import FakeEngine
+from quire.engine.client.heartbeat import Heartbeat
+from quire.engine.client.messages import Ready, Stepped, Submit, decode_to_engine, encode
+from quire.engine.client.process import EngineProcess
+from quire.engine.client.supervisor import ProcessClient
+from quire.engine.main import end_with_parent, read_first_line
+from quire.engine.types import EngineInfo, EngineStats, RequestOutput, StepRecord
+from quire.server.cli.hosting import HttpServer
+from quire.server.config import ServerConfig
+from tests.server.api import NAME, make_app
 
-STREAMS, STEPS, STEP_SECONDS, PORT = 32, 400, 0.01, 8765
+INFO = EngineInfo("null", "float32", "cpu", "none", 8192, 65536, 16, 0, 0, 0.0, "none")
+TOKEN, MARK = 126, b"~"
+"""An id of the byte-level tokenizer of tests, and its text, which stands nowhere else in an answer."""
+REST_SECONDS, WINDOW_SECONDS = 2.0, 0.2
+"""The engine's rest after the first step and before the last one."""
 CALLS = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     "completions": ("/v1/completions", {"prompt": "hi"}),
 }
 
 
-class FreeEngine(FakeEngine):
-    """Has all outputs ready before the clock starts."""
-
-    def __init__(self, results: Queue[float]) -> None:
-        super().__init__(lambda request, position: 65, max_model_len=4096)
-        self._results = results
-
-    async def _run(self) -> None:
-        while len(self.running) < STREAMS:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        steps = [
-            [
-                RequestOutput(id=name, new_ids=[97], finish_reason="length" if step == STEPS - 1 else None)
-                for name in self.running
-            ]
-            for step in range(STEPS)
-        ]
-        started = time.process_time()
-        for outputs in steps:
-            self._deliver(outputs, EngineStats())
-            await asyncio.sleep(STEP_SECONDS)
-        await asyncio.sleep(0.2)
-        self._results.put((time.process_time() - started) / (STREAMS * STEPS))
+class NullProcess(EngineProcess):
+    PROGRAM = ("-m", "benchmarks.stream_cost", "--engine")
 
 
-def serve(results: Queue[float]) -> None:
-    app = make_app(FreeEngine(results))
-    uvicorn.run(app, port=PORT, loop="uvloop", http="httptools", log_level="warning", access_log=False)
+class NullClient(ProcessClient):
+    def launch(self) -> None:
+        self._process = NullProcess(self._config, self._replay.begin)
 
 
-async def read_all(path: str, body: dict[str, object]) -> None:
-    async def one() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-        content = json.dumps({**body, "stream": True, "max_tokens": STEPS}).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-        writer.write(head.encode() + b"\r\n\r\n" + content)
-        data = b""
-        while b"[DONE]" not in data:
-            data = data[-20:] + await reader.read(65536)
-        writer.close()
+def compute_nothing(address: str, descriptor: int) -> None:
+    """The engine process: waits for as many requests as there are to be streams, and answers all in the same steps."""
+    read_first_line()
+    Heartbeat(descriptor)
+    end_with_parent()
+    streams, steps, pause = (int(os.environ[name]) for name in ("NULL_STREAMS", "NULL_STEPS", "NULL_PAUSE_US"))
+    pair: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    pair.set(zmq.SNDHWM, 0)
+    pair.connect(address)
+    pair.send(encode(Ready(INFO)))
+    while True:
+        ids: list[str] = []
+        while len(ids) < streams:
+            message = decode_to_engine(pair.recv())
+            if isinstance(message, Submit):
+                ids += [request.id for request in message.requests]
+        for step in range(1, steps + 1):
+            if step in (2, steps):
+                time.sleep(REST_SECONDS)
+            now = time.monotonic()
+            reason = "length" if step == steps else None
+            outputs = [RequestOutput(each, [TOKEN], finish_reason=reason) for each in ids]
+            chunks = [(each, 0, 1) for each in ids] if step == 1 else []
+            record = StepRecord(step, now, now, now, now, streams, streams, chunks, [])
+            stats = EngineStats(running=streams, generation_tokens=step * streams)
+            pair.send(encode(Stepped(outputs, stats, record)))
+            time.sleep(pause / 1e6)
 
-    await asyncio.gather(*[one() for _ in range(STREAMS)])
+
+def serve(port: int, ready: Connection) -> None:
+    """The API process."""
+
+    async def run() -> None:
+        config = ServerConfig(served_model_name=[NAME], disable_access_log=True)
+        client = NullClient(config)
+        client.launch()
+        app = make_app(client)
+
+        def announce() -> None:
+            gc.freeze()  # as `quire serve`
+            ready.send(os.getpid())
+
+        async with app.router.lifespan_context(app):
+            server = HttpServer(app, config, announce, lambda: [app])
+            with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
+                await server.serve(sockets=[listener])
+
+    uvloop.run(run())
+
+
+@dataclass
+class Counts:
+    """Of all streams."""
+
+    tokens: int = 0
+    events: int = 0
+    ended: int = 0
+    first: float = 0.0
+    """When the first and the last token came after the engine's first rest; times of time.monotonic()."""
+    last: float = 0.0
+
+
+class Reader(asyncio.Protocol):
+    """Reads one stream."""
+
+    def __init__(self, request: bytes, counts: Counts) -> None:
+        self._request = request
+        self._counts = counts
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.WriteTransport, transport).write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        counts = self._counts
+        counts.last = time.monotonic()
+        counts.first = counts.first or counts.last
+        counts.tokens += data.count(MARK)
+        counts.events += data.count(b"data: ")
+        counts.ended += b"[DONE]" in data
+
+
+async def read_all(port: int, server: int, args: argparse.Namespace) -> None:
+    """One round."""
+    path, body = CALLS[args.call]
+    content = json.dumps({**body, "stream": True, "max_tokens": args.steps}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    counts, loop = Counts(), asyncio.get_running_loop()
+    clock = (~server << 3) | 2  # clock_getcpuclockid(3)
+    for _ in range(args.streams):
+        await loop.create_connection(lambda: Reader(head.encode() + b"\r\n\r\n" + content, counts), "127.0.0.1", port)
+
+    windows: list[float] = []
+    """Processor microseconds of the server per event, in spans of WINDOW_SECONDS."""
+
+    async def until(tokens: int) -> float:
+        while counts.tokens < tokens:
+            events, used = counts.events, time.clock_gettime(clock)
+            await asyncio.sleep(WINDOW_SECONDS)
+            if counts.events > events + args.streams:
+                windows.append(1e6 * (time.clock_gettime(clock) - used) / (counts.events - events))
+        return time.clock_gettime(clock)
+
+    began = await until(args.streams)
+    windows.clear()
+    events, counts.first = counts.events, 0.0
+    used = await until(args.streams * (args.steps - 1)) - began
+    tokens, events, seconds = args.streams * (args.steps - 2), counts.events - events, counts.last - counts.first
+    while counts.ended < args.streams:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    shown = f"{1e6 * used / tokens:.1f} us of the API process per token; {tokens / seconds:,.0f} tokens/s; "
+    shown += f"{events / tokens:.2f} events per token, each {median(windows):.1f} us, at least {min(windows):.1f}"
+    print(shown, flush=True)
 
 
 def main() -> None:
-    results: Queue[float] = multiprocessing.Queue()
-    server = multiprocessing.Process(target=serve, args=(results,))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--streams", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--pause", type=int, default=50_000, help="between two steps, in microseconds")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--call", choices=CALLS, default="chat")
+    parser.add_argument("--port", type=int, default=8765)
+    parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine is not None:
+        return compute_nothing(args.engine[0], int(args.engine[1]))
+    os.environ |= {
+        f"NULL_{name}": str(value)
+        for name, value in (("STREAMS", args.streams), ("STEPS", args.steps), ("PAUSE_US", args.pause))
+    }
+    ready, there = multiprocessing.Pipe(duplex=False)
+    server = multiprocessing.get_context("spawn").Process(target=serve, args=(args.port, there))
     server.start()
-    time.sleep(3)
-    uvloop.run(read_all(*CALLS[sys.argv[1] if len(sys.argv) > 1 else "chat"]))
-    print(f"{results.get(timeout=30) * 1e6:.1f} us per token at {STREAMS} streams")
-    server.terminate()
+    pid = ready.recv()
+    try:
+        for _ in range(args.rounds):
+            uvloop.run(read_all(args.port, pid, args))
+    finally:
+        server.terminate()
+        server.join()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from quire.engine.types import PoolingParams, SamplingParams, TokenLogprob
@@ -15,6 +17,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_prompt: int
     params: SamplingParams | PoolingParams
     seed: int
+    adapter: int = 0
+    """The slot of its adapter; 0: none."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -40,12 +44,59 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     draft_ids: list[int] = []
 
 
+class DraftRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sequence whose next tokens are guessed from its hidden states, between two steps."""
+
+    slot: int
+    known: int
+    """Its tokens. Its last step picked the last one of them."""
+    count: int
+    """Tokens to guess."""
+    blocks: list[int]
+    """The heads' pages of all its tokens and the guesses."""
+
+
+class CatchUp(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a model that drafts lacks of a sequence: the `count` tokens from `start` on, and the pages from its
+    `first_page` on. A slot keeps what it has until another sequence is admitted to it."""
+
+    slot: int
+    start: int
+    count: int
+    token_ids: list[int]
+    """These tokens; empty where an admission brings them."""
+    first_page: int
+    pages: list[int]
+    admission: Admission | None
+    wants_guess: bool
+    """Whether to guess a token after the last one."""
+
+
+class Drafted(NamedTuple):
+    """A token that a model guesses."""
+
+    token: int
+    chance: float
+    """How likely that model holds it."""
+
+
 class PageCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The keys and values of the first `tokens` tokens of page `source` go to page `target` too, in every layer."""
 
     source: int
     target: int
     tokens: int
+
+
+class Fetched(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Pages of a request's prefix that came back from a tier, before the step that admits the request."""
+
+    request_id: str
+    tier: str
+    tokens: int
+    began: float
+    ended: float
+    """Both in seconds of time.monotonic()."""
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -57,6 +108,10 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Made in this order, before any row is computed."""
     preempted: list[str] = []
     """Ids of the requests that were preempted to make room for this step."""
+    fetched: list[Fetched] = []
+    """What came back from tiers since the step before."""
+    loads: list[tuple[str, float]] = []
+    """Names of the adapters that were put into slots before it, each with the seconds for which all waited for that."""
 
     @property
     def admitted_ids(self) -> list[str]:
@@ -76,5 +131,5 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """For the prompt tokens of this step's chunk: the log probability of the token after each."""
     errors: dict[str, str] = {}
     """Why a request cannot be served: it ends."""
-    vectors: dict[str, list[float]] = {}
-    """For the requests with PoolingParams whose prompt is complete. They end."""
+    vectors: dict[str, bytes] = {}
+    """For the requests with PoolingParams whose prompt is complete: float32, little-endian. They end."""

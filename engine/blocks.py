@@ -9,18 +9,27 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 
+GONE = -1
+"""In a sequence's table: a page that it has given back, for no token to come sees what was in it."""
 
-def root_hash(salt: str) -> bytes:
-    """The parent of a sequence's first page: prefixes of different salts never meet."""
-    return blake2b(salt.encode(), digest_size=16).digest()
+
+def root_hash(salt: str, adapter: str = "") -> bytes:
+    """The parent of a sequence's first page: prefixes of different salts, or of different adapters, never meet.
+    `adapter`: the digest of its content."""
+    return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """16 bytes that stand for these tokens and all before them."""
     return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+
+
+def group_key(digest: bytes, group: int) -> bytes:
+    """By what a page is found that holds the tokens of a hash in the layers of a group (checkpoint/page_groups.py)."""
+    return digest + bytes((group,)) if group else digest
 
 
 class BlockPool:
@@ -34,6 +43,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hashes_of: dict[int, list[bytes]] = {}
         self._block_of: dict[bytes, int] = {}
+        self.before_reuse: Callable[[Sequence[int]], None] | None = None
+        """Called with pages that are handed out, while they still have the content that they had."""
 
     @property
     def num_free(self) -> int:
@@ -57,7 +68,17 @@ class BlockPool:
             self._forget(block)
             self.references[block] = 1
             blocks.append(block)
+        if self.before_reuse is not None:
+            self.before_reuse(blocks)
         return blocks
+
+    def knows(self, digest: bytes) -> bool:
+        """Whether some page can be found by this hash."""
+        return digest in self._block_of
+
+    def find(self, digest: bytes) -> int | None:
+        """The page that is found by this hash, if one is. No reference is taken: see `share`."""
+        return self._block_of.get(digest)
 
     def lookup(self, digests: Iterable[bytes]) -> list[int]:
         """Pages of the longest prefix of `digests` that is cached. No reference is taken: see `share`."""
@@ -97,6 +118,11 @@ class BlockPool:
                 self._free[block] = None
                 if block not in self._hashes_of:
                     self._free.move_to_end(block, last=False)
+
+    def forget(self) -> None:
+        """Let no page be found by a hash that it has now. Those that are held keep their content."""
+        self._hashes_of.clear()
+        self._block_of.clear()
 
     def audit(self) -> None:
         """Assert the invariants that hold between any two calls."""

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from quire.engine import advice
 from quire.engine.errors import ConfigError
 
 PREFIX = "QUIRE_"
 """Of environment variables that are settings."""
+OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_KEY", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS"}
+"""Not the engine's: kernels/cpu/native.py reads the first, requests copied from the playground the second, and the
+server the others, which look like load_format and max_loras mistyped."""
+_KUBERNETES = re.compile(
+    r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
+)
+"""What Kubernetes sets for services whose names begin with quire, beside QUIRE_PORT=tcp://… for one of that name."""
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 DEMO_MODEL = str(PRESETS / "demo")
 """The embedded model."""
@@ -25,41 +34,160 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
+class SpeculativeConfig(BaseModel):
+    """How tokens are guessed, by vLLM's names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["none", "ngram", "suffix", "grammar", "draft_model", "eagle", "eagle3", "medusa"]
+    """none guesses nothing; ngram looks in the request's own tokens, suffix also in recent answers to requests of the
+    same cache salt; grammar guesses what a request's grammar forces, as the others do too; draft_model asks `model`,
+    and eagle, eagle3 and medusa the heads there."""
+    model: str | None = None
+    """Local directory or hub id of a smaller model with the same vocabulary, or of heads for the served one."""
+    num_speculative_tokens: int = Field(8, ge=1, le=32)
+    """The most guesses of one sequence in a step."""
+    prompt_lookup_min: int = Field(1, ge=1, le=32)
+    """Tokens that must be the same before a place for it to be looked at."""
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def without_mtp(cls, value: object) -> object:
+        if isinstance(value, str) and (value == "mtp" or value.endswith("_mtp")):
+            raise ValueError("no family that is served has MTP layers: DeepSeek, GLM, Qwen3-Next and MiMo have")
+        return value
+
+    @property
+    def hidden_states(self) -> bool:
+        """Whether heads guess from the served model's hidden states."""
+        return self.method in ("eagle", "eagle3", "medusa")
+
+    @model_validator(mode="after")
+    def with_model(self) -> SpeculativeConfig:
+        if (self.method == "draft_model" or self.hidden_states) != (self.model is not None):
+            raise ValueError("draft_model, eagle, eagle3 and medusa need a model, and no other method takes one")
+        return self
+
+
 class EngineConfig(BaseModel):
     """Fields keep vLLM's flag names where the meaning is the same."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model: str = Field(DEMO_MODEL, description="Local directory or hub id; default: the embedded story-teller")
+    model: str = Field(
+        DEMO_MODEL, description="Local directory, .gguf file or hub id, or smollm2; default: the embedded story-teller"
+    )
     tokenizer: str | None = Field(None, description="Directory or hub id of the tokenizer, if not the model's")
+    skip_tokenizer_init: bool = Field(
+        False, description="No tokenizer: requests give token ids, and get them with return_token_ids"
+    )
     chat_template: str | None = Field(None, description="Jinja file of the chat template, if not the model's")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub id")
+    weights: str | None = Field(
+        None, description="Directory, or .gguf file, of other weights of the model's shape, if not the model's own"
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, nothing is read")
     dtype: Dtype = Field(
-        "auto", description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 on CPU for float16"
+        "auto",
+        description="Type of weights and KV cache; auto: the checkpoint's, bfloat16 for float16 on CPU, float32 on GPU",
+    )
+    quantization: Literal["int8", "int4", "fp8"] | None = Field(
+        None, description="Quantize the weights while they are loaded"
+    )
+    quantize_embedding: bool | None = Field(
+        None, description="Make embedding and head 8-bit integers while they are loaded; default: with quantization"
+    )
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = Field(
+        "auto", description="Type of keys and values; auto: that of the model; int8, fp8: 8 bits, half the memory"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
     attention_backend: str = Field(
-        "auto", description="Attention kernels: auto, flash, torch_varlen, triton, cpu, reference"
+        "auto", description="Attention kernels: auto, flash3, flash4, flash, torch_varlen, triton, cpu, reference"
     )
     deterministic: bool = Field(
-        False, description="On a GPU: tokens that do not depend on the batch, to the bit, slower; on a CPU always so"
+        False,
+        description="On a GPU: tokens that do not depend on the batch, slower; on a CPU always so, but not in float16",
     )
     enforce_eager: bool = Field(False, description="Start the kernels of a decode one by one, not as CUDA graphs")
+    warmup_seconds: float = Field(
+        30.0, ge=0, description="Seconds before ready for a GPU's decode graphs; the rest are captured when idle"
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="Context length in tokens; default: what the memory allows"
     )
     max_num_seqs: int = Field(256, ge=1, le=4096, description="Most sequences in one step")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Most tokens in one step; longer prompts are chunked")
+    long_prefill_token_threshold: int | None = Field(
+        None, ge=1, description="Most tokens of one prompt in a step, so that others share it; default: all that fit"
+    )
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use")
     kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to memory")
     num_kv_blocks: int | None = Field(None, ge=1, description="Pages of the KV cache, instead of a size in GiB")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV of prompts that start alike")
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    kv_offload_memory: float | None = Field(
+        None, gt=0, description="GiB of the host's memory for KV of earlier prompts, beside the KV cache"
+    )
+    kv_offload_dir: str | None = Field(
+        None, min_length=1, description="Directory for KV of earlier prompts, which survives a restart"
+    )
+    kv_offload_disk: float = Field(10.0, gt=0, description="GiB that --kv-offload-dir may take")
+    kv_offload_tier: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="MODULE:FUNCTION that makes a tier of your own for such KV"
+    )
+    runner: Literal["auto", "generate", "pooling"] = Field(
+        "auto", description="auto: all that the model can; generate: tokens alone; pooling: vectors alone"
+    )
+    pooling_type: Literal["auto", "last", "mean", "cls"] = Field(
+        "auto", description="Which hidden states make an embedding; auto: as the model's files say"
+    )
+    classifier_from_token: list[str] = Field(
+        default_factory=list,
+        description="Two tokens whose logits make a decoder's score: no,yes for Qwen3-Reranker",
+    )
+    speculative_config: SpeculativeConfig | None = Field(
+        None,
+        description="How tokens are guessed ahead, without changing one: none, ngram, suffix, grammar, or JSON as "
+        'vLLM takes it, such as {"method": "draft_model", "model": "FOLDER", "num_speculative_tokens": 4}; '
+        "default: on a CPU what grammars force",
+    )
+    enable_lora: bool = Field(False, description="Serve low-rank adapters (LoRA) beside the model")
+    max_loras: int = Field(8, ge=1, le=256, description="Most adapters in one step")
+    max_lora_rank: int = Field(16, ge=1, le=256, description="Largest rank of an adapter")
+    max_cpu_loras: int | None = Field(
+        None, ge=1, description="Adapters that the host's memory keeps at hand; default: four times --max-loras"
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=64, description="Processes that compute every layer together, each with its part of the model"
+    )
+    data_parallel_size: int = Field(
+        1, ge=1, le=32, description="Engines of the same model beside each other, which share the requests"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads that compute; default: all cores")
+    niceness: int = Field(
+        0, ge=0, le=19, description="How far the engine's process gives way to others on the CPU, where it has its own"
+    )
     engine_heartbeat_timeout: float = Field(10.0, gt=0, description="Seconds without a sign of life that end an engine")
     engine_step_timeout: float = Field(120.0, gt=0, description="Seconds without progress in a step that end an engine")
     max_engine_starts: int = Field(5, ge=1, description="Failed starts in a row after which a dead engine is given up")
     seed: int = Field(0, description="Seed of dummy weights")
+
+    @property
+    def most_running(self) -> int:
+        """Most sequences that all engines compute at a time."""
+        return self.max_num_seqs * self.data_parallel_size
+
+    @field_validator("speculative_config", mode="before")
+    @classmethod
+    def with_method(cls, value: object) -> object:
+        """A method's name alone, or JSON text."""
+        if not isinstance(value, str):
+            return value
+        if not value.lstrip().startswith("{"):
+            return {"method": value}
+        try:
+            return json.loads(value)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"is not JSON: {error}") from None
 
     @field_validator("max_model_len", "max_num_batched_tokens", mode="before")
     @classmethod
@@ -71,13 +199,20 @@ class EngineConfig(BaseModel):
 
 
 def load(
-    model: type[Settings], given: Mapping[str, Any], config: str | None = None, *, origin: str = "flag --{dashed}"
+    model: type[Settings],
+    given: Mapping[str, Any],
+    config: str | None = None,
+    *,
+    origin: str = "flag --{dashed}",
+    others: Collection[str] | None = None,
 ) -> Settings:
     """The settings: `given` before QUIRE_* variables before the TOML file `config` before defaults.
 
-    `origin` says where given values came from. Raises ConfigError in one line that names each bad value's key and where
-    it came from.
+    `origin` says where given values came from. `others`: settings that are not the model's, which variables may set all
+    the same; None: any that are not nearly one of the model's. Raises ConfigError in one line that names each bad
+    value's key and where it came from.
     """
+    _check_variables(model, others)
     sources = [
         (origin, dict(given)),
         (f"environment variable {PREFIX}{{upper}}", _environment(model)),
@@ -88,10 +223,38 @@ def load(
     for text, source in reversed(sources):
         values |= source
         origins |= {key: text.format(key=key, dashed=key.replace("_", "-"), upper=key.upper()) for key in source}
+    for key, value in values.items():
+        for text in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(text, str) and not _encodable(text):
+                raise ConfigError(f"{key}: is not UTF-8 text, got {text!r} ({origins[key]})")
     try:
         return model(**values)
     except ValidationError as error:
-        raise ConfigError("; ".join(_describe(dict(item), origins) for item in error.errors())) from None
+        known = [*model.model_fields, *(others or ())]
+        raise ConfigError("; ".join(_describe(dict(item), origins, known) for item in error.errors())) from None
+
+
+def _check_variables(model: type[BaseModel], others: Collection[str] | None) -> None:
+    """Raise ConfigError for QUIRE_* variables that set nothing."""
+    known = {PREFIX + name.upper() for name in (*model.model_fields, *(others or ()))}
+    wrong = []
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
+        if name in known or name in OTHER_VARIABLES or _KUBERNETES.fullmatch(name):
+            continue
+        advised = advice.on_setting(name.removeprefix(PREFIX).lower(), (each.lower()[len(PREFIX) :] for each in known))
+        if advised or others is not None:
+            wrong.append(f"environment variable {name}: no such setting{advised and f', {advised}'}")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def _encodable(text: str) -> bool:
+    """False for arguments that are not UTF-8: Python keeps their bytes as surrogates, which no JSON can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def presets() -> list[str]:
@@ -115,15 +278,17 @@ def split(text: str) -> Sequence[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _describe(error: dict[str, Any], origins: Mapping[str, str]) -> str:
-    key = str(error["loc"][0]) if error["loc"] else ""
+def _describe(error: dict[str, Any], origins: Mapping[str, str], known: Sequence[str]) -> str:
+    key = ".".join(map(str, error["loc"]))
+    origin = origins.get(str(error["loc"][0]), "default") if error["loc"] else ""
     if error["type"] == "extra_forbidden":
-        return f"{key}: no such setting ({origins.get(key, 'unknown source')})"
+        advised = advice.on_setting(key, known)
+        return f"{key}: no such setting{advised and f', {advised}'} ({origin})"
     message = error["msg"].removeprefix("Value error, ")
     if not key:
         return message
     message = message[0].lower() + message[1:]
-    return f"{key}: {message}, got {error['input']!r} ({origins.get(key, 'default')})"
+    return f"{key}: {message}, got {error['input']!r} ({origin})"
 
 
 def _environment(model: type[BaseModel]) -> dict[str, Any]:
@@ -131,7 +296,7 @@ def _environment(model: type[BaseModel]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         text = os.environ.get(PREFIX + name.upper())
-        if text is not None:
+        if text is not None and not (name == "port" and text.startswith("tcp://")):  # Kubernetes
             found[name] = split(text) if is_list(field) else text
     return found
 
@@ -142,7 +307,8 @@ def _read_toml(config: str) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read --config {config}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        near = advice.nearest(config, presets()) or f"presets are {', '.join(presets())}"
+        raise ConfigError(f"cannot read --config {config}: {error.strerror}; {near}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--config {config} is not TOML: {error}") from None
     return {key.replace("-", "_"): value for key, value in table.items()}

@@ -2,7 +2,8 @@
 
 QuireError
 ├── InvalidRequest            the caller's mistake: names the parameter
-│   └── ContextLengthExceeded prompt longer than the model's context
+│   ├── ContextLengthExceeded prompt longer than the model's context
+│   └── AdapterError          an adapter cannot be read or understood, or is not made for the model
 ├── ModelNotFound             a request names a model that is not served
 ├── RequestNotFound           no open request has that id
 ├── RateLimited               a tenant exceeded its requests or tokens per minute
@@ -40,6 +41,10 @@ class InvalidRequest(QuireError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class AdapterError(InvalidRequest):
+    code = "invalid_adapter"
 
 
 class ModelNotFound(QuireError):

@@ -8,6 +8,7 @@ that starts to wait is raised to at least the smallest counter of those that wai
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence as SequenceOf
 
 from quire.engine.sequence import Sequence
 from quire.engine.types import Request
@@ -54,6 +55,26 @@ class FairQueue:
             del self._lines[key]
             if not self._waits(tenant):
                 self._last_left = self._served[tenant]
+
+    def slot(self, seq: Sequence) -> int:
+        """The slot of the adapter of a sequence that may go next; 0: it needs none."""
+        assert seq.request.adapter is None, "an adapter, and nothing that loads any"
+        return 0
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has ended; it does not wait."""
+
+    def take_loads(self) -> list[tuple[str, float]]:
+        """See Batch.loads; since the last call."""
+        return []
+
+    def advance(self) -> SequenceOf[tuple[Sequence, str]]:
+        """Let those go next that waited for something that has come. Returns those for which it cannot come, with why:
+        they still wait, and must be removed."""
+        return ()
+
+    def wait(self) -> None:
+        """Wait a little for what sequences wait for, as there is nothing to compute."""
 
     def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Count tokens that were computed for the request's tenant."""

@@ -11,13 +11,22 @@ import time
 
 import zmq
 
-from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.families import ENCODERS
+from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
+from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.client.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.client.messages import (
     Abort,
+    Asleep,
+    Check,
+    Checked,
     Failed,
     FromEngine,
+    Load,
     Ready,
+    Refused,
+    ResetPrefixCache,
+    Sleep,
     SnapshotRequest,
     SnapshotTaken,
     Stepped,
@@ -26,13 +35,26 @@ from quire.engine.client.messages import (
     encode,
 )
 from quire.engine.config import EngineConfig
+from quire.engine.drafting.choose import choose_drafter
+from quire.engine.drafting.drafter import Drafter, StepwiseDrafter
+from quire.engine.drafting.heads import HeadDrafter
+from quire.engine.drafting.model import DraftPages, ModelDrafter
 from quire.engine.errors import QuireError
 from quire.engine.executor import Executor
+from quire.engine.lora.queue import AdapterQueue
 from quire.engine.scheduler import Scheduler
 from quire.engine.snapshot import take_snapshot
 from quire.engine.steps import Steps
+from quire.engine.tiers.choose import check_tiers, choose_tiers
+from quire.engine.tiers.identity import WeightFiles
 from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, RequestOutput, StepRecord
-from quire.engine.worker.startup import start_worker
+from quire.engine.worker.encoder_startup import start_encoder
+from quire.engine.worker.heads import Heads
+from quire.engine.worker.loading.check import check_meaning, check_weights
+from quire.engine.worker.loading.loader import Tensors
+from quire.engine.worker.memory import return_memory
+from quire.engine.worker.startup import Worker, start_worker
+from quire.engine.worker.warmup import warm_up
 
 PREFIX_PIECE = 16
 """The unit, in tokens, in which cached prefixes are matched where pages are larger."""
@@ -41,41 +63,49 @@ PREFIX_PIECE = 16
 class Engine:
     """A model, its KV cache and a scheduler. Raises ConfigError for a configuration it cannot start with."""
 
-    def __init__(self, config: EngineConfig, heartbeat: NoHeartbeat | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, heartbeat: NoHeartbeat | None = None, tensors: Tensors | None = None
+    ) -> None:
+        """tensors: weights under their names in the checkpoint, instead of those in files."""
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
         model = read_model_config(path)
+        if config.weights is not None:
+            check_meaning(model, stored_at(config), path)
         heartbeat = heartbeat or NoHeartbeat()
-        worker = start_worker(config, path, model, heartbeat.progress)
+        encoder = model.model_type in ENCODERS
+        check_tiers(config, encoder=encoder)
+        files = WeightFiles(config) if tensors is None else None
+        start = start_encoder if encoder else start_worker
+        worker = start(config, path, model, heartbeat.progress, tensors, heartbeat.rank_ended)
+        prepared = warm_up(worker.runner, config.warmup_seconds)
         plan = worker.plan
+        tiers, kept = choose_tiers(config, model, worker.runner.mover, files, plan.block_size)
         self.runner: Executor = worker.runner
         self.scheduler = Scheduler(
-            num_blocks=plan.num_blocks,
+            num_blocks=plan.group_pages,
             block_size=plan.block_size,
+            windows=plan.windows,
             max_model_len=plan.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=max(config.max_num_batched_tokens, plan.max_model_len * worker.whole_prompts),
+            long_prefill_token_threshold=None if worker.whole_prompts else config.long_prefill_token_threshold,
             eos_token_ids=model.eos_token_ids,
-            enable_prefix_caching=config.enable_prefix_caching,
-            prefix_piece=min(plan.block_size, PREFIX_PIECE),
+            enable_prefix_caching=config.enable_prefix_caching and not worker.whole_prompts,
+            prefix_piece=None if worker.whole_prompts else min(plan.block_size, PREFIX_PIECE),
+            whole_prompts=worker.whole_prompts,
+            pools_all=worker.pooling.kind != "last",
+            tasks=worker.tasks,
+            waiting=None if worker.adapters is None else AdapterQueue(worker.adapters, config.max_loras),
+            drafter=drafter_of(worker, config),
+            tiers=tiers,
         )
         self.add, self.abort = self.scheduler.add, self.scheduler.abort
+        self._config, self._model, self._checkpoint = config, model, worker.checkpoint
         self._heartbeat = heartbeat
         self._steps = Steps(self.scheduler, self.runner, worker.steps_ahead, heartbeat)
-        self.info = EngineInfo(
-            model=config.model,
-            dtype=worker.dtype,
-            device=worker.device,
-            backend=worker.backend,
-            max_model_len=plan.max_model_len,
-            num_blocks=plan.num_blocks,
-            block_size=plan.block_size,
-            kv_bytes=plan.kv_bytes,
-            weight_bytes=worker.weight_bytes,
-            load_seconds=time.perf_counter() - began,
-            arithmetic=plan.arithmetic,
-            deterministic=config.deterministic or worker.device == "cpu",
-        )
+        seconds = time.perf_counter() - began
+        self.info = engine_info(config, worker, seconds, tiers.room, [*prepared, *kept])
 
     @property
     def busy(self) -> bool:
@@ -95,6 +125,21 @@ class Engine:
         self._heartbeat.end_step()
         return more
 
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.pool.forget()
+        self.scheduler.tiers.reset()
+
+    def close(self) -> None:
+        """Before it is let go: end what runs beside it."""
+        self.scheduler.tiers.close()
+
+    def check_weights(self, config: EngineConfig) -> None:
+        """Raise ConfigError where an engine of `config` could not load its weights."""
+        if config.weights is not None:
+            # Against the model's own: the files of the weights before this may be gone by now.
+            own = resolve_model(config.model, config.revision)
+            check_weights(self._checkpoint, self._model, stored_at(config), own)
+
     @property
     def last_step(self) -> StepRecord | None:
         """The record of the step that the last call of step() learnt from, if it learnt from one."""
@@ -103,6 +148,52 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step, if there is one. Returns the outputs of it, and of adds and aborts."""
         return self._steps.step()
+
+
+def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers: str, notes: list[str]) -> EngineInfo:
+    """What an engine reports. `tiers`: what they hold, for people to read; `notes`: beside the worker's."""
+    plan = worker.plan
+    return EngineInfo(
+        model=config.model,
+        dtype=worker.dtype,
+        device=worker.device,
+        backend=worker.backend,
+        max_model_len=plan.max_model_len,
+        num_blocks=plan.num_blocks,
+        block_size=plan.block_size,
+        kv_bytes=plan.kv_bytes,
+        weight_bytes=worker.weight_bytes,
+        load_seconds=load_seconds,
+        arithmetic=plan.arithmetic + tiers,
+        deterministic=worker.deterministic,
+        tasks=worker.tasks,
+        notes=[*worker.notes, *notes],
+        quantization=worker.quantization,
+        page_groups=len(plan.windows),
+        context_pages=plan.context_pages,
+    )
+
+
+def drafter_of(worker: Worker, config: EngineConfig) -> Drafter | None:
+    """What guesses tokens, if somebody does: by default what grammars force, though not on a GPU, where nothing was
+    measured."""
+    asked = config.speculative_config
+    if "generate" not in worker.tasks or (asked is None and worker.steps_ahead):
+        return None
+    return choose_drafter(asked, worker.step_costs, model_drafter(worker, config), worker.compiler)
+
+
+def model_drafter(
+    worker: Worker, config: EngineConfig
+) -> tuple[Drafter | StepwiseDrafter, list[tuple[int, float]]] | None:
+    """What asks the model or the heads that draft, if there are some, and what one guess more costs them."""
+    if (draft := worker.draft) is None:
+        return None
+    size = worker.plan.block_size
+    pages = DraftPages(size, min(size, PREFIX_PIECE), worker.plan.num_blocks, draft.spare, draft.max_model_len)
+    if isinstance(draft.source, Heads):
+        return HeadDrafter(draft.source, pages), draft.step_costs
+    return ModelDrafter(draft.source, pages, config.max_num_batched_tokens), draft.step_costs
 
 
 def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
@@ -114,22 +205,42 @@ def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
     socket.set(zmq.LINGER, 1000)
     socket.connect(address)
     try:
-        engine = Engine(config, heartbeat)
+        engine, failure = Engine(config, heartbeat), None
+        # One that is built anew has the same context and pages, whatever memory is free then.
+        fitted = {"max_model_len": engine.info.max_model_len, "num_kv_blocks": engine.info.num_blocks}
+        config = config.model_copy(update=fitted)
+        while True:
+            _send(socket, Ready(engine.info, failure))
+            engine.runner.load_grammars()
+            gc.freeze()  # exempts what lives as long as the engine from garbage collection
+            change = _compute(engine, socket)
+            engine.close()
+            del engine
+            gc.unfreeze()
+            let_go()
+            if isinstance(change, Sleep):
+                _send(socket, Asleep())
+                (config, engine), failure = _slept(config, socket, heartbeat), None
+            else:
+                config, engine, failure = _built_anew(config, change, heartbeat)
     except QuireError as error:
         _send(socket, Failed(error.message, error.param))
         return 1
-    _send(socket, Ready(engine.info))
-    engine.runner.load_grammars()
-    gc.freeze()  # exempts the start-up objects, which live as long as the process, from garbage collection
+
+
+def _compute(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig:
+    """Compute until the engine is to be let go: to sleep, or for one of another configuration."""
     while True:
-        _receive(engine, socket)
+        if (change := _receive(engine, socket)) is not None:
+            return change
         outputs = engine.step()
         if outputs or engine.last_step is not None:
             _send(socket, Stepped(outputs, engine.stats, engine.last_step))
 
 
-def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
-    """Handle all messages that have arrived. With nothing to compute, warm up, or wait for a message."""
+def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:
+    """Handle all messages that have arrived. With nothing to compute, warm up, or wait for a message. Returns what the
+    engine is to be let go for."""
     idle = not engine.busy
     while idle or socket.poll(0):
         if idle and not socket.poll(0) and engine.prepare():
@@ -145,6 +256,56 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> None:
                     engine.abort(request_id)
             case SnapshotRequest():  # leaves the engine idle
                 _send(socket, SnapshotTaken(engine.snapshot()))
+            case ResetPrefixCache():
+                engine.reset_prefix_cache()
+            case Sleep() as sleep:
+                return sleep
+            case (Load(text) | Check(text)) as asked:
+                config = EngineConfig.model_validate_json(text)
+                try:
+                    engine.check_weights(config)
+                except QuireError as error:
+                    _send(socket, Refused(error.message, error.param))
+                else:
+                    if isinstance(asked, Load):
+                        return config
+                    _send(socket, Checked())
+    return None
+
+
+def _slept(config: EngineConfig, socket: zmq.Socket[bytes], heartbeat: Heartbeat) -> tuple[EngineConfig, Engine]:
+    """Wait without an engine until there is one again."""
+    while True:
+        message = decode_to_engine(socket.recv())
+        if isinstance(message, ResetPrefixCache) and config.kv_offload_dir is not None:
+            forget_pages(config.kv_offload_dir)
+        if isinstance(message, Load):  # others are of before the sleep
+            config = EngineConfig.model_validate_json(message.config)
+            try:
+                return config, Engine(config, heartbeat)
+            except QuireError as error:
+                refused = Refused(error.message, error.param)
+            let_go()
+            _send(socket, refused)
+
+
+def _built_anew(
+    before: EngineConfig, config: EngineConfig, heartbeat: NoHeartbeat
+) -> tuple[EngineConfig, Engine, str | None]:
+    """An engine of `config`, or where it cannot start one of `before`, and why; with its configuration. The engine
+    before must have been let go. Raises ConfigError where neither can start."""
+    try:
+        return config, Engine(config, heartbeat), None
+    except QuireError as error:
+        failure = error.message
+    let_go()
+    return before, Engine(before, heartbeat), failure
+
+
+def let_go() -> None:
+    """Free the memory of an engine that nobody holds any more."""
+    gc.collect()  # an engine has reference cycles
+    return_memory()
 
 
 def _send(socket: zmq.Socket[bytes], message: FromEngine) -> None:

@@ -79,9 +79,13 @@ def main() -> None:
     end_with_parent()
 
     from quire.engine.config import EngineConfig
+
+    config = EngineConfig.model_validate_json(line)
+    os.nice(config.niceness)  # of this thread, and those that it starts from here on: all that compute
+
     from quire.engine.loop import serve
 
-    sys.exit(serve(EngineConfig.model_validate_json(line), address, heartbeat))
+    sys.exit(serve(config, address, heartbeat))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,18 @@ freed while a step is under way may be handed out at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 from quire.engine.batch import Admission, Batch, PageCopy, Row, StepOutput
-from quire.engine.blocks import BlockPool
+from quire.engine.blocks import GONE, BlockPool
+from quire.engine.checkpoint.page_groups import PageNeeds
+from quire.engine.drafting.drafter import DraftCounts, Drafter, NoDrafts
 from quire.engine.fairness import FairQueue
 from quire.engine.sequence import Sequence, Status
-from quire.engine.types import EngineStats, FinishReason, Request, RequestOutput, SamplingParams
+from quire.engine.tiers.page_tables import PageTables
+from quire.engine.tiers.prefix_cache import PrefixCache
+from quire.engine.tiers.tiers import NoTiers
+from quire.engine.types import EngineStats, Request, RequestOutput, Task
 
 
 class Scheduler:
@@ -25,34 +30,55 @@ class Scheduler:
         *,
         num_blocks: int,
         block_size: int,
+        windows: tuple[int | None, ...] = (None,),
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        long_prefill_token_threshold: int | None = None,
         eos_token_ids: tuple[int, ...] = (),
         enable_prefix_caching: bool = True,
         prefix_piece: int | None = None,
-        propose: Callable[[Sequence], list[int]] | None = None,
+        drafter: Drafter | None = None,
+        waiting: FairQueue | None = None,
+        whole_prompts: bool = False,
+        pools_all: bool = False,
+        tasks: Collection[Task] = ("generate", "embed", "classify"),
+        tiers: NoTiers | None = None,
     ) -> None:
-        """`prefix_piece`: unit in which cached prefixes are matched, in tokens; a divisor of block_size, its default.
+        """`windows`: by group of layers, as PageGroups has them; a page is of one group.
 
-        `propose` guesses the tokens that follow a sequence's known ones. It is called only when the step computes all
-        known tokens and none is in flight; so a sequence that may draft is never scheduled ahead of its results.
+        `long_prefill_token_threshold`: most tokens of one sequence in a step; None: all that fit.
+
+        `prefix_piece`: unit in which cached prefixes are matched, in tokens; a divisor of block_size, its default.
+
+        `drafter` is asked about sequences all of whose known tokens the step computes and none of whose is in flight;
+        so a sequence that may draft is never scheduled ahead of its results.
+
+        `waiting`: the queue of those that wait; by default all of them may go next.
+
+        `whole_prompts`: a step computes a prompt whole or not at all, as an encoder must; no prompt may be longer than
+        max_num_batched_tokens. `pools_all`: see Sequence. `tasks`: what requests may ask of the model.
+
+        `tiers`: where pages are kept below the device's cache; by default nowhere.
         """
-        self.pool = BlockPool(num_blocks)
-        self._block_size = block_size
-        self._piece = prefix_piece or block_size
-        assert block_size % self._piece == 0
-        self._pieces = block_size // self._piece
-        self._written: dict[int, int] = {}
-        """For each page that the step being decided will write to, the first of its tokens that is written."""
-        self._max_model_len = max_model_len
         self._max_tokens = max_num_batched_tokens
+        self._most_of_one = long_prefill_token_threshold or max_num_batched_tokens
+        self.pool = BlockPool(num_blocks)
+        self._needs = PageNeeds(windows, block_size, self._most_of_one)
+        self._tables = PageTables(self.pool, self._needs)
+        self.prefixes = PrefixCache(self._tables, prefix_piece or block_size, enabled=enable_prefix_caching)
+        self.tiers = tiers or NoTiers()
+        self.tiers.serve(self.pool, self.prefixes)
+        self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
-        self._caching = enable_prefix_caching
-        self._propose = propose
+        self._whole_prompts = whole_prompts
+        self._pools_all = pools_all
+        self._tasks = tasks
+        self._drafter = drafter or NoDrafts()
+        self._drafts = DraftCounts()
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
-        self._waiting = FairQueue()
+        self._waiting = waiting or FairQueue()
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._outputs: list[RequestOutput] = []
         self._preempted: list[str] = []
@@ -61,7 +87,12 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences) or self.tiers.busy
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether some sequence takes part in the next step only if all steps before it are learnt from first."""
+        return any(seq.looks_back for seq in self._running)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -70,32 +101,43 @@ class Scheduler:
             used_blocks=self.pool.num_used,
             total_blocks=self.pool.num_blocks,
             cached_blocks=len(self.pool.cached),
+            saved_blocks=self._tables.saved,
             preemptions=self._preemptions,
             prefix_queries=self._queries,
             prefix_hits=self._hits,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generated,
             steps=self._steps,
+            drafts=self._drafts.steps,
+            draft_tokens=self._drafts.tokens,
+            accepted_drafts=list(self._drafts.accepted),
+            tiers=self.tiers.stats(),
+            load_seconds=self.tiers.load_seconds,
+            pages_lost=self.tiers.lost,
         )
 
     def sequences(self) -> tuple[list[Sequence], list[Sequence]]:
         """The running and the waiting sequences, each by priority and arrival."""
-        waiting = [seq for seq in self._sequences.values() if seq.status is Status.WAITING]
+        waiting = [seq for seq in self._sequences.values() if seq.status is not Status.RUNNING]
         return sorted(self._running, key=lambda seq: seq.rank), sorted(waiting, key=lambda seq: seq.rank)
 
     def add(self, request: Request) -> None:
         """Queue a request, or answer it with an error output at once if it can never fit."""
         assert request.id not in self._sequences, f"request id {request.id} is in use"
+        if request.task not in self._tasks:
+            self._refuse(request, f"the model serves {' and '.join(self._tasks)}, not {request.task}")
+            return
         num_prompt = len(request.prompt_ids)
         limit = request.limit(self._max_model_len - num_prompt)
         if limit is None:
             self._refuse(request, f"the prompt has {num_prompt} tokens, the context {self._max_model_len}")
             return
-        seq = Sequence(request, self._arrivals, limit, drafting=self._propose is not None)
+        drafting = self._drafter.may_guess(request)
+        seq = Sequence(request, self._arrivals, limit, drafting=drafting, pools_all=self._pools_all)
         self._arrivals += 1
         longest = num_prompt + limit
-        if self._blocks_for(longest) > self.pool.num_blocks:
-            fits = self.pool.num_blocks * self._block_size
+        if self._needs.most(longest) > self.pool.num_blocks:
+            fits = self._needs.longest(self.pool.num_blocks, longest)
             self._refuse(request, f"prompt and max_tokens need {longest} tokens, the KV cache holds {fits}")
         elif request.emitted_ids and seq.num_output >= limit:
             self._outputs.append(RequestOutput(request.id, [], finish_reason="length"))
@@ -110,6 +152,13 @@ class Scheduler:
             self._end(seq)
             self._outputs.append(RequestOutput(request_id, [], finish_reason="abort"))
 
+    def wait(self) -> None:
+        """Wait a little for what sequences wait for; only while there is nothing to compute."""
+        if self.tiers.busy:
+            self.tiers.wait()
+        else:
+            self._waiting.wait()
+
     def take_outputs(self) -> list[RequestOutput]:
         """The outputs that add, abort and apply made since the last call."""
         outputs, self._outputs = self._outputs, []
@@ -117,19 +166,24 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Decide the next step, and count it as done from now on; None where nothing can be computed now."""
-        self._written.clear()
+        for seq, why in self._waiting.advance():
+            self._end(seq)
+            self._refuse(seq.request, why)
+        for seq in self.tiers.arrived():
+            self._waiting.push(seq)
+        self.prefixes.begin_step()
         planned, budget = self._plan_running()
-        rows = []
-        for seq, count in planned.items():  # after all pages are allocated, so drafts cause no preemption
-            rows.append(row := self._commit(seq, count, budget))
-            budget -= len(row.draft_ids)
+        drafts = self._draft(planned, budget)
+        rows = [self._commit(seq, count, drafts.get(seq, [])) for seq, count in planned.items()]
+        budget -= sum(map(len, drafts.values()))
         copies: list[PageCopy] = []
         admissions = self._admit(rows, copies, budget)
         if not rows:
             return None
         self._steps += 1
         preempted, self._preempted = self._preempted, []
-        return Batch(rows, admissions, copies, preempted)
+        told = self.tiers.take_fetched(), self._waiting.take_loads()
+        return Batch(rows, admissions, copies, preempted, *told)
 
     def apply(self, batch: Batch, output: StepOutput) -> None:
         """Learn what a step computed. Batches are applied in the order they were scheduled."""
@@ -156,17 +210,21 @@ class Scheduler:
         """Tokens to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
         budget = self._max_tokens
         planned: dict[Sequence, int] = {}
-        for seq in sorted(self._running, key=lambda seq: (seq.pending > 1, seq.rank)):
-            count = min(seq.pending, budget)
+        pending = {seq: seq.pending for seq in self._running}
+        for seq in sorted(self._running, key=lambda seq: (pending[seq] > 1, seq.rank)):
+            count = min(pending[seq], budget, self._most_of_one)
             if count == 0 or seq.status is not Status.RUNNING:
                 continue
-            needed = self._blocks_for(seq.computed + count) - len(seq.blocks)
+            if self._tables.windowed:
+                self._tables.trim(seq)
+            needed = self._tables.missing(seq, seq.computed + count)
             while needed > self.pool.num_free and seq.status is Status.RUNNING:
                 victim = max(self._running, key=self._waiting.rank)
                 budget += planned.pop(victim, 0)
                 self._preempt(victim)
             if seq.status is Status.RUNNING:
-                seq.blocks += self.pool.allocate(max(needed, 0))
+                if needed > 0:
+                    seq.blocks += self.pool.allocate(needed)
                 planned[seq] = count
                 budget -= count
         return planned, budget
@@ -176,60 +234,31 @@ class Scheduler:
         the copies of pages of which they share only the beginning."""
         admissions = []
         while budget > 0 and self._slots and (seq := self._waiting.peek()) is not None:
-            cached = self._cached_prefix(seq)
+            cached = self.prefixes.cached(seq)
             # There must be pages for all its tokens, though this step may compute only some: else it would be preempted
             # half-way.
-            needed = self._blocks_for(len(seq.tokens)) - len(cached)
-            if seq.in_flight or needed > self.pool.num_free - self.pool.idle(cached):
+            if seq.in_flight or self._tables.needed(seq, cached) > self.pool.num_free:
+                break
+            if self._whole_prompts and len(seq.tokens) > budget:
                 break
             self._waiting.remove(seq)
+            if self.tiers.load(seq, cached):
+                continue  # its pages are on their way
             self._start(seq, cached)
-            copies += self._fork(seq)
+            copies += self.prefixes.fork(seq)
+            self._tables.trim(seq)
             self._count_hits(seq)
-            count = min(seq.pending, budget)
-            seq.blocks += self.pool.allocate(self._blocks_for(seq.computed + count) - len(seq.blocks))
+            count = min(seq.pending, budget, self._most_of_one)
+            self._tables.grow(seq, seq.computed + count)
             budget -= count
-            rows.append(row := self._commit(seq, count, budget))
-            budget -= len(row.draft_ids)
+            rows.append(self._commit(seq, count, []))
             assert seq.slot is not None
-            how = (seq.request.params, seq.request.seed)
+            how = (seq.request.params, seq.request.seed, self._waiting.slot(seq))
             admissions.append(Admission(seq.slot, list(seq.tokens), seq.num_prompt, *how))
         return admissions
 
-    def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Cached pages of a waiting sequence's tokens but the last: that token must be computed."""
-        if not self._caching or seq.owes_prompt_logprobs:
-            return []
-        digests = seq.digests((len(seq.tokens) - 1) // self._piece, self._piece)
-        return self.pool.lookup(digests[self._pieces - 1 :: self._pieces])
-
-    def _fork(self, seq: Sequence) -> list[PageCopy]:
-        """Where a cached page begins as the sequence's next one does, give the sequence a page with a copy of that
-        beginning.
-
-        Copies are made before the step computes anything, so what it will write itself cannot be copied.
-        """
-        if self._pieces == 1 or not self._caching or seq.owes_prompt_logprobs:
-            return []
-        first = len(seq.blocks) * self._pieces
-        digests = seq.digests((len(seq.tokens) - 1) // self._piece, self._piece)[first : first + self._pieces - 1]
-        for count in range(len(digests), 0, -1):
-            found = self.pool.lookup(digests[count - 1 : count])
-            # Only what the page held before this step can be copied: copies are made first.
-            if found and count * self._piece <= self._written.get(found[0], self._block_size):
-                seq.blocks += self.pool.allocate(1)
-                seq.computed += count * self._piece
-                # If nobody holds the page found, it may be the very page that was allocated; then there is nothing to
-                # copy.
-                copy = PageCopy(found[0], seq.blocks[-1], count * self._piece)
-                return [] if copy.source == copy.target else [copy]
-        return []
-
     def _start(self, seq: Sequence, cached: list[int]) -> None:
-        self.pool.share(cached)
-        seq.blocks = list(cached)
-        seq.known_pieces = len(cached) * self._pieces
-        seq.computed = len(cached) * self._block_size
+        self.prefixes.share(seq, cached)
         seq.status = Status.RUNNING
         seq.slot = self._slots.pop()
         self._running.append(seq)
@@ -240,42 +269,52 @@ class Scheduler:
             self._queries += seq.num_prompt
             self._hits += seq.cached_tokens
 
-    def _draft(self, seq: Sequence, budget: int) -> list[int]:
-        """Proposed tokens after the known ones, which are all in this step; as many as the request's limit, the budget
-        and the free pages allow."""
-        assert self._propose is not None
-        assert not seq.in_flight
-        known = len(seq.tokens)
-        room = (len(seq.blocks) + self.pool.num_free) * self._block_size - known
-        most = min(budget, seq.limit - seq.num_output - 1, room)
-        drafts = self._propose(seq)[:most] if most > 0 else []
-        seq.blocks += self.pool.allocate(max(self._blocks_for(known + len(drafts)) - len(seq.blocks), 0))
-        return drafts
+    def _draft(self, planned: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
+        """Drafts for the sequences all of whose known tokens are planned, as many as the requests' limits, the budget
+        and the free pages allow. The pages of what is planned are allocated, so drafts cause no preemption."""
+        asked = [
+            (seq, seq.limit - seq.num_output - 1)
+            for seq, count in planned.items()
+            if seq.drafts and seq.computed + count == len(seq.tokens) and seq.limit - seq.num_output > 1
+        ]
+        found: dict[Sequence, list[int]] = {}
+        if not asked or not budget:
+            return found
+        guesses = self._drafter.propose(asked, sum(planned.values()))
+        for (seq, most), guess in zip(asked, guesses, strict=True):
+            if not guess.tokens:
+                continue
+            assert not seq.in_flight
+            known = len(seq.tokens)
+            room = self._tables.room(seq) - known
+            found[seq] = drafts = guess.tokens[: max(min(most, budget, room), 0)]
+            budget -= len(drafts)
+            self._tables.grow(seq, known + len(drafts))
+        return found
 
-    def _commit(self, seq: Sequence, count: int, budget: int) -> Row:
-        """Count a row of `count` known tokens as done, and its drafts, for which `budget` is left. Its full pages can
-        be shared from now on, even within this step: every layer stores the step's keys and values before any row
-        attends to them."""
+    def _commit(self, seq: Sequence, count: int, drafts: list[int]) -> Row:
+        """Count a row of `count` known tokens and its drafts as done. Its full pages can be shared from now on, even
+        within this step: every layer stores the step's keys and values before any row attends to them."""
         assert seq.slot is not None
         start = seq.computed
         sample = seq.limit > 0 and start + count == len(seq.tokens) + seq.in_flight
-        drafts = self._draft(seq, budget) if sample and seq.drafts else []
         new_blocks = seq.blocks[seq.sent_blocks :]
+        if GONE in new_blocks:  # no row reads it, but it must be the number of a page
+            new_blocks = [max(page, 0) for page in new_blocks]
         seq.computed += count + len(drafts)
         seq.in_flight += sample + len(drafts)
         seq.sent_blocks = len(seq.blocks)
-        prompt_done = min(seq.computed, seq.num_prompt)
-        self._prompt_tokens += max(0, prompt_done - start)
-        self._waiting.charge(seq.request, prompt_tokens=max(0, prompt_done - max(start, seq.charged)))
-        seq.charged = max(seq.charged, prompt_done)
-        if self._caching:
-            full = min(seq.computed, len(seq.tokens)) // self._piece
-            for index, digest in enumerate(seq.digests(full, self._piece)[seq.known_pieces :], seq.known_pieces):
-                self.pool.register(seq.blocks[index // self._pieces], digest)
-            seq.known_pieces = full
-            for index in range(start // self._block_size, self._blocks_for(seq.computed)):
-                self._written[seq.blocks[index]] = max(start - index * self._block_size, 0)
+        if start < seq.num_prompt or seq.charged < seq.num_prompt:
+            self._count_prompt(seq, start)
+        self.prefixes.register(seq, start)
         return Row(seq.request.id, seq.slot, start, count + len(drafts), new_blocks, sample, drafts)
+
+    def _count_prompt(self, seq: Sequence, start: int) -> None:
+        """Count, and charge the tenant for, the prompt tokens from `start` on that are computed now."""
+        done = min(seq.computed, seq.num_prompt)
+        self._prompt_tokens += max(0, done - start)
+        self._waiting.charge(seq.request, prompt_tokens=max(0, done - max(start, seq.charged)))
+        seq.charged = max(seq.charged, done)
 
     def _learn(self, seq: Sequence, row: Row, output: StepOutput) -> None:
         """Take in the tokens that the row accepted, up to one that ends the sequence."""
@@ -284,12 +323,15 @@ class Scheduler:
         seq.in_flight -= 1 + len(row.draft_ids)
         for taken, token in enumerate(new_ids, 1):
             seq.tokens.append(token)
-            reason, stop = self._finish(seq, token)
+            reason, stop = seq.finish(token, self._eos)
             if reason is not None:
                 new_ids = new_ids[:taken]
                 break
         if row.draft_ids:  # rejected ones do not count as computed; a sequence preempted meanwhile has nothing computed
             seq.computed = min(seq.computed, len(seq.tokens) - 1)
+            right = len(output.token_ids[request.id]) - 1
+            self._drafts.count(len(row.draft_ids), right)
+            self._drafter.learn(seq, len(row.draft_ids), right)
         self._generated += len(new_ids)
         self._waiting.charge(request, output_tokens=len(new_ids))
         logprobs = output.logprobs.get(request.id)
@@ -310,18 +352,6 @@ class Scheduler:
         if reason is not None:
             self._end(seq)
 
-    def _finish(self, seq: Sequence, token: int) -> tuple[FinishReason | None, int | None]:
-        params = seq.request.params
-        assert isinstance(params, SamplingParams), "a token of a request for a vector"
-        if params.grammar is not None and token in self._eos:
-            return "stop", None
-        if seq.num_output > params.min_tokens:
-            if token in self._eos and not params.ignore_eos:
-                return "stop", None
-            if token in params.stop_token_ids:
-                return "stop", token
-        return ("length", None) if seq.num_output >= seq.limit else (None, None)
-
     def _preempt(self, seq: Sequence) -> None:
         """Release its pages and let it wait; later it is computed again, from what is then still cached."""
         self._leave(seq)
@@ -332,21 +362,21 @@ class Scheduler:
 
     def _end(self, seq: Sequence) -> None:
         del self._sequences[seq.request.id]
+        self._drafter.end(seq)
         if seq.status is Status.RUNNING:
             self._leave(seq)
-        else:
+        elif seq.status is Status.WAITING:
             self._waiting.remove(seq)
+        self.tiers.forget(seq)
+        self._waiting.ended(seq)
         seq.status = Status.FINISHED
 
     def _leave(self, seq: Sequence) -> None:
         assert seq.slot is not None
         self._running.remove(seq)
         self._slots.append(seq.slot)
-        self.pool.release(seq.blocks)
-        seq.blocks = []
+        self.tiers.keep(seq)
+        self._tables.release(seq)
 
     def _refuse(self, request: Request, why: str) -> None:
         self._outputs.append(RequestOutput(request.id, [], finish_reason="error", error=why))
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)

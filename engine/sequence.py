@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
 from quire.engine.blocks import block_hash, root_hash
-from quire.engine.types import Request, TokenLogprob
+from quire.engine.types import FinishReason, Request, SamplingParams, TokenLogprob
 
 
 class Status(Enum):
     WAITING = "waiting"
+    LOADING = "loading"
+    """Pages of its prefix are on their way from a tier; nobody else waits for them."""
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -26,13 +29,16 @@ class Sequence:
     computed and in flight, never as known, so they are neither hashed nor shared.
     """
 
-    def __init__(self, request: Request, arrival: int, limit: int, *, drafting: bool = False) -> None:
-        """`drafting`: the scheduler has drafts proposed. Sequences with a grammar have none: its matcher takes tokens
-        in for good, and would have to be asked after each draft and rolled back. Nor have those with a thinking
-        budget."""
+    def __init__(
+        self, request: Request, arrival: int, limit: int, *, drafting: bool = False, pools_all: bool = False
+    ) -> None:
+        """`drafting`: somebody may guess its tokens. `pools_all`: a vector takes the hidden states of all tokens,
+        which no cache keeps."""
         assert request.prompt_ids, "an empty prompt is refused before it comes here"
         self.request = request
         self.arrival = arrival
+        self.rank = (request.priority, arrival)
+        """Among running sequences the smallest goes first."""
         self.limit = limit
         """Most tokens it may generate, the context length considered; 0 where a vector is wanted."""
         self.tokens = request.prompt_ids + request.emitted_ids
@@ -42,6 +48,9 @@ class Sequence:
         self.in_flight = 0
         self.slot: int | None = None
         self.blocks: list[int] = []
+        """As PageTables (engine/tiers/page_tables.py) keeps them."""
+        self.trimmed = 0
+        """Pages that the token at this position does not see are given back."""
         self.sent_blocks = 0
         """How many of its first pages the device knows."""
         self.known_pieces = 0
@@ -54,16 +63,21 @@ class Sequence:
         sampling = request.sampling
         asked = sampling is not None and sampling.prompt_logprobs is not None
         self.owes_prompt_logprobs = asked and not request.emitted_ids
-        """While this is true every prompt token is computed, even if it is cached."""
+        self._pools_all = pools_all and sampling is None
         self.prompt_logprobs: list[TokenLogprob | None] = []
         has_grammar = sampling is not None and sampling.grammar is not None
-        self.drafts = drafting and sampling is not None and not has_grammar and sampling.thinking is None
+        self.drafts = drafting and sampling is not None
         """Whether its rows may carry drafts."""
-        self._looks_back = self.drafts or has_grammar
+        self.looks_back = self.drafts or has_grammar
         """Whether its next step can be decided only when every token before is known: for its grammar, or to propose
         drafts."""
         self._digests: list[bytes] = []
-        self._root = root_hash(request.cache_salt)
+        self._root = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest)
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether every token must be computed, even if it is cached."""
+        return self.owes_prompt_logprobs or self._pools_all
 
     @property
     def num_output(self) -> int:
@@ -73,14 +87,9 @@ class Sequence:
     def pending(self) -> int:
         """Tokens to compute before it is caught up; 0 while all that it may generate is under way, and while it must
         wait for a token under way."""
-        if self.in_flight and (self._looks_back or self.num_output + self.in_flight >= self.limit):
+        if self.in_flight and (self.looks_back or self.num_output + self.in_flight >= self.limit):
             return 0
         return len(self.tokens) + self.in_flight - self.computed
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        """Among running sequences the smallest goes first."""
-        return (self.request.priority, self.arrival)
 
     def digests(self, count: int, size: int) -> SequenceOf[bytes]:
         """Hashes of the first `count` pieces of `size` tokens. Their tokens must be known; `size` is the same in all
@@ -92,11 +101,25 @@ class Sequence:
             self._digests.append(block_hash(parent, self.tokens[begin : begin + size]))
         return self._digests[:count]
 
+    def finish(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:
+        """Why the token just added ends it, if it does, and which of stop_token_ids it is, if it is one."""
+        params = self.request.params
+        assert isinstance(params, SamplingParams), "a token of a request for a vector"
+        if params.grammar is not None and token in eos:
+            return "stop", None
+        if self.num_output > params.min_tokens:
+            if token in eos and not params.ignore_eos:
+                return "stop", None
+            if token in params.stop_token_ids:
+                return "stop", token
+        return ("length", None) if self.num_output >= self.limit else (None, None)
+
     def restart(self) -> None:
         """Back to waiting with nothing computed; tokens under way still arrive."""
         self.status = Status.WAITING
         self.computed = 0
         self.slot = None
         self.blocks = []
+        self.trimmed = 0
         self.sent_blocks = 0
         self.known_pieces = 0

@@ -11,6 +11,7 @@ from quire.engine.blocks import BlockPool
 from quire.engine.client.procfs import resident_bytes
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, Status
+from quire.engine.tiers.page_tables import held
 from quire.engine.types import EngineSnapshot, Phase, SequenceSnapshot
 
 MOST_SEQUENCES = 512
@@ -38,13 +39,14 @@ def page_codes(pool: BlockPool, references: np.ndarray, owners: list[Sequence]) 
     cached = np.fromiter(pool.cached, dtype=np.int32, count=len(pool.cached))
     codes[cached[references[cached] == 0]] = CACHED
     for code, seq in enumerate(owners, FIRST_OWNER):
-        codes[seq.blocks] = code
+        codes[held(seq.blocks)] = code
     shared = references > 1
     codes[shared] = SHARED + np.minimum(references[shared], 0x7FFF)
     return codes
 
 
 def _sequence_snapshot(seq: Sequence, references: np.ndarray) -> SequenceSnapshot:
+    pages = held(seq.blocks)
     return SequenceSnapshot(
         id=seq.request.id,
         phase=_phase(seq),
@@ -53,13 +55,15 @@ def _sequence_snapshot(seq: Sequence, references: np.ndarray) -> SequenceSnapsho
         computed_tokens=seq.computed,
         output_tokens=seq.num_output,
         limit=seq.limit,
-        blocks=len(seq.blocks),
-        shared_blocks=int(np.count_nonzero(references[seq.blocks] > 1)),
+        blocks=len(pages),
+        shared_blocks=int(np.count_nonzero(references[pages] > 1)),
         priority=seq.request.priority,
     )
 
 
 def _phase(seq: Sequence) -> Phase:
+    if seq.status is Status.LOADING:
+        return "loading"
     if seq.status is Status.WAITING:
         return "queued" if seq.cached_tokens is None else "preempted"
     # A sequence that resumes after a preemption computes its own output again, too.

@@ -27,7 +27,8 @@ class Steps:
 
     ahead: how many steps may be under way while the next one is decided. With 0 the scheduler learns from each step at
     once. With 1 the device gets its next step before it ends the current one, so it never waits for Python; the
-    scheduler then finds a stop condition one step late, and drops the token computed in vain.
+    scheduler then finds a stop condition one step late, and drops the token computed in vain. While a sequence runs
+    that looks back, the oldest step is learnt from first: otherwise such a sequence would sit out every other step.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, ahead: int, heartbeat: NoHeartbeat) -> None:
@@ -50,16 +51,21 @@ class Steps:
         Returns the outputs of that and of adds and aborts.
         """
         self.last = None
+        if self._under_way and self._scheduler.looks_back:
+            self._heartbeat.begin_step([])
+            self._learn(self._under_way.popleft())
         began = monotonic()
         batch = self._scheduler.schedule()
         self._heartbeat.begin_step([] if batch is None else batch.admitted_ids)
         if batch is not None:
             decided = monotonic()
             self._under_way.append(_Launched(batch, self._executor.launch(batch), began, decided))
-        if len(self._under_way) > (0 if batch is None else self._ahead):
+        if self.last is None and len(self._under_way) > (0 if batch is None else self._ahead):
             self._learn(self._under_way.popleft())
         elif not self.busy:
             self._scheduler.pool.audit()
+        elif batch is None and not self._under_way:
+            self._scheduler.wait()
         self._heartbeat.end_step()
         return self._scheduler.take_outputs()
 
@@ -69,3 +75,4 @@ class Steps:
         self._scheduler.apply(step.batch, output)
         self._learnt += 1
         self.last = step_record(step.batch, self._learnt, (step.began, step.decided, computed, monotonic()))
+        self._scheduler.tiers.computed(self.last.tokens, computed - step.decided)

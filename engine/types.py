@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Literal
 
 import msgspec
@@ -14,7 +15,7 @@ import msgspec
 from quire.engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Phase = Literal["queued", "preempted", "prefill", "decode"]
+Phase = Literal["queued", "loading", "preempted", "prefill", "decode"]
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """In all stop strings together: text that is held back is compared with each."""
@@ -26,7 +27,7 @@ class Grammar(msgspec.Struct, frozen=True):
 
     kind: Literal["json", "regex", "lark"]
     text: str
-    """A JSON schema, a regular expression of Rust's kind, or llguidance's Lark."""
+    """A JSON schema, a regular expression of Rust's kind, or llguidance's Lark, or GBNF."""
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
@@ -70,6 +71,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: int | None = None
     logprobs: int | None = None
     """Number of most likely tokens to report beside each picked one; 0 reports the picked one alone."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Report these tokens beside each picked one, and no others, whatever `logprobs` says. Empty is as None."""
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -123,9 +126,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return int.from_bytes(blake2b(f"{self.seed}:{choice}".encode(), digest_size=8).digest(), "big") >> 1
 
 
+PoolingTask = Literal["embed", "classify"]
+Task = Literal["generate", "embed", "classify"]
+PoolingType = Literal["last", "mean", "cls"]
+"""Which of a prompt's hidden states make its vector: the last token's, the mean of all, or the first token's."""
+
+
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="pooling"):
-    """Asks for one vector of the prompt instead of tokens. The model decides how it makes the vector; so far a caller
-    has nothing to choose."""
+    """Asks for one vector of the prompt instead of tokens; the model says how it makes the vector."""
+
+    task: PoolingTask = "embed"
+    """An embedding, or the scores of the model's labels."""
+    dimensions: int | None = None
+    """Keep only so many of an embedding's first numbers (Kusupati et al., 2022, "Matryoshka Representation Learning").
+    None: all."""
+    activation: bool | None = None
+    """Whether an embedding is scaled to length 1, or scores become probabilities. None: as the model is meant."""
+    second_segment: int | None = None
+    """Where the second of two texts begins in the prompt, for encoders that tell them apart."""
+
+    def __post_init__(self) -> None:
+        _within("dimensions", self.dimensions, 1, _MOST_TOKENS)
 
 
 def _within(name: str, value: float | None, low: float, high: float | None, *, above: bool = False) -> None:
@@ -136,6 +157,16 @@ def _within(name: str, value: float | None, low: float, high: float | None, *, a
     if not fits:
         bounds = f"{'above' if above else 'at least'} {low}" + ("" if high is None else f" and at most {high}")
         raise InvalidRequest(f"{name} must be {bounds}, got {value}", param=name)
+
+
+class Adapter(msgspec.Struct, frozen=True, array_like=True):
+    """A low-rank adapter (LoRA: Hu et al., 2021) beside the model."""
+
+    name: str
+    digest: str
+    """Of its content: what differs in anything has another."""
+    folder: str
+    """Where its files are; they stay as they are as long as a request needs them."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -156,11 +187,16 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The tenant charged for its tokens: among requests of one priority, tenants share the engine by their weights."""
     weight: float = 1.0
     """The tenant's share, above 0."""
+    adapter: Adapter | None = None
 
     @property
     def sampling(self) -> SamplingParams | None:
         """Its parameters; None where it asks for a vector."""
         return self.params if isinstance(self.params, SamplingParams) else None
+
+    @property
+    def task(self) -> Task:
+        return "generate" if isinstance(self.params, SamplingParams) else self.params.task
 
     def limit(self, room: int) -> int | None:
         """The most tokens to generate, where the context has room for `room` after the prompt; 0 for a vector. None:
@@ -171,7 +207,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return None if room < 1 else room if most is None else min(most, room)
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probability of one token under the model's unmodified distribution, natural log."""
 
     token_id: int
@@ -179,10 +215,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     rank: int
     """1 for the most likely token."""
     top: list[tuple[int, float]]
-    """The most likely tokens with their log probabilities, most likely first; as many as were asked for."""
+    """The most likely tokens with their log probabilities, most likely first; as many as were asked for. With
+    logprob_token_ids those and the picked one, in the same order."""
 
 
-class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
+class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a step added to a request. Exactly one with a finish_reason ends every request."""
 
     id: str
@@ -197,18 +234,42 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache held."""
     error: str | None = None
-    vector: list[float] | None = None
-    """What PoolingParams ask for, with the finish_reason "stop"."""
+    vector: bytes | None = None
+    """What PoolingParams ask for, with the finish_reason "stop": float32, little-endian."""
+
+
+class TierStats(msgspec.Struct, frozen=True, array_like=True):
+    """Of one tier of KV pages below the device's: gauges as they are now, and counters since the engine's start."""
+
+    name: str
+    pages: int = 0
+    """Pages that it has; 0 where it does not say."""
+    bytes: int = 0
+    fetched_pages: int = 0
+    fetched_tokens: int = 0
+    fetched_bytes: int = 0
+    fetch_seconds: float = 0.0
+    """What fetching took, all pages' added up."""
+    stored_pages: int = 0
+    stored_bytes: int = 0
+    off: bool = False
+    """Whether it hung, and is not used any more."""
+
+    def after(self, earlier: TierStats) -> TierStats:
+        """With the counters of the engines before."""
+        sums = {name: getattr(self, name) + getattr(earlier, name) for name in self.__struct_fields__[3:-1]}
+        return msgspec.structs.replace(self, **sums)
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges as they are now, and counters since the engine's start."""
+    """Gauges as they are now, and counters since the engine's start. Saved: pages not held, thanks to windows."""
 
     running: int = 0
     waiting: int = 0
     used_blocks: int = 0
     total_blocks: int = 0
     cached_blocks: int = 0
+    saved_blocks: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache."""
@@ -217,6 +278,38 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     """Prompt tokens computed (cached ones not counted)."""
     generation_tokens: int = 0
     steps: int = 0
+    drafts: int = 0
+    """Times that a sequence's next tokens were guessed and verified."""
+    draft_tokens: int = 0
+    accepted_drafts: list[int] = []
+    """Accepted draft tokens by their place in the draft, from the first."""
+    tiers: list[TierStats] = []
+    """Below the device's cache, the nearest first."""
+    load_seconds: float = 0.0
+    """How long sequences waited for pages of tiers."""
+    pages_lost: int = 0
+    """Pages that no tier kept, for they came faster than they could be written."""
+
+    def without_gauges(self) -> EngineStats:
+        """The counters of an engine that is no more."""
+        tiers = [msgspec.structs.replace(tier, pages=0, bytes=0, off=False) for tier in self.tiers]
+        return msgspec.structs.replace(self, tiers=tiers, **dict.fromkeys(_GAUGES, 0))
+
+    def after(self, earlier: EngineStats) -> EngineStats:
+        """With the counters increased by those of the engines before."""
+        sums = {name: getattr(earlier, name) + getattr(self, name) for name in _COUNTERS}
+        places = zip_longest(earlier.accepted_drafts, self.accepted_drafts, fillvalue=0)
+        before = {tier.name: tier for tier in earlier.tiers}
+        tiers = [tier.after(before.pop(tier.name, TierStats(tier.name))) for tier in self.tiers] + [*before.values()]
+        return msgspec.structs.replace(self, accepted_drafts=list(map(sum, places)), tiers=tiers, **sums)
+
+
+_GAUGES = ("running", "waiting", "used_blocks", "cached_blocks", "saved_blocks")
+_COUNTERS = (
+    *("preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps"),
+    *("drafts", "draft_tokens", "load_seconds", "pages_lost"),
+)
+"""Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
 
 
 class SequenceSnapshot(msgspec.Struct, frozen=True):
@@ -268,9 +361,17 @@ class EngineInfo(msgspec.Struct, frozen=True):
     weight_bytes: int
     load_seconds: float
     arithmetic: str
-    """The KV sizing in one line."""
     deterministic: bool = False
     """Whether a request's tokens depend on nothing else that runs; `quire verify` checks it."""
+    tasks: tuple[Task, ...] = ("generate",)
+    """What requests may ask of the model."""
+    notes: list[str] = []
+    """What was chosen otherwise than one might expect, a line each."""
+    quantization: str = ""
+    """How the weights are stored in few bits, for people to read; "" where they are not."""
+    page_groups: int = 1
+    context_pages: int = 1
+    """Most pages of a full context. It and stats count those of each of the `page_groups`, num_blocks those of all."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -290,3 +391,10 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[tuple[str, int, int]]
     """(request, first token, tokens) of the rows that are not plain decodes; each plain decode has an output."""
     preempted: list[str]
+    fetched: list[tuple[str, str, int, float, float]] = []
+    """(request, tier, tokens, began, ended) of what came back from tiers of KV pages before the step."""
+    drafts: list[tuple[str, int]] = []
+    """(request, tokens) of the rows with guessed tokens; an output has one token more than were right."""
+    loads: list[tuple[str, float]] = []
+    """(adapter, seconds) of the adapters that were put into slots before the batch was decided: reading and packing
+    them went on beside earlier steps, and this long the step waited."""

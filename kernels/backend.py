@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from quire.kernels.collective import Collective
+from quire.kernels.kv_codes import UNSCALED, KVScales
+from quire.kernels.quantized import QuantizedWeight
+
+if TYPE_CHECKING:
+    from quire.kernels.layers import DecoderLayer, FusedLayers
 
 Pages = tuple[Tensor, ...]
 """A layer's page tensors, as its attention part asked for them; the first axis of each is the page."""
@@ -23,15 +31,79 @@ class LinearContext:
 
     adapters: Tensor | None = None
     """[rows] int64: the slot of each row's adapter. None: no row has an adapter."""
+    order: Tensor | None = None
+    """[rows] int64, on a GPU: the rows' numbers, those of an adapter side by side, sorted once for all linears."""
+
+    @classmethod
+    def of(cls, adapters: Tensor) -> LinearContext:
+        """Of the rows that have these adapters. It makes no host wait, and a CUDA graph can hold it."""
+        return cls(adapters, torch.argsort(adapters, stable=True) if adapters.is_cuda else None)
 
     def at(self, rows: Tensor) -> LinearContext:
         """The context of these rows alone."""
-        return self if self.adapters is None else LinearContext(self.adapters[rows])
+        return self if self.adapters is None else self.of(self.adapters[rows])
 
 
 NO_ADAPTERS = LinearContext()
 Linear = Callable[[Tensor, LinearContext], Tensor]
 """[rows, in_features] to [rows, out_features]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an adapter (LoRA: Hu et al., 2021) adds to some outputs of a linear: x @ down.T @ up.T."""
+
+    first: int
+    """The first of these outputs, which are those of one of the joined linears; no two deltas are of the same."""
+    down: Tensor
+    """[rank, in_features] of the model's dtype."""
+    up: Tensor
+    """[outs, rank] of the same, times the adapter's scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlots:
+    """How many adapters a linear has room for at once, and the linear's shape."""
+
+    count: int
+    """Slots 1 to this; slot 0 is no adapter."""
+    in_features: int
+    parts: tuple[int, ...]
+    """Outputs of the linears that are joined in it, in their order; a Delta is of one of them."""
+    max_rank: int
+    """Of a Delta."""
+    dtype: torch.dtype
+    """Of its inputs."""
+    wide: bool
+    """Whether its outputs are float32, whatever the dtype."""
+    device: torch.device
+
+
+class AdaptedLinear(ABC):
+    """A linear, and what the adapters of its rows add to it. Rows without one have the linear's own bits, and no row's
+    bits depend on other rows."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
+        """As every Linear."""
+
+    @abstractmethod
+    def pack(self, deltas: Sequence[Delta]) -> Any:
+        """One adapter's deltas in the form that `put` takes. May be called by any thread, at any time."""
+
+    @abstractmethod
+    def put(self, slot: int, packed: Any) -> None:
+        """Let the rows of this slot have these deltas from the next call on; None: none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A quantized embedding."""
+
+    look_up: Callable[[Tensor], Tensor]
+    """Token ids [T] to its rows, [T, hidden] in the model's dtype."""
+    project: Linear | None
+    """[R, hidden] to [R, vocab] float32, by the same weight; None: it is not the head as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +123,22 @@ class AttentionMetadata:
     max_query_len: int
     max_context_len: int
     linear: LinearContext = NO_ADAPTERS  # of the T tokens
+    whole: bool = False
+    """Whether all keys are this step's own: whole prompts of which nothing was cached."""
+    others: tuple[AttentionMetadata, ...] = ()
+    """The same with the block tables and slots of the other groups of layers, from the second on, where layers of
+    different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
+
+    def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
+        """With these block tables and slots, by group, of which the first are its own."""
+        if len(tables) == 1:
+            return self
+        pairs = list(zip(tables, slots, strict=True))
+        others = tuple(replace(self, block_table=table, slots=at) for table, at in pairs[1:])
+        return replace(self, others=others)
+
+    def of(self, group: int) -> AttentionMetadata:
+        return self.others[group - 1] if group else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +151,21 @@ class Softmax:
     """Keys that a query sees, itself included; None: all."""
     softcap: float | None = None
     """c replaces a score s by c * tanh(s / c)."""
+    ahead: int | None = 0
+    """Keys behind its own position that a query sees; None: all. Only the CPU backends take other values."""
+    bias: Tensor | None = None
+    """[H, 2 L + 15] float32, for contexts of up to L tokens: added to the score of a key that stands d tokens behind
+    the query (before it: d < 0) is column L - 1 + d. The last 16 columns are never used."""
+    kv_scales: KVScales = UNSCALED
+    """Of pages that hold 8-bit floats."""
+    sinks: Tensor | None = None
+    """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025). Only the
+    CPU backends take them."""
+
+    def window_in(self, longest: int) -> int | None:
+        """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
+        without. Not for deterministic backends: `longest` depends on the batch."""
+        return None if self.window is None or self.window >= longest else self.window
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,38 +180,37 @@ class Rope:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+    kv_scales: KVScales = UNSCALED
+    """Of pages that hold 8-bit floats."""
 
 
 @dataclass(frozen=True, slots=True)
-class DenseAttention:
-    """Grouped-query attention with its norms, as engine/layers/attention.py computes it. Norms are [hidden] float32."""
+class Clamp:
+    """A gated product with limits (gpt-oss, 2025): g * sigmoid(alpha * g) * (u + 1), where g, the gate, is at most
+    `limit`, and u, what it is multiplied with, is from -limit to limit."""
 
-    input_norm: Tensor
-    qkv: Linear
-    rope: Rope
-    softmax: Softmax
-    out: Linear
-    output_norm: Tensor | None
-    """Norm of what attention gives, before it joins the residual stream."""
+    alpha: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True)
-class DenseMlp:
-    """A gated MLP with its norms, as engine/layers/mlp.py computes it."""
+class Experts:
+    """Gated MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""
 
-    input_norm: Tensor
-    gate_up: Linear
-    gelu: bool
-    """The gate is GELU in its tanh approximation, not SiLU."""
-    down: Linear
-    output_norm: Tensor | None
+    router: Linear
+    """[T, hidden] to scores [T, experts] float32."""
+    gate_up: Sequence[Linear]
+    down: Sequence[Linear]
+    per_token: int
+    """How many of the highest scores are chosen; of equal ones the first."""
+    normalized: bool
+    """What the chosen experts give is weighed by a softmax of their scores; else by their parts of that of all."""
+    clamp: Clamp | None
+    """None: the gate is SiLU, without limits."""
 
 
-DecoderLayer = tuple[DenseAttention, DenseMlp]
-FusedLayers = Callable[[Tensor, Tensor | None, AttentionMetadata, Sequence[Pages], range], tuple[Tensor, Tensor]]
-"""Called with (x, residual, metadata, pages of all layers, range of layers to run). x [T, hidden] is the output of the
-previous MLP, not yet added to the stream `residual` (None: x is the embeddings). Returns the same two after the last of
-the layers. Overwrites both arguments. No token may have an adapter."""
+Mixture = Callable[[Tensor], Tensor]
+"""[T, hidden] to the same: the weighed sum of what each token's experts give."""
 
 
 class Backend(ABC):
@@ -117,6 +219,8 @@ class Backend(ABC):
     name: str
     block_size: int
     """Tokens in a page."""
+    keeps_bits: bool
+    """Whether quantized weights stay as small as they are; else they are dequantized while they are loaded."""
 
     @abstractmethod
     def description(self) -> str:
@@ -130,16 +234,28 @@ class Backend(ABC):
         method may be called where it cannot. softcap: the model caps its attention scores."""
 
     @abstractmethod
-    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """Shape of one layer's key cache and of its value cache; the first axis is the page.
+    def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
+        """Why its pages cannot hold one of KV_CODES, in one line that says what would help; None where they can."""
 
-        The layout inside a page is the backend's own, but its element count is always block_size * K * D, and pages of
-        more than 16 tokens are [tokens, ...], so that a page's beginning can be copied.
+    @abstractmethod
+    def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a row has the same bits in every batch, as far as tests show it."""
+
+    @abstractmethod
+    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """Shape of one layer's key cache and of its value cache; the first axis is the page. dtype: what pages hold,
+        the model's type or one of KV_CODES.
+
+        The layout inside a page is the backend's own, but its element count is always block_size * K * D, or for codes
+        block_size * K * (D + scale_elements), and pages of more than 16 tokens are [tokens, ...], so that a page's
+        beginning can be copied. All methods below tell by the dtype of the caches what these hold.
         """
 
     @abstractmethod
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        """Write k, v [T, K, D] to the pages at slots [T]."""
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
+    ) -> None:
+        """Write k, v [T, K, D] to the pages at slots [T], rounded where the pages hold codes."""
 
     @abstractmethod
     def paged_attention(
@@ -148,10 +264,26 @@ class Backend(ABC):
         """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
 
         The query at position p sees keys max(0, p - window + 1) to p.
+        What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
         H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
         A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
         change a bit of it (except on a GPU where the backend was not made deterministic).
         """
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al., 2016). Weight and bias are
+        float32, and the arithmetic, rounded to the dtype of x at the end."""
+
+    @abstractmethod
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(layer_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+
+    @abstractmethod
+    def gelu(self, x: Tensor) -> Tensor:
+        """x times the normal distribution's function of x (Hendrycks and Gimpel, 2016). May overwrite x."""
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -171,25 +303,64 @@ class Backend(ABC):
         """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
 
     @abstractmethod
+    def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
+        """The same as Clamp says it."""
+
+    @abstractmethod
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
 
-        K follows from the caches' element count. May overwrite qkv.
+        K follows from the caches' shape. May overwrite qkv.
         """
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards.
-
-        wide: the result is float32, of the same sums, whatever the dtype of x.
-        """
+        wide: the result is float32, of the same sums, whatever the dtype of x."""
 
     @abstractmethod
-    def fuse_layers(self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
+    def pack_quantized(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
+    ) -> Linear:
+        """Weights of one input as one linear, their outputs side by side, for x of this dtype; what is given may be
+        dropped afterwards. How x is rounded to integers, if it is, depends on its row alone. wide: as above."""
+
+    @abstractmethod
+    def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
+        """An embedding [vocab, hidden], which may be dropped afterwards; tied: it is the head as well."""
+
+    @abstractmethod
+    def mixture(self, experts: Experts) -> Mixture:
+        """The experts as one call, which reads the weights of those that some token chose, once."""
+
+    @abstractmethod
+    def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
+        """The linear with room for adapters. Raises ValueError where this backend cannot serve any; it says why."""
+
+    @abstractmethod
+    def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Floating-point weights [n, 32] in 4 bits, each group with a scale and an offset, as kernels/fit.py finds
+        them: codes [n, 16] uint8 as in GroupedWeight, scales [n] and offsets [n] float32; a weight is
+        scale * (code - 8) + offset. With zero points, whole ones from 0 to 15 in the offsets' place, it is
+        scale * (code - zero), and scales have the 8 bits of bfloat16."""
+
+    @abstractmethod
+    def fuse_layers(
+        self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float, group: Collective | None = None
+    ) -> FusedLayers | None:
         """Consecutive layers as one call, with the bits of the methods above; None where the backend has no such
-        call."""
+        call. `group`: what `out` and `down` give is summed over its ranks."""
+
+    @abstractmethod
+    def ranks_memory(self, count: int, row_bytes: int) -> int:
+        """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
+        of the longest row that they will put side by side. Raises ValueError, in one line, where it cannot."""
+
+    @abstractmethod
+    def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
+        """One such process's view of all; `descriptor` may then be closed. parent: what it ends with; 0: nothing."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:

@@ -13,16 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels import lora
 from quire.kernels.backend import (
+    AdaptedLinear,
+    AdapterSlots,
     AttentionMetadata,
     Backend,
-    DecoderLayer,
-    FusedLayers,
+    Clamp,
+    Experts,
     Linear,
     LinearContext,
+    Mixture,
     Rope,
     Softmax,
+    Table,
 )
+from quire.kernels.collective import Collective
+from quire.kernels.experts import ReferenceMixture
+from quire.kernels.fit import fit_int4
+from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
+from quire.kernels.layers import DecoderLayer, FusedLayers
+from quire.kernels.quantized import QuantizedWeight
 
 KEY_TILE = 128
 QUERY_TILE = 16
@@ -33,10 +44,11 @@ _FIRST_CANDIDATES = 1024
 class Reference(Backend):
     name = "reference"
     block_size = 16
+    keeps_bits = False
 
     def __init__(self, *, deterministic: bool = False) -> None:
-        """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton. On the CPU they
-        never do."""
+        """deterministic: on a GPU, no row's bits depend on the batch; it costs speed and needs Triton. What holds on
+        the CPU, `keeps_rows_apart` says."""
         self.deterministic = deterministic
 
     def description(self) -> str:
@@ -47,12 +59,24 @@ class Reference(Backend):
     ) -> str | None:
         return None
 
-    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        return (num_blocks, self.block_size, kv_heads, head_dim)
+    def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
+        return None
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        k_cache.view(-1, *k.shape[1:])[slots] = k
-        v_cache.view(-1, *v.shape[1:])[slots] = v
+    def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self.deterministic if device.type == "cuda" else _onednn_packs(device, dtype)
+
+    def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """[pages, tokens, K, D]; of codes as kernels/kv_codes.py says."""
+        return (num_blocks, self.block_size, kv_heads, head_dim + scale_elements(dtype))
+
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
+    ) -> None:
+        for x, cache, scale in ((k, k_cache, scales.key), (v, v_cache, scales.value)):
+            if cache.dtype in KV_CODES:
+                store_codes(x, cache, slots, scale)
+            else:
+                cache.view(-1, *x.shape[1:])[slots] = x
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
@@ -61,12 +85,28 @@ class Reference(Backend):
         starts = metadata.query_start.tolist()
         for s, context in enumerate(metadata.context_lens.tolist()):
             pages = metadata.block_table[s, : -(-context // k_cache.shape[1])].long()
-            k = k_cache[pages].flatten(0, 1)[:context]
-            v = v_cache[pages].flatten(0, 1)[:context]
+            k = _read(k_cache, pages, softmax.kv_scales.key, q.dtype)[:context]
+            v = _read(v_cache, pages, softmax.kv_scales.value, q.dtype)[:context]
+            if softmax.window is not None:  # pages before it may hold anything, NaN too, whose part no weight of 0 is 0
+                unseen = max(context - (starts[s + 1] - starts[s]) - softmax.window + 1, 0)
+                k[:unseen], v[:unseen] = 0, 0
             for i in range(starts[s], starts[s + 1], QUERY_TILE):
                 rows = slice(i, min(i + QUERY_TILE, starts[s + 1]))
                 out[rows] = _attend(q[rows], k, v, metadata.positions[rows], softmax)
         return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        wide = x.float() if x.dtype != torch.float64 else x
+        return F.layer_norm(wide, wide.shape[-1:], weight.to(wide.dtype), bias.to(wide.dtype), eps).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.layer_norm(total, weight, bias, eps), total
+
+    def gelu(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -83,6 +123,11 @@ class Reference(Backend):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.gelu(gate, approximate="tanh") * up
 
+    def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=clamp.limit)
+        return gate * torch.sigmoid(clamp.alpha * gate) * (up.clamp(-clamp.limit, clamp.limit) + 1)
+
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
@@ -96,7 +141,7 @@ class Reference(Backend):
         if rope.cos_sin is not None:
             cos, sin = rope.cos_sin[metadata.positions][:, None].chunk(2, dim=-1)
             q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        self.store_kv(k, v, k_cache, v_cache, metadata.slots)
+        self.store_kv(k, v, k_cache, v_cache, metadata.slots, rope.kv_scales)
         return q.contiguous()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
@@ -106,14 +151,55 @@ class Reference(Backend):
             return pack_linear(weight, bias, wide=wide)
         return _pack_linear(weight, bias, wide=wide)
 
-    def fuse_layers(self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
+    def pack_quantized(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
+    ) -> Linear:
+        whole = torch.cat([each.dequantized() for each in weights])
+        return self.pack_linear(whole.to(dtype), bias, wide=wide)
+
+    def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
+        whole = weight.dequantized().to(dtype)
+        return Table(lambda ids: F.embedding(ids, whole), self.pack_linear(whole, None, wide=True) if tied else None)
+
+    def mixture(self, experts: Experts) -> Mixture:
+        return ReferenceMixture(self, experts)
+
+    def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
+        if slots.device.type == "cpu":
+            return lora.ReferenceAdaptedLinear(linear)
+        try:
+            from quire.kernels.gpu.triton_lora import TritonAdaptedLinear
+        except ModuleNotFoundError:  # there is no Triton for this platform
+            raise ValueError("on a GPU adapters need Triton (pip install triton)") from None
+        return TritonAdaptedLinear(linear, slots)
+
+    def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return fit_int4(groups, zero_points=zero_points)
+
+    def fuse_layers(
+        self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float, group: Collective | None = None
+    ) -> FusedLayers | None:
         return None
+
+    def ranks_memory(self, count: int, row_bytes: int) -> int:
+        raise ValueError(f"the compiled CPU kernels alone compute on several ranks so far, and {self.name} serves here")
+
+    def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
+        raise NotImplementedError
 
     def argmax(self, logits: Tensor) -> Tensor:
         return argmax(logits)
 
     def draw(self, logits: Tensor, filters: Tensor, u: Tensor) -> Tensor:
         return draw(logits, filters, u)
+
+
+def _read(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Keys or values [pages * tokens, K, D]; of codes in the type that attention for this dtype computes with."""
+    if cache.dtype not in KV_CODES:
+        return cache[pages].flatten(0, 1)
+    some = cache.view(torch.uint8)[pages].view(cache.dtype)
+    return load_codes(some, scale, torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax) -> Tensor:
@@ -125,7 +211,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax
     where = F.pad(positions, (0, QUERY_TILE - rows)).repeat(heads // kv_heads)[:, None]
     peak = torch.full((*grouped.shape[:2], 1), -torch.inf, dtype=compute, device=q.device)
     total, acc = torch.zeros_like(peak), torch.zeros_like(grouped)
-    for begin in range(0, int(positions.max()) + 1, KEY_TILE):
+    ahead = len(k) if softmax.ahead is None else softmax.ahead
+    for begin in range(0, min(int(positions.max()) + 1 + ahead, len(k)), KEY_TILE):
         tile = slice(begin, begin + KEY_TILE)
         short = KEY_TILE - k[tile].shape[0]
         keys = F.pad(k[tile].to(compute), (0, 0, 0, 0, 0, short)).permute(1, 2, 0)
@@ -134,7 +221,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax
         if softmax.softcap is not None:
             scores = softmax.softcap * torch.tanh(scores / softmax.softcap)
         at = torch.arange(begin, begin + KEY_TILE, device=q.device)
-        hidden = at > where
+        if softmax.bias is not None:
+            scores = scores + _bias(softmax.bias, at - where, kv_heads, rows=QUERY_TILE).to(scores)
+        hidden = (at > where + ahead) | (at >= len(k))
         if softmax.window is not None:
             hidden |= at <= where - softmax.window
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -144,8 +233,25 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax
         total = total * keep + weights.sum(-1, keepdim=True)
         acc = acc * keep + torch.bmm(weights, values)
         peak = above
+    if softmax.sinks is not None:
+        total = total + torch.exp(_sinks(softmax.sinks, kv_heads).to(peak) - peak)
     out = (acc / total).view(kv_heads, -1, QUERY_TILE, dim)[:, :, :rows]
     return out.permute(2, 0, 1, 3).reshape(rows, heads, dim).to(q.dtype)
+
+
+def _bias(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:
+    """Softmax.bias for distances [group * rows, keys], of which each group of rows is of one query head: [kv_heads,
+    group * rows, keys]."""
+    longest = (table.shape[1] - 15) // 2
+    columns = (distances + longest - 1).clamp(0, table.shape[1] - 1)
+    group = len(distances) // rows
+    heads = torch.arange(group, device=table.device).repeat_interleave(rows)[:, None]
+    return torch.stack([table[first + heads, columns] for first in range(0, kv_heads * group, group)])
+
+
+def _sinks(sinks: Tensor, kv_heads: int) -> Tensor:
+    """Softmax.sinks for the rows of `_attend`: [kv_heads, group * QUERY_TILE, 1]."""
+    return sinks.view(kv_heads, -1).repeat_interleave(QUERY_TILE, 1).unsqueeze(2)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -206,17 +312,20 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _pack_linear(weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-    packs = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()  # PyTorch for Apple's CPUs lacks it
-    packs = packs and (
-        weight.dtype == torch.float32
-        or (weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
-    linear = _pack_onednn(weight, bias) if packs else None
+    linear = _pack_onednn(weight, bias) if _onednn_packs(weight.device, weight.dtype) else None
     if wide and bias is None and weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16):
         return lambda x, context: torch.mm(x, weight.t(), out_dtype=torch.float32)
     if linear is None:
         linear = lambda x, context: F.linear(x, weight, bias)  # noqa: E731
     return (lambda x, context: linear(x, context).float()) if wide else linear
+
+
+def _onednn_packs(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs linears of this type. What it does not pack F.linear multiplies, which picks an algorithm by
+    the number of rows, so that a row's bits may depend on it."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # PyTorch for Apple's CPUs lacks it
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _pack_onednn(weight: Tensor, bias: Tensor | None) -> Linear:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from torch import device, dtype
+from collections.abc import Callable, Sequence
+
+from torch import cuda, device, dtype
 
 from quire.kernels.backend import Backend
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.gpu.flash import Flash
+from quire.kernels.gpu.flash3 import Flash3
+from quire.kernels.gpu.flash4 import Flash4
 from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.reference import Reference
 
-_PREFERRED = {"cpu": ("cpu",), "cuda": ("flash", "torch_varlen", "triton")}
-"""By kind of device, the fastest first. The reference follows everywhere."""
+_ON_GPUS = ("flash", "torch_varlen", "triton")
+_PREFERRED = {"cpu": ("cpu",), "cuda 9": ("flash3", "flash4", *_ON_GPUS), "cuda 10": ("flash4", *_ON_GPUS)}
+"""By kind of device, and of GPUs the major compute capability, the fastest first; other GPUs have _ON_GPUS. The
+reference follows everywhere."""
 
 
 def _triton(*, deterministic: bool = False) -> Backend:
@@ -20,8 +27,27 @@ def _triton(*, deterministic: bool = False) -> Backend:
     return Triton(deterministic=deterministic)
 
 
-_MADE_BY = {"flash": Flash, "torch_varlen": TorchVarlen, "triton": _triton, "cpu": Cpu, "reference": Reference}
+_MADE_BY = {
+    "flash3": Flash3,
+    "flash4": Flash4,
+    "flash": Flash,
+    "torch_varlen": TorchVarlen,
+    "triton": _triton,
+    "cpu": Cpu,
+    "reference": Reference,
+}
 BACKENDS = tuple(_MADE_BY)
+
+
+def _preferred(device: device) -> tuple[str, ...]:
+    if device.type != "cuda":
+        return _PREFERRED.get(device.type, ())
+    major, _ = cuda.get_device_capability(device)
+    return _PREFERRED.get(f"cuda {major}", _ON_GPUS)
+
+
+Trial = Callable[[Backend], str | None]
+"""Tries a backend on the device (kernels/probe.py): None, or why it cannot compute there."""
 
 
 def select_backend(
@@ -32,33 +58,47 @@ def select_backend(
     softcap: bool = False,
     *,
     deterministic: bool = False,
+    kv_dtype: dtype | None = None,
+    trials: Sequence[Trial] = (),
 ) -> tuple[Backend, str]:
     """A backend for a model on a device, and one line on why it is this one. deterministic: see `Reference`.
 
-    Raises ValueError for a name that is not in BACKENDS, or whose backend cannot serve the model; it says why.
+    kv_dtype: what pages hold; None: the model's type. trials: what it must pass, if anything; where no fast backend
+    passes the first trial, the next one decides.
+
+    Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
+    trial, and where none passes any; it says why.
     """
 
-    def find(name: str) -> tuple[Backend | None, str]:
+    def find(name: str, trial: Trial | None) -> tuple[Backend | None, str]:
         """The backend, or None and why it cannot serve."""
         try:
             backend = _MADE_BY[name](deterministic=deterministic)
         except ModuleNotFoundError as error:
             return None, f"the Python package {error.name} is not installed"
         reason = backend.cannot_serve(device, dtype, head_dim, softcap)
+        if reason is None and kv_dtype in KV_CODES:
+            reason = backend.cannot_hold(kv_dtype)
+        if reason is None and trial is not None:
+            reason = trial(backend)
         return (backend, "") if reason is None else (None, reason)
 
+    tried: Sequence[Trial | None] = trials or (None,)
     if name != "auto":
         if name not in BACKENDS:
             raise ValueError(f"unknown attention backend {name!r}; one of auto, {', '.join(BACKENDS)}")
-        backend, reason = find(name)
+        backend, reason = find(name, tried[0])
         if backend is None:
             raise ValueError(f"{name}: {reason}")
         return backend, f"{backend.description()}; asked for"
-    passed_over: list[str] = []
-    for name in _PREFERRED.get(device.type, ()):
-        backend, reason = find(name)
-        if backend is not None:
-            return backend, "; ".join([backend.description(), *passed_over])
-        passed_over.append(f"{name}: {reason}")
-    reference = Reference(deterministic=deterministic)
-    return reference, "; ".join([reference.description(), *passed_over])
+    passed_over: dict[str, str] = {}
+    for trial in tried:
+        for name in _preferred(device):
+            backend, reason = find(name, trial)
+            if backend is not None:
+                return backend, "; ".join([backend.description(), *passed_over.values()])
+            passed_over.setdefault(name, f"{name}: {reason}")
+    backend, reason = find("reference", tried[-1])
+    if backend is None:
+        raise ValueError("; ".join(["nothing computes here", *passed_over.values(), f"reference: {reason}"]))
+    return backend, "; ".join([backend.description(), *passed_over.values()])

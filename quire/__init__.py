@@ -6,27 +6,67 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.engine.llm import LLM
+    from quire.engine.lora.offline import LoRARequest
+    from quire.engine.offline.async_llm import AsyncLLM
+    from quire.engine.offline.llm import LLM
+    from quire.engine.offline.model import TextPrompt, TokensPrompt
+    from quire.engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
+    from quire.engine.offline.params import (
+        BeamSearchParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from quire.engine.text.grammar import choice_grammar, json_grammar
-    from quire.engine.types import Grammar, SamplingParams
+    from quire.engine.types import Grammar, PoolingParams, ThinkingBudget
+    from quire.server.cli.engine_args import EngineArgs
 
-__all__ = ["LLM", "Grammar", "SamplingParams", "choice_grammar", "json_grammar"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineArgs",
+    "Grammar",
+    "LoRARequest",
+    "Logprob",
+    "PoolingParams",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "ThinkingBudget",
+    "TokensPrompt",
+    "choice_grammar",
+    "json_grammar",
+]
 
 _HOMES = {
-    "LLM": "quire.engine.llm",
-    "Grammar": "quire.engine.types",
-    "SamplingParams": "quire.engine.types",
-    "choice_grammar": "quire.engine.text.grammar",
-    "json_grammar": "quire.engine.text.grammar",
+    "quire.engine.lora.offline": ("LoRARequest",),
+    "quire.engine.offline.async_llm": ("AsyncLLM",),
+    "quire.engine.offline.llm": ("LLM",),
+    "quire.engine.offline.model": ("TextPrompt", "TokensPrompt"),
+    "quire.engine.offline.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "quire.engine.offline.params": (
+        "BeamSearchParams",
+        "RequestOutputKind",
+        "SamplingParams",
+        "StructuredOutputsParams",
+    ),
+    "quire.engine.text.grammar": ("choice_grammar", "json_grammar"),
+    "quire.engine.types": ("Grammar", "PoolingParams", "ThinkingBudget"),
+    "quire.server.cli.engine_args": ("EngineArgs",),
 }
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return metadata.version("quire")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'quire' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -3,35 +3,80 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from dataclasses import replace
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
+from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.client.weights import Weights
+from quire.engine.lora.modules import Modules
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo
 from quire.server import errors
 from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware
-from quire.server.access.body_limits import BodyLimitMiddleware
+from quire.server.access.bodies import Bodies
+from quire.server.access.gateways import Gateways
 from quire.server.access.tenants import Tenants
+from quire.server.adapters import Adapters, adapters_of
 from quire.server.config import ServerConfig
-from quire.server.formats.grammars import GrammarChecker
-from quire.server.formats.message import ChatFormats
+from quire.server.generation.background import Background
+from quire.server.generation.fold import Kept
+from quire.server.generation.turns import Turns
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.logs import log_request
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.request_log import RequestLog, RequestLogMiddleware, RequestRecord
-from quire.server.routes import chat, completions, engine, models, page, requests, status, tokenize
+from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.protocol.conversations import ConversationRequest, ItemsRequest, MetadataRequest
+from quire.server.protocol.decisions import DecisionRequest
+from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.server.protocol.pooling import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.server.protocol.weights import UpdateWeightsRequest, WeightsGroupRequest
+from quire.server.routes import (
+    chat,
+    completions,
+    conversations,
+    decisions,
+    engine,
+    invocations,
+    messages,
+    models,
+    page,
+    requests,
+    responses,
+    status,
+    tokenize,
+)
+from quire.server.routes.bodies import with_bodies
+from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Runtime
-from quire.server.served_model import ServedModel
+from quire.server.served_model import ModelSource, ServedModel, fingerprint
+from quire.server.store import Store
 from quire.server.version import VERSION
+from quire.server.workers.grammars import GrammarChecker
+from quire.server.workers.pool import WorkerPool
+
+BODIES_BYTES = 48 << 20
+"""Memory for the bodies of requests that are received and resolved at the same time."""
 
 
 def create_app(
@@ -41,92 +86,182 @@ def create_app(
     *,
     vocab_size: int,
     generation_defaults: Mapping[str, float],
+    pooling: Pooling | None = None,
+    modules: Modules | None = None,
+    tenants: Tenants | None = None,
 ) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it.
 
     The model's token ids run from 0 to vocab_size - 1. generation_defaults has the temperature, top_p, top_k, min_p and
-    repetition_penalty of generation_config.json. Raises ConfigError for API keys that cannot be used; the lifespan
-    raises what client.start() raises.
+    repetition_penalty of generation_config.json; pooling: how the model makes vectors; modules: its modules that may
+    have adapters; tenants: where other apps serve them too, whose limits count for all together. Raises ConfigError for
+    API keys and gateways that cannot be used; the lifespan what client.start(), open_store and adapters_of raise.
     """
-    tenants = Tenants(config)
+    tenants, gateways = tenants or Tenants(config), Gateways(config)
     client.history.keep = config.request_history
-    ended: list[Callable[[RequestRecord], None]] = [log_request] if config.log_format == "json" else []
-    endpoint = config.otlp_traces_endpoint
-    spans = None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), client.history)
-    if spans is not None:
-        ended.append(spans.ended)
-    renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
-    grammars = GrammarChecker(tokenizer, vocab_size)
+    spans = open_spans(config, client)
+    source = ModelSource(config, tokenizer, vocab_size, generation_defaults, pooling=pooling)
+    unstarted = source.model()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        group = WeightsGroup(Weights(client))
+        workers: WorkerPool | None = None
+        store: Store | None = None
+        turns, background, beside = Turns(), Background(), ExitStack()
         try:
+            store = open_store(config)
             info = await client.start()
-            app.state.model = model = ServedModel(
-                names=config.model_names,
-                created=int(time.time()),
-                fingerprint=_fingerprint(info),
-                context_length=info.max_model_len,
-                vocab_size=vocab_size,
-                sampling_defaults=generation_defaults,
-                tokenizer=tokenizer,
-                renderer=renderer,
-                formats=ChatFormats.chosen(config, tokenizer.chat_templates),
-                grammars=grammars,
+            served = beside.enter_context(adapters_of(config, modules, lambda: in_use(client), device=info.device))
+            app.state.model = model = _started(unstarted, info, client.weights_version, served)
+            known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
+            workers = WorkerPool(known, model.adapters)
+            app.state.admission = admission = Admission(client, config, keyed=tenants.closed)
+            app.state.runtime = _runtime(
+                config, info, model, admission, client, group, workers, turns, background, store, gateways, served
             )
-            app.state.admission = Admission(client, config, keyed=tenants.closed)
-            app.state.runtime = _runtime(config, client, info, model)
             yield
         finally:
-            await grammars.close()
+            await background.close()
+            turns.close()
+            if store is not None:
+                store.close()
+            if workers is not None:
+                await workers.close()
             await client.stop()
+            await group.close()
+            beside.close()
             if spans is not None:
                 await asyncio.to_thread(spans.close)
 
-    app = FastAPI(title="Quire", version=VERSION, lifespan=lifespan, redirect_slashes=False, strict_content_type=False)
+    app = _application(lifespan)
     errors.install(app)
-    _add_middleware(app, config, tenants, ended)
-    for module in (completions, chat, models, tokenize, requests, engine, status, page):
-        app.include_router(module.router)
+    _add_middleware(app, config, tenants, gateways, spans)
+    _add_routes(app)
     return app
 
 
-def _runtime(config: ServerConfig, client: EngineClient, info: EngineInfo, model: ServedModel) -> Runtime:
-    metrics = Metrics(client, model.names[0], info.max_model_len)
+def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    return FastAPI(
+        title="Quire",
+        version=VERSION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        strict_content_type=False,
+        docs_url=None,  # server/routes/page.py has it; FastAPI's own pages load what they show from elsewhere
+        redoc_url=None,
+    )
+
+
+def _started(model: ServedModel, info: EngineInfo, version: str, adapters: Adapters | None) -> ServedModel:
+    """The model with what its engine says of it, and the names of its adapters."""
+    return replace(
+        model,
+        created=int(time.time()),
+        fingerprint=fingerprint(info, version),
+        context_length=info.max_model_len,
+        tasks=info.tasks,
+        adapters=() if adapters is None else adapters.names,
+    )
+
+
+def _add_routes(app: FastAPI) -> None:
+    generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations)
+    for module in (*generating, models, tokenize, requests, engine, status, page):
+        app.include_router(module.router)
+    with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
+    with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
+    with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
+    with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
+    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest)
+
+
+def _runtime(
+    config: ServerConfig,
+    info: EngineInfo,
+    model: ServedModel,
+    admission: Admission,
+    client: EngineClient,
+    group: WeightsGroup,
+    workers: WorkerPool,
+    turns: Turns,
+    background: Background,
+    store: Store | None,
+    gateways: Gateways,
+    adapters: Adapters | None,
+) -> Runtime:
+    metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
+    max_body = int(config.max_body_size * 2**20)
     metrics.tell_cache(info, config)
+    if adapters is not None:
+        metrics.tell_adapters(client, config.max_loras)
     return Runtime(
         config=config,
         client=client,
+        weights=group.weights,
+        weights_group=group,
         info=info,
         started=model.created,
         metrics=metrics,
         live_view=LiveView(client, metrics.rolling),
         request_log=RequestLog(config.request_history),
+        bodies=Bodies(max_body, BODIES_BYTES),
+        workers=workers,
+        grammars=GrammarChecker(workers),
+        turns=turns,
+        kept=Kept(),
+        background=background,
+        store=store,
+        gateways=gateways,
+        adapters=adapters,
     )
 
 
 def _add_middleware(
-    app: FastAPI, config: ServerConfig, tenants: Tenants, ended: Sequence[Callable[[RequestRecord], None]]
+    app: FastAPI,
+    config: ServerConfig,
+    tenants: Tenants,
+    gateways: Gateways,
+    spans: OpenTelemetrySpans | None,
 ) -> None:
     """Add the middleware, the innermost first: a request meets the one added last first."""
-    app.add_middleware(BodyLimitMiddleware, max_bytes=int(config.max_body_size * 2**20))
-    app.add_middleware(AuthenticationMiddleware, tenants=tenants)
+    ended: list[Callable[[RequestRecord], None]] = [log_request] if config.log_format == "json" else []
+    if spans is not None:
+        ended.append(spans.ended)
+    app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
     if config.allowed_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins,
-            allow_methods=config.allowed_methods,
-            allow_headers=config.allowed_headers,
-            allow_credentials=config.allow_credentials,
-            expose_headers=["*"],
-        )
+        app.add_middleware(with_cors, config)
     app.add_middleware(RequestLogMiddleware, ended=ended)
 
 
-def _fingerprint(info: EngineInfo) -> str:
-    """A name of all that decides a seed's tokens: Quire's version, the model, its type, the device and the backend. The
-    end says whether the batch decides them too (see `quire verify`)."""
-    parts = (VERSION, info.model, info.dtype, info.device, info.backend)
-    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
-    return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"
+def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
+    """An application that web pages of config.allowed_origins may call."""
+    return CORSMiddleware(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_methods=config.allowed_methods,
+        allow_headers=config.allowed_headers,
+        allow_credentials=config.allow_credentials,
+        expose_headers=["*"],
+    )
+
+
+def in_use(client: EngineClient) -> set[str]:
+    """Digests of the adapters that open requests need."""
+    return {each.digest for each in (*client.running_adapters, *client.waiting_adapters)}
+
+
+def open_spans(config: ServerConfig, client: EngineClient) -> OpenTelemetrySpans | None:
+    """What sends traces, if the operator wants any."""
+    endpoint = config.otlp_traces_endpoint
+    return None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), client.history)
+
+
+def open_store(config: ServerConfig) -> Store | None:
+    """What keeps responses, if the operator wants any kept. Raises ConfigError."""
+    if config.data_dir is None:
+        return None
+    store = Store(config.data_dir, int(config.max_stored_size * 2**30))
+    store.end_unfinished(responses.lost)
+    return store

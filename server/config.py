@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.folder import read_json
+from quire.engine.gguf.files import SUFFIX, without_part
 
 _JsonCalls = Literal["hermes", "llama3_json", "mistral", "mistral_args", "deepseek_v3", "deepseek_v31"]
-ToolCallParser = Literal["auto", "none", _JsonCalls, "pythonic", "qwen3_coder", "seed_oss"]
+ToolCallParser = Literal["auto", "none", _JsonCalls, "granite", "openai", "pythonic", "qwen3_coder", "seed_oss"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "seed_oss", "cohere"]
 DEMO_NAME = "quire-demo"
+_NO_NAME = re.compile(r"hf|models?|main|weights|checkpoint|snapshot|huggingface|[0-9a-f]{40}")
+"""Names of directories that say nothing of the model in them."""
+_LONGEST_NAME = 200
+_CACHED = re.compile(r"models--(.+?)--(.+)")
 
 
 class ServerConfig(EngineConfig):
@@ -23,13 +31,20 @@ class ServerConfig(EngineConfig):
     served_model_name: list[str] = Field(
         default_factory=list, description="Names that requests may use, the first one in answers; default: the model's"
     )
+    lora_modules: list[str] = Field(
+        default_factory=list, description="NAME=PATH of each adapter to serve, a folder or a hub id; see --enable-lora"
+    )
+    allowed_lora_paths: list[Path] = Field(
+        default_factory=list,
+        description="Folders, in one of which adapters must be that are loaded at run time; default: any, and the hub",
+    )
     max_logprobs: int = Field(20, ge=0, description="Most log probabilities per token a request may ask for")
     api_key: list[str] = Field(
         default_factory=list,
         description="Keys, one of which requests must show as a bearer token; default: none needed",
     )
     api_key_file: Path | None = Field(
-        None, description="TOML file of keys with names, weights and limits of their own; see the README"
+        None, description="TOML file of keys with names, weights and limits of their own; see docs/flags.md"
     )
     admin_api_key: list[str] = Field(
         default_factory=list, description="Keys that may also watch the engine and cancel others' requests"
@@ -39,6 +54,13 @@ class ServerConfig(EngineConfig):
     )
     tokens_per_minute: int | None = Field(
         None, ge=1, description="Tokens, of prompts and answers, that each API key may use in a minute; default: any"
+    )
+    trusted_gateways: list[str] = Field(
+        default_factory=list,
+        description="Addresses or networks of gateways, whose headers may name a tenant and a priority",
+    )
+    objective_priorities: list[str] = Field(
+        default_factory=list, description="NAME=PRIORITY of each objective that such a gateway may name"
     )
     share_prefix_cache: bool = Field(False, description="Let requests of different API keys share cached prefixes")
     max_queued_requests: int = Field(2048, ge=0, description="Requests that may wait for a slot; more are answered 503")
@@ -69,6 +91,12 @@ class ServerConfig(EngineConfig):
     request_history: int = Field(1000, ge=0, description="Ended requests that can still be explained")
     strict: bool = Field(False, description="Refuse request fields without effect, instead of naming them in a header")
     trust_request_chat_template: bool = Field(False, description="Requests may bring a chat template of their own")
+    data_dir: Path | None = Field(
+        None, description="Directory that keeps responses and conversations; default: none are stored"
+    )
+    max_stored_size: float = Field(
+        1.0, gt=0, description="GiB that they may take; the oldest of the API key with most are forgotten"
+    )
     tool_call_parser: ToolCallParser = Field("auto", description="Format of tool calls; auto: the chat template's")
     reasoning_parser: ReasoningParser = Field(
         "auto", description="Marks around the model's thinking; auto: the chat template's"
@@ -90,10 +118,28 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names of the model, at least one. A hub id is its own name, a directory gives its last part."""
+        """The names of the model, at least one. A hub id is its own name, a directory gives its last part (or, where
+        that says nothing, what config.json knows), a GGUF file its name without the suffix."""
         if self.served_model_name:
             return tuple(self.served_model_name)
         if self.model == DEMO_MODEL:
             return (DEMO_NAME,)
         path = Path(self.model)
-        return (path.resolve().name if path.is_dir() else self.model,)
+        if path.suffix == SUFFIX and path.is_file():
+            return (without_part(path),)
+        return (_folder_name(path.resolve()) if path.is_dir() else self.model,)
+
+
+def _folder_name(path: Path) -> str:
+    """The name of the model in a directory."""
+    if not _NO_NAME.fullmatch(path.name.lower()):
+        return path.name
+    if cached := _CACHED.fullmatch(path.parent.parent.name):  # the hub's cache: models--OWNER--NAME/snapshots/COMMIT
+        return "/".join(cached.groups())
+    try:
+        known = (read_json(path / "config.json") or {}).get("_name_or_path")
+    except ModelError:  # which the start will report
+        known = None
+    if not isinstance(known, str) or not known.isprintable() or len(known) > _LONGEST_NAME:
+        return path.name
+    return Path(known).name if known.startswith((".", "/", "~")) else known or path.name

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.engine.client.client import EngineClient
+from quire.server.bursts import Bursts, BurstTransport
 from quire.server.errors import INVALID, error_body
 
 log = logging.getLogger("quire.server")
 
 MAX_HEAD_BYTES = 64 * 1024
 """Largest size of a request line and its headers."""
+MAX_PIPELINED = 100
+"""Requests that may wait behind one that is being answered. A single read could bring thousands."""
 BODY_PIECE = 16 * 1024
 """Bytes of a body that must arrive in each read timeout."""
 
@@ -32,6 +37,27 @@ class Bounds:
     """Its `slow_readers` counts clients that exceeded the write timeout."""
 
 
+class Parser(httptools.HttpRequestParser):
+    """Ignores the header Upgrade, which a server may: Java's client and `curl --http2` send it with every request.
+
+    The base class would take all that follows the head, a body first of all, for another protocol's. Here the head is
+    read once more, without the header.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self._connection = connection
+
+    def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
+        while True:
+            try:
+                return super().feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if self.get_method() == b"CONNECT":
+                    raise
+                data = self._connection.head_without_upgrade() + bytes(data)[upgrade.args[0] :]
+
+
 class Connection(HttpToolsProtocol):
     """Adds deadlines to uvicorn's connection, by timers instead of tasks, which would cost more.
 
@@ -42,16 +68,22 @@ class Connection(HttpToolsProtocol):
     def __init__(
         self,
         bounds: Bounds,
+        bursts: Bursts,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.parser = Parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class
         self._bounds = bounds
+        self._bursts = bursts
         self._in_head = False
         self._received = 0
         """Bytes of the head, or of the body since the timer was set."""
+        self._chunks: list[bytes] = []
+        """Of a body, as they came with the data of the moment."""
         self._reading: asyncio.TimerHandle | None = None
         """Runs while a request is being received."""
         self._unread: asyncio.TimerHandle | None = None
@@ -62,12 +94,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.transport = BurstTransport(transport, self.loop, self._bursts)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._received += len(data)
         super().data_received(data)
+        self._pass_chunks_on()
         if self.transport.is_closing():
             return
         if self._in_head and self._received > MAX_HEAD_BYTES:
@@ -84,17 +118,41 @@ class Connection(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEAD_BYTES:
             self._refusal = (431, f"The headers are larger than {MAX_HEAD_BYTES} bytes")
             raise ValueError(self._refusal)  # the parser stops, and uvicorn calls send_400_response
+        if self._upgrading:
+            return
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests wait")
         super().on_headers_complete()
         self._in_head = False
         self._set_reading_timer()
 
     def on_body(self, body: bytes) -> None:
-        super().on_body(body)
+        self._chunks.append(body)
         self._received += len(body)
 
+    def _pass_chunks_on(self) -> None:
+        """All at once: the base class copies what it has with each chunk, of which one byte each may come."""
+        if self._chunks:
+            super().on_body(b"".join(self._chunks))
+            self._chunks.clear()
+
     def on_message_complete(self) -> None:
+        if self._upgrading:
+            return
+        self._pass_chunks_on()
         super().on_message_complete()
         self._stop_reading_timer()
+
+    @property
+    def _upgrading(self) -> bool:
+        """Whether the parser has met a head that it will meet once more."""
+        return bool(self.parser.should_upgrade()) and self.parser.get_method() != b"CONNECT"
+
+    def head_without_upgrade(self) -> bytes:
+        """The head of the request that is being received."""
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def _expect_head(self) -> None:
         self._in_head = True

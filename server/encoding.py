@@ -15,6 +15,15 @@ DONE = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
 
 
+PING = b": ping\n\n"
+"""Keeps a silent stream alive; clients skip it."""
+
+
+def encode_event(kind: str, data: object) -> bytes:
+    """An event with a name of its own."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json(data))
+
+
 def encode_ascii(value: object) -> bytes:
     """JSON in ASCII, for text that a client may have given half of a surrogate pair: UTF-8 cannot write that."""
     return json.dumps(value).encode()

@@ -1,12 +1,11 @@
-"""One table from exceptions to OpenAI's error body, before a stream and inside it."""
+"""One table from exceptions to the error body of each API, before a stream and inside it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from http import HTTPStatus
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -42,27 +41,72 @@ TABLE: tuple[tuple[type[QuireError], int, str], ...] = (
     (QuireError, 500, SERVER),
 )
 """Base class, HTTP status and OpenAI's error type; the first matching row counts."""
+ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""Anthropic's error types by HTTP status; other statuses have invalid_request_error below 500, api_error from there."""
+MESSAGES = "/v1/messages"
+"""The routes below it are Anthropic's."""
 RETRY_AFTER_SECONDS = "1"
-MAX_DETAILS = 10
 UNEXPECTED = "The server had an error while processing your request. The log says more"
 
 
 def install(app: FastAPI) -> None:
-    """Answer the typed errors that routes raise with an OpenAI error body. UnexpectedErrorMiddleware answers others."""
+    """Answer the typed errors that routes raise. UnexpectedErrorMiddleware answers others."""
     app.add_exception_handler(QuireError, _quire_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
 
 
-def stream_error(error: Exception) -> bytes:
-    """An error inside a stream, as its last event."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a client is told of an error."""
+
+    status: int
+    message: str
+    kind: str
+    """OpenAI's type."""
+    param: str | None = None
+    code: str | None = None
+
+    def body(self, path: str) -> bytes:
+        """The JSON body in the form of the API that the path belongs to."""
+        if path == MESSAGES or path.startswith(MESSAGES + "/"):
+            return self.anthropic()
+        return error_body(self.message, self.kind, self.param, self.code)
+
+    def anthropic(self) -> bytes:
+        """It has no field for the parameter, so the message names it."""
+        other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
+        message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
+        return encode_ascii({"type": "error", "error": {"type": ANTHROPIC.get(self.status, other), "message": message}})
+
+
+def failure(error: Exception) -> Failure:
+    """What is told of an error inside a stream; one that is not typed is logged."""
     if isinstance(error, QuireError):
-        _, kind = _row(error)
-        body = error_body(error.message, kind, error.param, error.code)
-    else:
-        logger.error("a stream failed", exc_info=error)
-        body = error_body(UNEXPECTED, SERVER, None, "internal_error")
-    return DATA + body + END
+        status, kind = _row(error)
+        return Failure(status, error.message, kind, error.param, error.code)
+    logger.error("a stream failed", exc_info=error)
+    return Failure(500, UNEXPECTED, SERVER, None, "internal_error")
+
+
+def http_failure(error: HTTPException) -> Failure:
+    """What is told of an error that has a status already."""
+    kind = SERVER if error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
+    return Failure(error.status_code, str(error.detail), kind)
+
+
+def stream_error(error: Exception) -> bytes:
+    """An error inside a stream of OpenAI's chunks, as its last event."""
+    told = failure(error)
+    return DATA + error_body(told.message, told.kind, told.param, told.code) + END
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
@@ -70,8 +114,9 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
     return encode_ascii({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def _answer(status: int, body: bytes, headers: dict[str, str] | None = None) -> Response:
-    return Response(body, status, headers, "application/json")
+def answer(path: str, told: Failure, headers: dict[str, str] | None = None) -> Response:
+    """The response to a request for `path` that failed."""
+    return Response(told.body(path), told.status, headers, "application/json")
 
 
 def _row(error: QuireError) -> tuple[int, str]:
@@ -80,50 +125,21 @@ def _row(error: QuireError) -> tuple[int, str]:
 
 async def _quire_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, QuireError)
-    status, kind = _row(error)
-    headers = {"Retry-After": RETRY_AFTER_SECONDS} if status == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    told = failure(error)
+    headers = {"Retry-After": RETRY_AFTER_SECONDS} if told.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     if isinstance(error, RateLimited):
         headers = dict(error.headers)
     if isinstance(error, RequestQuarantined):
         headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
-    return _answer(status, error_body(error.message, kind, error.param, error.code), headers)
+    return answer(request.url.path, told, headers)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
+    """Of a wrong query parameter; bodies are not FastAPI's to read."""
     assert isinstance(error, RequestValidationError)
     details = error.errors()
-    first = details[0]
-    if first["type"] == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        message, param = f"The body is not valid JSON: {reason} at character {first['loc'][-1]}", None
-    elif tuple(first["loc"]) == ("body",):
-        message, param = "The body must be a JSON object, sent with the header Content-Type: application/json", None
-    else:
-        param = _param(first["loc"])
-        message = "; ".join(f"{_where(one['loc'])}: {one['msg']}" for one in _without_doubles(details)[:MAX_DETAILS])
-    return _answer(400, error_body(message, INVALID, param, None))
-
-
-def _without_doubles(details: Sequence[Any]) -> list[Any]:
-    """One detail per place: pydantic reports each member of a union of types."""
-    by_place = {_where(one["loc"]): one for one in reversed(details)}
-    return list(reversed(by_place.values()))
-
-
-def _param(place: Sequence[str | int]) -> str | None:
-    """The top-level parameter of ("body", "messages", 0, "role") or ("query", "seconds")."""
-    return str(place[1]) if len(place) > 1 else None
-
-
-def _where(place: Sequence[str | int]) -> str:
-    """messages[0].role; the names of union members that pydantic puts in are left out."""
-    text = ""
-    for part in place[1:]:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float"):
-            text += f".{part}" if text else part
-    return text or "body"
+    message = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in details)
+    return answer(request.url.path, Failure(400, message, INVALID, str(details[0]["loc"][-1])))
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -132,15 +148,12 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == HTTPStatus.NOT_FOUND:
         near = get_close_matches(path, request.app.openapi()["paths"], 1, 0.75)
         hint = f"did you mean {near[0]}?" if near else "/openapi.json lists what is served"
-        body = error_body(f"Unknown request URL: {method} {path}; {hint}", INVALID, None, "unknown_url")
+        told = Failure(404, f"Unknown request URL: {method} {path}; {hint}", INVALID, None, "unknown_url")
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        body = error_body(f"Not allowed to {method} on {path}", INVALID, None, "method_not_supported")
+        told = Failure(405, f"Not allowed to {method} on {path}", INVALID, None, "method_not_supported")
     else:
-        kind = SERVER if error.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
-        unreadable = "error parsing the body" in str(error.detail)  # FastAPI's words for bytes that are no text
-        detail = "The body must be JSON in UTF-8, not compressed" if unreadable else str(error.detail)
-        body = error_body(detail, kind, None, None)
-    return _answer(error.status_code, body, dict(error.headers or {}))
+        told = http_failure(error)
+    return answer(path, told, dict(error.headers or {}))
 
 
 class UnexpectedErrorMiddleware:
@@ -169,4 +182,5 @@ class UnexpectedErrorMiddleware:
             record = scope.get("request_record")
             extra = {"request_id": None if record is None else record.request_id}
             logger.error("%s %s failed", scope.get("method"), scope.get("path"), exc_info=error, extra=extra)
-            await _answer(500, error_body(UNEXPECTED, SERVER, None, "internal_error"))(scope, receive, send)
+            told = Failure(500, UNEXPECTED, SERVER, None, "internal_error")
+            await answer(scope["path"], told)(scope, receive, send)

@@ -6,18 +6,31 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
+from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
+from quire.engine.client.weights import Weights
 from quire.engine.types import EngineInfo
+from quire.server.access.bodies import Bodies
+from quire.server.access.gateways import Gateways
+from quire.server.adapters import Adapters
 from quire.server.config import ServerConfig
+from quire.server.generation.background import Background
+from quire.server.generation.fold import Kept
+from quire.server.generation.turns import Turns
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.request_log import RequestLog
+from quire.server.store import Store
+from quire.server.workers.grammars import GrammarChecker
+from quire.server.workers.pool import WorkerPool
 
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
     config: ServerConfig
     client: EngineClient
+    weights: Weights
+    weights_group: WeightsGroup
     info: EngineInfo
     """What the engine said when it was ready."""
     started: int
@@ -25,6 +38,16 @@ class Runtime:
     metrics: Metrics
     live_view: LiveView
     request_log: RequestLog
+    bodies: Bodies
+    workers: WorkerPool
+    grammars: GrammarChecker
+    turns: Turns
+    kept: Kept
+    background: Background
+    store: Store | None
+    gateways: Gateways
+    adapters: Adapters | None
+    """None where none are served."""
 
 
 def runtime_of(request: Request) -> Runtime:

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from starlette.requests import Request
 
-from quire.engine.errors import ModelNotFound
+from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.errors import InvalidRequest, ModelNotFound
 from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.formats.grammars import GrammarChecker
-from quire.server.formats.message import ChatFormats
+from quire.engine.types import EngineInfo, Task
+from quire.server.config import ServerConfig
+from quire.server.formats.chat_formats import ChatFormats
+from quire.server.version import VERSION
+
+MADE: dict[Task, str] = {"generate": "text", "embed": "embeddings", "classify": "scores"}
+"""What each task makes, for messages."""
 
 
-@dataclass(frozen=True, slots=True)
+_SHOWN = 20
+"""Names that an error lists."""
+
+
+@dataclass(frozen=True)
 class ServedModel:
     names: tuple[str, ...]
     """Names that requests may use, at least one; the first is the model's own."""
-    created: int
-    """Seconds of the Unix clock."""
-    fingerprint: str
-    """Answers with the same fingerprint and seed have the same tokens."""
     context_length: int
     """Most tokens of a prompt and its answer together."""
     vocab_size: int
@@ -29,18 +38,82 @@ class ServedModel:
     sampling_defaults: Mapping[str, float]
     """Sampling parameters of the model's generation_config.json."""
     tokenizer: Tokenizer
-    renderer: ChatRenderer
     formats: ChatFormats
-    grammars: GrammarChecker
+    tasks: tuple[Task, ...] = ("generate",)
+    """What requests may ask of it."""
+    pooling: Pooling | None = None
+    """How it makes vectors."""
+    adapters: Collection[str] = ()
+    """Names of the adapters beside it, which requests may use too; they come and go."""
+    created: int = 0
+    """Seconds of the Unix clock."""
+    fingerprint: str = ""
+    """Answers with the same fingerprint and seed have the same tokens."""
+    expendable: bool = False
+    """Whether the process that this is in may be killed, as workers may: then it takes what may never end."""
+
+    @cached_property
+    def grammar_compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(vocabulary_of(self.tokenizer, self.vocab_size, self.tokenizer.eos_token_ids))
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        return self.formats.renderer
 
     def answer_name(self, asked: str | None) -> str:
         """The name that an answer gives: the one asked for, by default the first. Raises ModelNotFound."""
         if asked is None:
             return self.names[0]
-        if asked not in self.names:
-            message = f"The model `{asked}` does not exist; served here: {', '.join(self.names)}"
+        if asked not in self.names and asked not in self.adapters:
+            shown = asked if len(asked) <= 100 else f"{asked[:100]}…"
+            served = [*self.names, *sorted(self.adapters)]
+            more = f" and {len(served) - _SHOWN} more" if len(served) > _SHOWN else ""
+            message = f"The model `{shown}` does not exist; served here: {', '.join(served[:_SHOWN])}{more}"
             raise ModelNotFound(message, param="model")
         return asked
+
+    def check_task(self, task: Task) -> None:
+        """Raises InvalidRequest where the model is not made for it."""
+        if task not in self.tasks:
+            made = " and ".join(MADE[each] for each in self.tasks)
+            raise InvalidRequest(f"The model `{self.names[0]}` makes {made}, not {MADE[task]}", param="model")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What a ServedModel is made of, as it is sent to another process."""
+
+    config: ServerConfig
+    tokenizer: Tokenizer
+    vocab_size: int
+    sampling_defaults: Mapping[str, float]
+    context_length: int = 0
+    """Known when the engine has started, as `tasks` are."""
+    tasks: tuple[Task, ...] = ("generate",)
+    pooling: Pooling | None = None
+
+    def model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
+        """Raises ModelError for a chat template that is not valid Jinja."""
+        return ServedModel(
+            names=self.config.model_names,
+            context_length=self.context_length,
+            vocab_size=self.vocab_size,
+            sampling_defaults=self.sampling_defaults,
+            tokenizer=self.tokenizer,
+            formats=ChatFormats.chosen(self.config, self.tokenizer),
+            tasks=self.tasks,
+            pooling=self.pooling,
+            adapters=adapters,
+            expendable=expendable,
+        )
+
+
+def fingerprint(info: EngineInfo, weights_version: str) -> str:
+    """A name of all that decides a seed's tokens: Quire's version, the model and its weights, its type, the device and
+    the backend. The end says whether the batch decides them too (see `quire verify`)."""
+    parts = (VERSION, info.model, info.dtype, info.device, info.backend, weights_version)
+    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
+    return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"
 
 
 def model_of(request: Request) -> ServedModel:

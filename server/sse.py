@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from time import monotonic
 
-from anyio import sleep_forever
-from sse_starlette import EventSourceResponse, ServerSentEvent
-from starlette.exceptions import HTTPException
+from sse_starlette import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from quire.server.config import ServerConfig
+from quire.server.encoding import PING
 from quire.server.errors import stream_error
+from quire.server.observe.request_log import BODY_SEND
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back to fill its buffers
 )
-PING = ServerSentEvent(comment="ping", sep="\n").encode()
 
 
 class EventStream(EventSourceResponse):
@@ -28,15 +27,23 @@ class EventStream(EventSourceResponse):
 
     `close` is called when the client disconnects and when the stream ends, and must end `chunks`. The status is sent
     with the first chunk, or with the first ping when none came for `config.sse_ping` seconds. An exception before that
-    is raised, to get a status of its own; a later one is sent as an OpenAI error body, the last event.
+    is raised, to get a status of its own; a later one is sent as the last event.
 
     The format, the settings and the listening for a disconnect are sse-starlette's. Its watch for uvicorn's shutdown is
     left out: HttpServer drains its streams before it stops.
     """
 
     def __init__(
-        self, chunks: AsyncGenerator[bytes], close: Callable[[], None], headers: Mapping[str, str], config: ServerConfig
+        self,
+        chunks: AsyncGenerator[bytes],
+        close: Callable[[], None],
+        headers: Mapping[str, str],
+        config: ServerConfig,
+        *,
+        ping: bytes = PING,
+        failed: Callable[[Exception], bytes] = stream_error,
     ) -> None:
+        """`ping` is sent after a silence, `failed` writes the last event of a stream that an error ends."""
         super().__init__(
             chunks,
             ping=config.sse_ping,
@@ -46,13 +53,15 @@ class EventStream(EventSourceResponse):
         self.raw_headers = [*HEADERS, *((name.lower().encode(), value.encode()) for name, value in headers.items())]
         self._chunks = chunks
         self._close = close
+        self._ping_event = ping
+        self._failed = failed
         self._begun = False
         """Whether the status was sent."""
         self._last_sent = monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Replaces the base class's, whose group of four anyio tasks costs each stream 0.4 ms of the event loop."""
-        stream = asyncio.create_task(self._stream_response(send))
+        stream = asyncio.create_task(self._send_chunks(send, scope.get(BODY_SEND, send)))
         tasks = [stream, asyncio.create_task(self._listen_for_disconnect(receive))]
         if self.ping_interval:
             tasks.append(asyncio.create_task(self._ping(send)))
@@ -74,20 +83,21 @@ class EventStream(EventSourceResponse):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 self._begun = True
 
-    async def _stream_response(self, send: Send) -> None:
-        """Replaces the base class's, which checks, logs and times each chunk: several microseconds per token."""
+    async def _send_chunks(self, send: Send, send_body: Send) -> None:
+        """Replaces the base class's _stream_response, which checks, logs and times each chunk: several microseconds
+        per token."""
         last = b""
         try:
             async for chunk in self.body_iterator:
                 if not self._begun:
                     await self._begin(send)
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
                 self._last_sent = monotonic()
         except Exception as error:
             async with self._send_lock:  # a ping may be sending the status
                 if not self._begun:
                     raise
-            last = stream_error(error)
+            last = self._failed(error)
         await self._begin(send)
         async with self._send_lock:
             self.active = False
@@ -103,15 +113,8 @@ class EventStream(EventSourceResponse):
             await self._begin(send)
             async with self._send_lock:
                 if self.active:
-                    await send({"type": "http.response.body", "body": PING, "more_body": True})
+                    await send({"type": "http.response.body", "body": self._ping_event, "more_body": True})
             self._last_sent = monotonic()
-
-    async def _listen_for_disconnect(self, receive: Receive) -> None:
-        try:
-            await super()._listen_for_disconnect(receive)
-        except HTTPException:  # of a body over the bounds, where the route has read none
-            self._close()
-            await sleep_forever()  # until the stream has ended
 
     async def _on_disconnect(self, message: Message) -> None:
         self._close()
@@ -129,7 +132,6 @@ async def closing_on_disconnect(receive: Receive, close: Callable[[], None]) -> 
 
 
 async def _watch(receive: Receive, close: Callable[[], None]) -> None:
-    with suppress(HTTPException):  # of a body over the bounds, where the route has read none
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    while (await receive())["type"] != "http.disconnect":
+        pass
     close()

@@ -3,6 +3,7 @@
 import os
 import signal
 
+import hypothesis
 import pytest
 import torch
 
@@ -12,6 +13,10 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Tiny models gain nothing from a second thread, and lose much where tests share the cores with servers they started.
 torch.set_num_threads(1)
 
+# Hypothesis fails a case that takes 0.2 s, and then says that it is flaky; on a busy machine any case may.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+
 # A shell's background job ignores SIGINT, and would hand that down to the servers that tests end by Ctrl-C. A handler
 # that does nothing is not handed down.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -19,6 +24,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for name in ("QUIRE_SHARED", "QUIRE_SCHEMATHESIS_EXAMPLES"):  # of the tests' own, which have read them by now
+        os.environ.pop(name, None)  # servers that tests start would refuse them
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,82 @@ def test_promtool_agrees_when_alerts_fire(tmp_path: Path) -> None:
 
 def fired(severity: str, summary: str, **labels: str) -> dict[str, Any]:
     return {"exp_labels": {"severity": severity, "instance": "a", **labels}, "exp_annotations": {"summary": summary}}
+
+
+def test_every_kind_of_image_has_its_stages() -> None:
+    """Whatever KIND and FLASH say, each stage is built from another or from an image; the default compiles nothing."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    defaults = dict(re.findall(r"^ARG (\w+)=(.*)$", text.split("\nFROM ")[0], re.MULTILINE))
+    stages = re.findall(r"^FROM (\S+)(?: AS (\S+))?$", text, re.MULTILINE)
+    names = {name for _, name in stages if name}
+    assert defaults["FLASH"] == "none"
+    for kind, flash in product(("cpu", "cuda"), ("none", "wheel", "build")):
+        for source, _ in stages:
+            source = source.replace("${KIND}", kind).replace("${FLASH}", flash).replace("${CUDA}", defaults["CUDA"])
+            assert source in names or ":" in source, source
+            assert "$" not in source
+    for copied in re.findall(r"from=(\w+)", text):
+        assert copied in names
+
+
+def manifests(folder: str) -> Iterator[dict[str, Any]]:
+    """The objects of one of deploy/kubernetes' folders, without what it patches in from another."""
+    for path in sorted((DEPLOY / "kubernetes" / folder).glob("*.yaml")):
+        if path.name not in ("kustomization.yaml", "adapter.yaml"):
+            yield from yaml.safe_load_all(path.read_text(encoding="utf-8"))
+
+
+async def test_a_pod_is_asked_what_the_server_answers() -> None:
+    objects = {each["kind"]: each for each in manifests("cpu")}
+    pod = objects["Deployment"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    (port,) = container["ports"]
+    async with open_api(FakeEngine(hashed(b"abc"))) as api:
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            asked = container[probe]["httpGet"]
+            assert asked["port"] == port["name"]
+            assert (await api.http.get(asked["path"])).status_code == 200
+    settings = {each["name"].removeprefix("QUIRE_").lower() for each in container["env"] if "QUIRE_" in each["name"]}
+    assert settings <= set(ServerConfig.model_fields)
+    labels = pod["metadata"]["labels"].items()
+    for selector in (objects["Deployment"]["spec"]["selector"]["matchLabels"], objects["Service"]["spec"]["selector"]):
+        assert selector.items() <= labels
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pod["spec"]["terminationGracePeriodSeconds"] > pause + ServerConfig().shutdown_timeout
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    assert f"--uid {pod['spec']['securityContext']['runAsUser']} " in image
+    assert f"QUIRE_PORT={port['containerPort']}\n" in image
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/models", "/tmp"}
+
+
+@pytest.mark.parametrize("folder", ["cpu", "gpu", "autoscaled"])
+def test_kubernetes_objects_are_what_their_schemas_say(folder: str) -> None:
+    """As kustomize makes them, where it is installed, else as they are written."""
+    schemas = pytest.importorskip("kubernetes_validate", reason="the registry's kubernetes-validate is not installed")
+    objects = list(manifests(folder))
+    if kustomize := shutil.which("kustomize"):
+        command = [kustomize, "build", str(DEPLOY / "kubernetes" / folder)]
+        built = subprocess.run(command, capture_output=True, text=True)
+        assert built.returncode == 0, built.stderr
+        objects = list(yaml.safe_load_all(built.stdout))
+        assert {each["kind"] for each in objects} >= {each["kind"] for each in manifests("cpu")}
+    for each in objects:
+        if "monitoring.coreos.com" not in each["apiVersion"]:  # the operator's own, which Kubernetes does not know
+            schemas.validate(each, schemas.latest_version(), strict=True)
+
+
+def test_the_autoscaler_asks_for_what_the_adapter_serves() -> None:
+    (scaler,) = (each for each in manifests("autoscaled") if each["kind"] == "HorizontalPodAutoscaler")
+    (rule,) = read("kubernetes/autoscaled/adapter.yaml")["rules"]["custom"]
+    series = rule["seriesQuery"].partition("{")[0]
+    name = re.sub(rule["name"]["matches"], rule["name"]["as"].replace("${1}", r"\1"), series)
+    assert [each["pods"]["metric"]["name"] for each in scaler["spec"]["metrics"]] == [name]
+
+
+def test_the_systemd_unit_is_one() -> None:
+    unit = DEPLOY / "systemd/quire.service"
+    if (analyze := shutil.which("systemd-analyze")) is None:
+        pytest.skip("no systemd here")
+    done = subprocess.run([analyze, "verify", str(unit)], capture_output=True, text=True)
+    told = [line for line in done.stderr.splitlines() if "/opt/quire/bin/quire is not executable" not in line]
+    assert not told

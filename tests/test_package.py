@@ -99,7 +99,8 @@ def test_the_wheel_carries_every_source_and_data_file(wheel: zipfile.ZipFile) ->
     wanted = {path for path in source_files() if path.parts[0] in LINKED and path.suffix in code}
     wanted |= {path for path in source_files() if path.match("configs/*.toml") or path.match("configs/demo/*")}
     wanted |= {path for path in source_files() if path.is_relative_to("server/web")}
-    names = {f"quire/{path}" for path in wanted} | {"quire/__init__.py", "quire/__main__.py"}
+    wanted |= {path for path in source_files() if path.is_relative_to("server/api_docs")}
+    names = {f"quire/{path}" for path in wanted} | {"quire/__init__.py", "quire/__main__.py", "quire/py.typed"}
     assert {"quire/configs/demo/model.safetensors", "quire/server/web/index.html"} <= names
     assert "quire/kernels/cpu/attention.cpp" in names
     missing = names - set(wheel.namelist())

@@ -38,6 +38,18 @@ def byte_level_tokenizer(chat_template: str | None = CHATML) -> Named:
     return Named("bytes", Tokenizer(backend, special_tokens=special, chat_templates=templates))
 
 
+def pair_tokenizer(*, segments: bool = True) -> Named:
+    """One token per byte, with marks around a text and between two, as BERT's, which tells the second apart."""
+    named = byte_level_tokenizer(None)
+    second = 1 if segments else 0
+    named.tokenizer.backend.post_processor = processors.TemplateProcessing(
+        single="<|bos|>:0 $A:0 <|im_end|>:0",
+        pair=f"<|bos|>:0 $A:0 <|im_end|>:0 $B:{second} <|im_end|>:{second}",
+        special_tokens=[("<|bos|>", 256), ("<|im_end|>", 258)],
+    )
+    return named
+
+
 def sentence_piece_tokenizer() -> Named:
     """Llama 2's way: a few words, a prepended space, BOS, byte fallback for all else."""
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]

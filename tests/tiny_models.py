@@ -33,6 +33,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 128,
+}
+EXPERTS = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+
 GEMMA = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -65,6 +76,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
     "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
     "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3-moe": {**EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [1]},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 32,
+        "sliding_window": 24,
+        "swiglu_limit": 1.5,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "rope_parameters": YARN,
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
     "gemma2": {
@@ -97,7 +119,12 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 1.5 * parameter.shape[1] ** -0.5)
+            bias = name.endswith("bias")  # of all experts of a layer
+            inputs = parameter.shape[1]
+            torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 0.2 if bias else 1.5 * inputs**-0.5)
+        elif parameter.ndim == 3:  # experts; gpt-oss' are transposed
+            inputs = parameter.shape[1 if family.startswith("gpt_oss") else 2]
+            torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
         else:
             offset = name.endswith("bias") or family.startswith("gemma")  # whose norms multiply by 1 + weight
             torch.nn.init.normal_(parameter, mean=0.0 if offset else 1.0, std=0.2)

@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.checkpoint.quantization import why_not
+
 FAMILIES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gpt_oss": "gpt_oss",
     "llama": "llama",
     "mistral": "mistral",
+    "mixtral": "mixtral",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
     "smollm3": "smollm3",
 }
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
+WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+"""Those of them that have mixtures of experts."""
+STACKED = ("gpt_oss",)
+"""Those whose checkpoints have all experts of a layer in one tensor."""
+ENCODERS = {
+    "bert": "bert",
+    "camembert": "roberta",
+    "distilbert": "distilbert",
+    "gte": "gte",
+    "modernbert": "modernbert",
+    "mpnet": "mpnet",
+    "new": "gte",
+    "nomic_bert": "nomic_bert",
+    "roberta": "roberta",
+    "xlm-roberta": "roberta",
+}
+"""The same of models that only read, to the modules of engine/encoders."""
+OLDER_NAMES = {
+    "distilbert": {
+        "dim": "hidden_size",
+        "hidden_dim": "intermediate_size",
+        "n_heads": "num_attention_heads",
+        "n_layers": "num_hidden_layers",
+    },
+    "nomic_bert": {
+        "n_embd": "hidden_size",
+        "n_inner": "intermediate_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_positions": "max_position_embeddings",
+    },
+}
+"""By model_type: fields of config.json that have other names there."""
+WITH_IMAGES = "gemma3"
+"""The only family with image input whose text part can be served."""
+ROPE_TYPES = ("default", "linear", "llama3", "factors", "ntk", "yarn")
+"""The scalings of rotary positions that engine/layers/rope.py computes."""
+
+
+def stored_dtype(text: Mapping[str, Any]) -> str:
+    """The type of a checkpoint's numbers. Where config.json names none it is float32, but of weights in few bits
+    bfloat16, which gpt-oss leaves unsaid."""
+    return str(
+        text.get("dtype") or text.get("torch_dtype") or ("bfloat16" if text.get("quantization_config") else "float32")
+    )
+
+
+def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
+    """Per layer, whether it has experts in the place of an MLP, where a config.json has experts at all."""
+    every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
+    dense = {*(text.get("mlp_only_layers") or ()), *range(int(text.get("first_k_dense_replace") or 0))}
+    return [(layer + 1) % every == 0 and layer not in dense for layer in range(layers)]
+
+
+def why_not_served(raw: Mapping[str, Any]) -> list[str]:
+    """What in a config.json keeps Quire from serving such a model, in lines that say it to people; [] for nothing."""
+    kind = str(raw.get("model_type", ""))
+    found = []
+    if kind not in FAMILIES and kind not in ENCODERS and kind != WITH_IMAGES:
+        found.append(f"Quire does not serve {kind or 'this'} models yet")
+    if (reason := why_not(raw.get("quantization_config") or {})) is not None:
+        found.append(reason)
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one for each kind of layer
+    kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in parts if isinstance(part, Mapping)}
+    return found + [f"Quire does not compute the rope_type {each} yet" for each in sorted(kinds.difference(ROPE_TYPES))]

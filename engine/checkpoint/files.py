@@ -1,34 +1,44 @@
-"""Finds a model's files, and reads config.json, generation_config.json and the headers of safetensors files.
+"""Finds a model's files, and reads config.json and generation_config.json.
 
 It imports neither torch nor transformers, because importing those takes seconds.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import errno
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from quire.engine.advice import nearest
+from quire.engine.checkpoint.families import OLDER_NAMES, WITH_IMAGES, stored_dtype
+from quire.engine.checkpoint.fields import MAX_POSITIONS, GenerationFields, PlannedFields, ServedFields
+from quire.engine.checkpoint.quantization import weight_formats
+from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
+from quire.engine.folder import checked
+from quire.engine.gguf.files import PACKAGED, SUFFIX, ModelFiles, gguf_of, packaged_model
 
-_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 """The files of a hub repository that are downloaded."""
-_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Bytes per number of the safetensors types that the loader casts to the served type."""
+HEAD_FILES = (*_WANTED_FILES, "*.bin", "*.pt")
+"""The same of a head that guesses tokens: many are published in PyTorch's own format."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _GEMMA3_DEFAULTS |= {"max_position_embeddings": 131_072}
 """What the config.json of Gemma 3 models leaves out: transformers' defaults."""
-_SAMPLING_PARAMETERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""The keys of generation_config.json that become a model's default sampling parameters."""
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""What layer_types may name in the families that are served."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder's shape, read from config.json.
 
-    Keys that only one model family has stay in `raw`, where that family's module reads them.
+    Fields that only some families have stay in `raw`, where the family's module reads them.
     """
 
     model_type: str
@@ -43,89 +53,166 @@ class ModelConfig:
     norm_eps: float
     tie_embeddings: bool
     dtype: str
-    """The checkpoint's type; "float32" if config.json names none."""
+    """The checkpoint's type, as stored_dtype reads it."""
     rope: dict[str, Any]
     """rope_type, rope_theta, and the keys that the rope_type adds to them."""
     eos_token_ids: tuple[int, ...]
-    raw: dict[str, Any]
+    raw: ServedFields
+    """Each field of its declared type, or None."""
 
 
-def resolve_model(name: str, revision: str | None = None) -> Path:
-    """The directory of a model.
+def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _WANTED_FILES) -> Path:
+    """The directory of a model, or its GGUF file.
 
-    name: a local directory, or a hub id, which is downloaded if it is not in the hub's cache. Raises ModelError.
+    name: a local directory or GGUF file, a model that an installed package carries, or a hub id, which is downloaded if
+    it is not in the hub's cache. patterns: the files that are downloaded. Raises ModelError.
     """
-    path = Path(name).expanduser()
+    path = _local_path(name)
     if path.is_file():
-        raise ModelError(f"model: {name!r} is a file; give a directory of safetensors (GGUF is not read)")
-    return path if path.is_dir() else _download(name, revision, _WANTED_FILES)
+        if path.suffix != SUFFIX:
+            raise ModelError(f"model: {name!r} is a file; give a directory, or a {SUFFIX} file")
+        return path
+    if path.is_dir():
+        return gguf_of(path) or path
+    return packaged_model(name) or _download(name, revision, patterns)
 
 
-def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+def resolve_adapter(name: str) -> Path:
+    """The folder of an adapter: a local one, or that of a hub id, which is downloaded. Raises ModelError."""
+    path = _local_path(name)
+    return path if path.is_dir() else _download(name, None, _ADAPTER_FILES)
+
+
+def stored_at(config: EngineConfig) -> Path:
+    """The directory, or the GGUF file, of a model's weights: the model's own, or that of the setting `weights`, which
+    must be on this machine. Raises ModelError."""
+    if config.weights is None:
+        return resolve_model(config.model, config.revision)
+    path = _local_path(config.weights)
+    if path.is_dir():
+        return gguf_of(path) or path
+    if path.is_file() and path.suffix == SUFFIX:
+        return path
+    raise ModelError(f"weights: {config.weights!r} is neither a directory nor a {SUFFIX} file")
+
+
+def _local_path(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # ~ without a HOME, or ~user without such a user
+        raise ModelError(f"model: the home directory of {name!r} is not known") from None
+
+
+def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """The local directory of a hub id's snapshot, with the files that match these patterns. Raises ModelError."""
-    if Path(name).expanduser().is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ModelError(f"model: there is no directory {name!r}, and it is not a hub id (owner/name)")
+    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        advice = nearest(name, PACKAGED)
+        raise ModelError(
+            f"model: there is no directory {name!r}, and it is not a hub id (owner/name){advice and f'; {advice}'}"
+        )
     # Imported here, because importing the hub's client takes a third of a second and a local directory needs none.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
         raise ModelError(f"model: {name!r} is neither a directory nor found on the hub") from error
     except OSError as error:
-        raise ModelError(f"model: {name!r} is not a directory, and the hub cannot be reached to download it") from error
+        if error.errno in _NOT_WRITABLE:
+            raise ModelError(
+                f"model: {name!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
+                f"({(error.strerror or '').lower()}); make it this user's, or let HF_HOME name another folder"
+            ) from error
+        raise ModelError(
+            f"model: {name!r} is not a directory, and the hub cannot be reached to download it: give "
+            "the path of a copy (for quire plan a config.json will do)"
+        ) from error
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
-    """The content of a config.json, and the directory of the model that it belongs to.
+    """The content of a config.json, and the directory, or the GGUF file, of the model that it belongs to.
 
-    name: a directory, a .json file, or a hub id. Of a hub id only config.json is downloaded, so the directory is None.
+    name: as in resolve_model, or a .json file. Of a hub id only config.json is downloaded, so the directory is None.
     Raises ModelError.
     """
-    path = Path(name).expanduser()
+    path, file = _local_path(name), "config.json"
+    folder: Path | None
     if path.suffix == ".json":
-        file, folder = path, path.parent
-    elif path.is_dir():
-        file, folder = path / "config.json", path
+        path, file = path.parent, path.name
+        folder = path
+    elif path.exists() or packaged_model(name) is not None:
+        path = folder = resolve_model(name)
     else:
-        file, folder = _download(name, revision, ["config.json"]) / "config.json", None
-    raw = _read_json(file)
+        path, folder = _download(name, revision, [file]), None
+    files = ModelFiles(path)
+    raw = files.json(file)
     if raw is None:
-        raise ModelError(f"model: there is no {file.name} in {file.absolute().parent.name}")
+        raise ModelError(f"model: there is no {file} in {path.absolute().name}")
+    checked(_text_config(raw, files.label(file)), PlannedFields, files.label(file))
     return raw, folder
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Read the config.json, in transformers' format, of a model directory. Raises ModelError, naming a missing key."""
-    raw = _read_json(path / "config.json")
-    if raw is None:
-        raise ModelError(f"model: {path.name} has no config.json")
-    if quantized := raw.get("quantization_config"):
-        method = dict(quantized).get("quant_method", "in some way")
-        raise ModelError(f"model: its weights are quantized ({method}), which is not served yet")
-    if raw.get("model_type") == "gemma3":  # the only family with image input whose text part can be served
-        raw = text_config(raw)
-    generation = _read_json(path / "generation_config.json") or {}
+    """Read the config.json, in transformers' format, of a model directory, or what a GGUF file says instead. Raises
+    ModelError, naming a wrong field."""
+    files = ModelFiles(path)
+    content, label = files.json("config.json"), files.label("config.json")
+    if content is None:
+        raise ModelError(f"model: {path.absolute().name or path} has no config.json")
+    if content.get("model_type") == WITH_IMAGES:  # the only family with image input whose text part can be served
+        content = _text_config(content, label)
+    for older, name in OLDER_NAMES.get(str(content.get("model_type")), {}).items():
+        if older in content:
+            content = {name: content[older], **content}
+    raw = checked(content, ServedFields, label)
+    if (quantized := raw.get("quantization_config")) and files.folder is not None:
+        weight_formats(quantized)
+    generation = _read_generation_config(files)
     heads = _integer(raw, "num_attention_heads")
     hidden = _integer(raw, "hidden_size")
-    return ModelConfig(
-        model_type=str(raw.get("model_type", "")),
-        vocab_size=_integer(raw, "vocab_size"),
+    vocab_size, rope = _integer(raw, "vocab_size"), _rope(raw)
+    eos = _ids(generation.get("eos_token_id"), raw.get("eos_token_id"))
+    config = ModelConfig(
+        model_type=raw.get("model_type") or "",
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=_integer(raw, "intermediate_size"),
         num_layers=_integer(raw, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or hidden // heads),
-        max_position=int(raw.get("max_position_embeddings") or 2048),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        rope=_rope(raw),
-        eos_token_ids=_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
+        num_kv_heads=heads if raw.get("num_key_value_heads") is None else _integer(raw, "num_key_value_heads"),
+        head_dim=raw.get("head_dim") or hidden // heads,
+        max_position=_positions(raw, rope),
+        norm_eps=_or(raw.get("rms_norm_eps"), 1e-6),
+        tie_embeddings=bool(raw.get("tie_word_embeddings")),
+        dtype=stored_dtype(raw),
+        rope=rope,
+        eos_token_ids=tuple(token for token in eos if 0 <= token < vocab_size),
         raw=raw,
     )
+    _check_shape(config)
+    return config
+
+
+def _check_shape(config: ModelConfig) -> None:
+    """Raise ModelError where fields that are right alone contradict each other."""
+
+    def wrong(text: str) -> ModelError:
+        return ModelError(f"model: config.json: {text}")
+
+    if config.num_heads % config.num_kv_heads:
+        raise wrong(f"num_key_value_heads: {config.num_kv_heads} do not divide the {config.num_heads} query heads")
+    if config.head_dim < 2 or config.head_dim % 2:
+        source = "head_dim" if config.raw.get("head_dim") else "hidden_size / num_attention_heads"
+        raise wrong(f"{source}: a head must have an even size, got {config.head_dim}")
+    for name, given in (
+        ("layer_types", config.raw.get("layer_types")),
+        ("no_rope_layers", config.raw.get("no_rope_layers")),
+    ):
+        if given and len(given) != config.num_layers:
+            raise wrong(f"{name}: {len(given)} entries for {config.num_layers} layers")
+    if unknown := sorted(set(config.raw.get("layer_types") or ()) - _LAYER_TYPES):
+        raise wrong(f"layer_types: {unknown[0]!r} is not supported")
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,88 +226,38 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     return _GEMMA3_DEFAULTS | text if text.get("model_type") == "gemma3_text" else text
 
 
-def text_tensor(name: str) -> str | None:
-    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder."""
-    if "vision_tower." in name or "multi_modal_projector." in name:
-        return None
-    return name.replace("language_model.", "")
+def _text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
+    """The same; raises ModelError where it is no object."""
+    for key in ("text_config", "llm_config", "language_config"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise ModelError(f"model: {file}: {key}: expected object")
+    return text_config(raw)
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The paths of a model's safetensors files: model.safetensors, or the shards that the index file names.
-
-    They need not exist. Raises ModelError when the index file is invalid.
-    """
-    index = _read_json(path / "model.safetensors.index.json")
-    if index is None:
-        return [path / "model.safetensors"]
-    try:
-        return [path / name for name in sorted(set(index["weight_map"].values()))]
-    except (KeyError, AttributeError, TypeError) as error:
-        raise ModelError("model: model.safetensors.index.json has no weight_map") from error
-
-
-class StoredWeights(NamedTuple):
-    """The size of a checkpoint's weights."""
-
-    floats: int
-    """How many numbers of 16 bits or more; they are loaded in the served type."""
-    other_bytes: int
-    """Bytes of packed integers and 8-bit floats, which are loaded as they are."""
-
-
-def read_stored_weights(path: Path) -> StoredWeights | None:
-    """Add up the tensors in the headers, a few KB each, of a model's safetensors files; None if a file is missing."""
-    shards = weight_files(path)
-    if not all(shard.is_file() for shard in shards):
-        return None
-    floats = other = 0
-    for shard in shards:
-        for name, tensor in _safetensors_header(shard).items():
-            if name == "__metadata__" or name.endswith("rotary_emb.inv_freq") or text_tensor(name) is None:
-                continue
-            begin, end = tensor["data_offsets"]
-            if tensor["dtype"] in _FLOAT_BYTES:
-                floats += (end - begin) // _FLOAT_BYTES[tensor["dtype"]]
-            else:
-                other += end - begin
-    return StoredWeights(floats, other)
-
-
-def _safetensors_header(shard: Path) -> dict[str, Any]:
-    """The header: its length as eight bytes, little-endian, then JSON (https://huggingface.co/docs/safetensors)."""
-    try:
-        with shard.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    except (OSError, ValueError, OverflowError, MemoryError) as error:
-        raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise ModelError(f"model: {shard.name} has no safetensors header")
-    return header
+def _read_generation_config(files: ModelFiles) -> GenerationFields:
+    name = "generation_config.json"
+    return checked(files.json(name) or {}, GenerationFields, files.label(name))
 
 
 def read_generation_defaults(path: Path) -> dict[str, float]:
-    """The sampling parameters that generation_config.json recommends; {} if it says that nothing is sampled."""
-    generation = _read_json(path / "generation_config.json") or {}
+    """The sampling parameters that generation_config.json recommends; {} if it says that nothing is sampled.
+
+    Raises ModelError, naming the field, for a value that no request could have.
+    """
+    generation = _read_generation_config(ModelFiles(path))
     if generation.get("do_sample") is False:
         return {}
-    return {key: generation[key] for key in _SAMPLING_PARAMETERS if generation.get(key) is not None}
+    given = {
+        "temperature": generation.get("temperature"),
+        "top_p": generation.get("top_p"),
+        "top_k": generation.get("top_k"),
+        "min_p": generation.get("min_p"),
+        "repetition_penalty": generation.get("repetition_penalty"),
+    }
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file. Raises ModelError for anything else."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model: {path.name} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"model: {path.name} does not hold a JSON object")
-    return content
-
-
-def _integer(raw: dict[str, Any], key: str) -> int:
+def _integer(raw: ServedFields, key: str) -> int:
     """An integer that config.json must have. Raises ModelError, naming the key."""
     value = raw.get(key)
     if not isinstance(value, int):
@@ -229,16 +266,29 @@ def _integer(raw: dict[str, Any], key: str) -> int:
     return value
 
 
-def _rope(raw: dict[str, Any]) -> dict[str, Any]:
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _rope(raw: ServedFields) -> dict[str, Any]:
     """The rotary embedding's parameters, as one object with both rope_theta and rope_type.
 
     Files of transformers 4 have rope_theta beside an object rope_scaling, those of transformers 5 both in
     rope_parameters.
     """
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     return rope
+
+
+def _positions(raw: ServedFields, rope: Mapping[str, Any]) -> int:
+    """Positions of the model. YaRN's may be more than config.json says where it was added to it, as Qwen advises."""
+    given = raw.get("max_position_embeddings") or 2048
+    if rope["rope_type"] != "yarn":
+        return given
+    return max(given, min(int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 1)), MAX_POSITIONS))
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:

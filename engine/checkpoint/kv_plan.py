@@ -5,14 +5,23 @@ It also reads how much memory the machine has left. It does not import torch, so
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.engine.checkpoint.files import ModelConfig, StoredWeights
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.page_groups import PageNeeds
+from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.errors import ConfigError
 
 GIB = 2**30
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_BITS = {"int8": 8.0, "int4": 5.0, "fp8": 8.0}
+"""Bits of a weight that is quantized at load (engine/layers/quantize.py), its scale's and offset's included."""
+TABLE_BITS = 8.0
+"""The same for the embedding and the head, where they are quantized."""
+KV_CODE_SCALE_BYTES = {"int8": 2, "fp8": 0, "fp8_e4m3": 0}
+"""By kv_cache_dtype: bytes that a head of a token takes beside a byte for each number (kernels/kv_codes.py)."""
 CPU_KV_BYTES = 4 * GIB
 """The largest KV cache that is allocated on a CPU unasked: the machine needs its memory for other things too."""
 _HOST_SHARE = 0.5
@@ -23,7 +32,10 @@ CUDA_CONTEXT_BYTES = 600 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class KVPlan:
-    """The KV cache: num_blocks pages of block_size tokens each, for contexts of up to max_model_len tokens."""
+    """The KV cache: num_blocks pages of block_size tokens each, for contexts of up to max_model_len tokens.
+
+    Where groups of layers have page tables of their own, each page is cut into one for each group.
+    """
 
     num_blocks: int
     block_size: int
@@ -32,10 +44,24 @@ class KVPlan:
     max_model_len: int
     arithmetic: str
     """How the numbers come about, in one line for the log."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of the groups of layers, as PageGroups has them."""
+    context_pages: int = 1
+    """Groups' pages that a full context holds at most."""
 
     @property
     def kv_bytes(self) -> int:
         return self.num_blocks * self.page_bytes
+
+    @property
+    def group_pages(self) -> int:
+        """Pages of single groups."""
+        return self.num_blocks * len(self.windows)
+
+
+def int8_embedding(quantization: str | None, asked: bool | None) -> bool:
+    """Whether embedding and head become 8-bit integers at load. asked: None where nothing was."""
+    return quantization is not None if asked is None else asked
 
 
 def check_positions(model: ModelConfig, max_model_len: int | None) -> None:
@@ -61,16 +87,29 @@ def device_kv_budget(free: int, total: int, utilization: float) -> int:
 
 
 def fit_pages(
-    fitting: int, block_size: int, *, max_position: int, max_num_seqs: int, max_model_len: int | None = None
+    fitting: int, needs: PageNeeds, *, max_position: int, max_num_seqs: int, max_model_len: int | None = None
 ) -> tuple[int, int, int]:
-    """Choose a context length and a number of pages, where memory has room for `fitting` pages.
+    """Choose a context length and a number of pages, where memory has room for `fitting` pages of every group.
 
-    Returns the context length in tokens, the pages of one such context, and the pages to allocate: no more than
-    max_num_seqs full contexts could use. A given max_model_len may need more pages than fit; callers check that.
+    Returns the context length in tokens, the groups' pages that one such context holds at most, and the pages of every
+    group to allocate: no more than max_num_seqs full contexts could use. A given max_model_len may need more pages than
+    fit; callers check that.
     """
-    length = max_model_len or min(max_position, fitting * block_size)
-    needed = -(-length // block_size)
-    return length, needed, min(fitting, needed * max_num_seqs)
+    groups = len(needs.windows)
+    length = max_model_len or needs.longest(fitting * groups, max_position)
+    needed = needs.most(length)
+    return length, needed, min(fitting, -(-needed * max_num_seqs // groups))
+
+
+def window_savings(needs: PageNeeds, length: int, needed: int) -> str:
+    """What windows save, for people to read; "" where there are none. needed: the groups' pages of a context."""
+    if needs.windows == (None,):
+        return ""
+    pages = -(-length // needs.block_size)
+    tables = Counter(needs.windows)
+    kinds = ", ".join(f"{count} of {window or 'all'} tokens" for window, count in tables.items())
+    held, most = needed / len(needs.windows), f"{1 - needed / (pages * len(needs.windows)):.0%}"
+    return f"; windows ({len(needs.windows)} page tables: {kinds}) save {most} of it: {held:,.1f} pages, not {pages:,}"
 
 
 def plan_kv(
@@ -83,33 +122,37 @@ def plan_kv(
     max_num_seqs: int,
     max_model_len: int | None = None,
     num_blocks: int | None = None,
+    windows: tuple[int | None, ...] = (None,),
+    at_once: int = 1,
 ) -> KVPlan:
     """Choose pages and context so that they fit in `available_bytes`, as `fit_pages` does.
 
     page_bytes: of one page of block_size tokens, all layers together; `formula` explains them in the log. A given
-    num_blocks is taken as it is, without regard to the available bytes. Raises ConfigError, with the numbers, if a
-    given max_model_len exceeds the model's positions or the memory.
+    num_blocks is taken as it is, without regard to the available bytes. `windows` of the groups of layers, and at_once,
+    the most tokens of a sequence in a step, say how many pages a context needs. Raises ConfigError, with the numbers,
+    if a given max_model_len exceeds the model's positions or the memory.
     """
-    each = page_bytes
+    each, groups, needs = page_bytes, len(windows), PageNeeds(windows, block_size, at_once)
     check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
     length, needed, blocks = fit_pages(
-        fitting, block_size, max_position=model.max_position, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        fitting, needs, max_position=model.max_position, max_num_seqs=max_num_seqs, max_model_len=max_model_len
     )
-    if needed > fitting or length < 1:
+    if needed > fitting * groups or length < 1:
         raise ConfigError(
-            f"max_model_len: a context of {length or 1} tokens needs {max(needed, 1) * each:,} bytes of KV cache, "
-            f"{fitting * each if num_blocks else available_bytes:,} are available; "
-            f"the longest that fits is {fitting * block_size} tokens",
+            f"max_model_len: a context of {length or 1} tokens needs {max(needed, 1) * each // groups:,} bytes of KV "
+            f"cache, {fitting * each if num_blocks else available_bytes:,} are available; "
+            f"the longest that fits is {needs.longest(fitting * groups, length)} tokens",
             param="max_model_len",
         )
     blocks = fitting if num_blocks is not None else blocks
     arithmetic = (
         f"KV: {formula} = {each / 1024:,.0f} KiB a page; "
         f"{blocks:,} pages = {blocks * each / GIB:.2f} GiB = {blocks * block_size:,} tokens; "
-        f"context {length:,}, {blocks // needed} full ones at once"
+        f"context {length:,}, {blocks * groups // needed} full ones at once"
     )
-    return KVPlan(blocks, block_size, each, length, arithmetic)
+    arithmetic += window_savings(needs, length, needed)
+    return KVPlan(blocks, block_size, each, length, arithmetic, windows, needed)
 
 
 def available_host_bytes() -> int:
@@ -121,7 +164,7 @@ def available_host_bytes() -> int:
     return min(found, default=8 * GIB)
 
 
-def check_room(weights: StoredWeights | None, dtype: str) -> None:
+def check_room(weights: StoredWeights | None, dtype: str, quantization: str | None = None) -> None:
     """Raise ConfigError for weights that do not fit in this machine's free memory, if that is known.
 
     Without this check the system would kill this process, or another one, after minutes of loading.
@@ -129,7 +172,8 @@ def check_room(weights: StoredWeights | None, dtype: str) -> None:
     if weights is None or (free := _meminfo("MemAvailable")) is None:
         return
     # The CPU kernels may compress bfloat16 weights to 12 bits: see kernels/cpu/compress12.h.
-    least = weights.floats * DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)
+    each = DTYPE_BYTES[dtype] * (0.75 if dtype == "bfloat16" else 1)
+    least = weights.floats * (each if quantization is None else QUANTIZED_BITS[quantization] / 8) + weights.other_bytes
     if least > min(free, available_host_bytes()):
         sizes = f"take {least / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free"
         raise ConfigError(f"model: the weights {sizes}", param="model")

@@ -12,22 +12,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.checkpoint.families import ENCODERS, sparse_layers, stored_dtype, why_not_served
 from quire.engine.checkpoint.files import text_config
 from quire.engine.errors import ModelError
 
+_BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
 _OLDER = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "opt", "falcon", "bloom", "mpt", "phi"}
-_OLDER |= {"starcoder2", "nemotron", "arcee"}
+_OLDER |= {"starcoder2", "nemotron", "arcee", *_BERTS}
 """Families whose MLP has two matrices instead of three, and whose norms have biases."""
 _TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
-_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text"}
+_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", *ENCODERS}
 """Families whose output head is the embedding unless config.json says otherwise."""
-_BIASED = {"gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2"}
+_BIASED = {"gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2", *_BERTS}
 """Families whose linear layers have biases."""
+_LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
+"""Families with a table of positions."""
+_SLIDING = {"mistral", "mixtral", "gemma2", "gemma3_text"}
+"""Families whose layers have a sliding window where config.json does not say how long it is."""
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+"""By family: every so many layers one has no window, where config.json does not say which."""
 _ALIASES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
@@ -45,7 +53,7 @@ class ModelSizes:
     vocab_size: int
     max_position: int
     dtype: str
-    """The checkpoint's type; "float32" if config.json names none."""
+    """The checkpoint's type, as stored_dtype reads it."""
     quantization: str | None
     """The method's name; None when the weights are not quantized."""
     bits: float
@@ -62,17 +70,26 @@ class ModelSizes:
     head_parameters: int
     """Parameters of the output head, tied or not."""
     kv_numbers: int
-    """Numbers cached per token in all layers together."""
+    """Numbers cached per token in all layers together; 0 for an encoder, which caches nothing."""
     kv_formula: str
     """How kv_numbers comes about, for people to read."""
     kv_heads: int
     """The largest number of devices that the KV cache can be split over; 1 with latent attention."""
+    head_dim: int
+    """Numbers of a cached key per head; the whole of what latent attention caches."""
     attention_width: int
     """Query heads times head size, summed over the layers that have attention."""
-    sliding: int
-    """Number of layers with a sliding window. Quire nevertheless caches all of their keys and values."""
+    windows: tuple[int | None, ...]
+    """By layer that has attention: tokens that a token sees; None: all."""
+    unserved: tuple[str, ...]
+    """Why Quire does not serve such a model; empty where it does."""
     notes: tuple[str, ...]
     """What is not counted or only guessed, for people to read."""
+
+    @property
+    def sliding(self) -> int:
+        """Number of layers with a sliding window."""
+        return sum(window is not None for window in self.windows)
 
     @property
     def active_parameters(self) -> int:
@@ -82,17 +99,27 @@ class ModelSizes:
     def touched(self, tokens: int) -> int:
         """Parameters that a step of so many tokens reads, if every expert is chosen equally often."""
         lookups = self.embeddings - self.head_parameters
-        share = 1.0
-        if self.experts:
-            share = 1 - (1 - self.experts_per_token / self.experts) ** tokens
-        return round(self.parameters - lookups - self.expert_parameters * (1 - share))
+        return round(self.parameters - lookups - self.expert_parameters + self._expert_parameters_read(tokens))
+
+    def share_read(self, tokens: int) -> float:
+        """The part of the weights' bytes that such a step reads."""
+        touched, saved = self.touched(tokens), 0.0
+        if self.quantization == "mxfp4":
+            saved = 1 - self.bits / 16
+        few = self._expert_parameters_read(tokens)
+        return (touched - few * saved) / (self.parameters - self.expert_parameters * saved)
+
+    def _expert_parameters_read(self, tokens: int) -> float:
+        share = 1 - (1 - self.experts_per_token / self.experts) ** tokens if self.experts else 0.0
+        return self.expert_parameters * share
 
     @property
     def weight_ratio(self) -> float:
         """Bytes of the quantized weights divided by their bytes at two bytes per parameter."""
         if not self.bits:
             return 1.0
-        return (self.embeddings + (self.parameters - self.embeddings) * self.bits / 16) / self.parameters
+        few = self.expert_parameters if self.quantization == "mxfp4" else self.parameters - self.embeddings
+        return (self.parameters - few + few * self.bits / 16) / self.parameters
 
 
 def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
@@ -108,41 +135,46 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     vocab = _number(text, "vocab_size")
     whole = kind == raw.get("model_type", "")
     notes = [] if whole else ["only the text part is counted, no image or audio tower"]
-    attending, sliding = _layer_kinds(text, layers)
+    windows = layer_windows(text, layers)
+    attending = len(windows)
     if attending < layers:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
         notes.append("state-space layers are not known here: their parameters are a guess")
     attention, kv, formula, width = _attention(text, hidden)
-    dense, expert, shared, sparse_layers = _mlp(text, hidden, layers)
+    if attending < 1:
+        raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
+    dense, expert, router, shared, sparse = _mlp(text, hidden, layers)
     experts, per_token = _optional(text, "experts"), _optional(text, "experts_per_token")
     tied = text.get("tie_word_embeddings", kind in _TIED)
     positions = _optional(text, "max_position_embeddings") or 2048
     table = vocab * hidden
-    learned = (positions + 2 * (kind == "opt")) * hidden if kind in ("gpt2", "opt", "gpt_bigcode", "gpt_neo") else 0
+    learned = (positions + 2 * (kind == "opt")) * hidden if kind in _LEARNED else 0
     embeddings = table * (1 if tied else 2) + learned
     body = layers * (attention + _norms(text, hidden)) + hidden
-    mlps = (layers - sparse_layers) * dense + sparse_layers * (experts * expert + shared + experts * hidden)
+    mlps = (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
     method, bits = _quantization(text)
     return ModelSizes(
         model_type=kind,
         num_layers=layers,
         vocab_size=vocab,
         max_position=positions,
-        dtype=str(text.get("dtype") or text.get("torch_dtype") or "float32"),
+        dtype=stored_dtype(text),
         quantization=method,
         bits=bits,
         parameters=embeddings + body + mlps,
         embeddings=embeddings,
-        experts=experts if sparse_layers else 0,
+        experts=experts if sparse else 0,
         experts_per_token=per_token,
-        expert_parameters=sparse_layers * experts * expert,
+        expert_parameters=sparse * experts * expert,
         head_parameters=table,
-        kv_numbers=kv * attending,
+        kv_numbers=0 if kind in ENCODERS else kv * attending,
         kv_formula=f"{formula} x {attending} layers",
         kv_heads=1 if text.get("kv_lora_rank") else _kv_heads(text),
+        head_dim=kv if text.get("kv_lora_rank") else _head_dim(text, hidden),
         attention_width=width * attending,
-        sliding=sliding,
+        windows=windows,
+        unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
     )
 
@@ -154,18 +186,21 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
     """
     heads = _number(text, "num_attention_heads")
     if latent := text.get("kv_lora_rank"):
-        rope, nope, value = (int(text[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+        rope, nope, value = (_given(text, key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
         low = text.get("q_lora_rank")
         query = heads * (rope + nope)
         parameters = hidden * low + low + low * query if low else hidden * query
         parameters += hidden * (latent + rope) + latent + latent * heads * (nope + value) + heads * value * hidden
         return parameters, latent + rope, f"({latent} latent + {rope} rope)", heads * (rope + nope + value) // 2
     shared = _kv_heads(text)
-    size = int(text.get("head_dim") or text.get("kv_channels") or hidden // heads)
+    size = _head_dim(text, hidden)
+    if size < 1:
+        raise ModelError(f"model: config.json: hidden_size: {hidden} cannot be split into {heads} heads")
     parameters = 2 * hidden * heads * size + 2 * hidden * shared * size
     kind = text.get("model_type")
     if text.get("attention_bias") or text.get("use_bias") or kind in _BIASED:
         parameters += heads * size + 2 * shared * size + hidden
+        parameters += heads if kind == "gpt_oss" else 0  # its sinks
     elif kind in ("qwen2", "qwen2_moe"):
         parameters += heads * size + 2 * shared * size
     if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
@@ -173,17 +208,21 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
     return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
 
 
+def _head_dim(text: Mapping[str, Any], hidden: int) -> int:
+    return int(text.get("head_dim") or text.get("kv_channels") or hidden // _number(text, "num_attention_heads"))
+
+
 def _kv_heads(text: Mapping[str, Any]) -> int:
     """Key and value heads per layer: 1 for multi-query models, as many as query heads if config.json names none."""
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         return 1
     given = text.get("num_key_value_heads") or text.get("num_kv_heads")
-    return int(given or _number(text, "num_attention_heads"))
+    return given if isinstance(given, int) else _number(text, "num_attention_heads")
 
 
-def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, int, int]:
-    """Returns the parameters of a dense layer's MLP, of one expert and of a layer's shared experts, and the number of
-    layers that have experts."""
+def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, int, int, int]:
+    """Returns the parameters of a dense layer's MLP, of one expert, of the router for one expert, and of a layer's
+    shared experts, and the number of layers that have experts."""
     kind = text.get("model_type")
     matrices = 2 if kind in _OLDER else 3
     inner = _optional(text, "intermediate_size") or int(text.get("expansion_ratio", 4) * hidden)
@@ -192,15 +231,15 @@ def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, i
     dense += ((matrices - 1) * inner + hidden) if biased else 0
     experts = _optional(text, "experts")
     if experts < 2:
-        return dense, 0, 0, 0
-    width = int(text.get("moe_intermediate_size") or inner)
+        return dense, 0, 0, 0, 0
+    width = text.get("moe_intermediate_size")
+    width = width if isinstance(width, int) else inner
     shared_width = int(text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * width)
     if kind in ("llama4", "llama4_text"):
         shared_width = width
-    every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
-    dense_layers = set(text.get("mlp_only_layers") or ()) | set(range(int(text.get("first_k_dense_replace") or 0)))
-    sparse = sum((layer + 1) % every == 0 and layer not in dense_layers for layer in range(layers))
-    return dense, 3 * hidden * width, 3 * hidden * shared_width, sparse
+    biases = 2 * width + hidden if kind == "gpt_oss" else 0
+    router = hidden + (kind == "gpt_oss")
+    return dense, 3 * hidden * width + biases, router, 3 * hidden * shared_width, sum(sparse_layers(text, layers))
 
 
 def _norms(text: Mapping[str, Any], hidden: int) -> int:
@@ -211,18 +250,22 @@ def _norms(text: Mapping[str, Any], hidden: int) -> int:
     return (4 if kind.startswith(("gemma2", "gemma3")) else 2) * hidden
 
 
-def _layer_kinds(text: Mapping[str, Any], layers: int) -> tuple[int, int]:
-    """Returns the number of layers that have attention, and the number of those with a sliding window."""
+def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """By layer that has attention, as the families' files in engine/models read it."""
+    kind = str(text.get("model_type"))
+    window = text.get("sliding_window", 4096 if kind in _SLIDING else None)
+    if not text.get("use_sliding_window", not kind.startswith(("qwen", "smollm"))):
+        window = None
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
-        attend = [kind for kind in kinds if "attention" in kind and "linear" not in kind]
-        return len(attend), sum("sliding" in kind for kind in attend)
-    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    kind = text.get("model_type")
-    full = int(text.get("max_window_layers") or 0) if kind == "qwen2" else 0
-    if every := text.get("sliding_window_pattern") or {"gemma2": 2, "gemma3_text": 6}.get(str(kind)):
-        full = layers // int(every)
-    return layers, max(layers - full, 0) if window else 0
+        attend = [each for each in kinds if "attention" in each and "linear" not in each]
+        return tuple(window if "sliding" in each else None for each in attend)
+    every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
+    if isinstance(every, int):
+        return tuple(window if layer % every else None for layer in range(1, layers + 1))
+    first = text.get("max_window_layers") if kind.startswith(("qwen", "smollm")) else 0
+    first = layers if first is None else int(first)
+    return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:
@@ -235,9 +278,21 @@ def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:
         return method, 4.25
     if method in ("fp8", "fbgemm_fp8", "modelopt") or settings.get("load_in_8bit"):
         return method, 8.0
-    bits = int(settings.get("bits") or settings.get("w_bit") or (4 if settings.get("load_in_4bit") else 8))
+    if groups := settings.get("config_groups"):
+        settings = next(iter(groups.values())).get("weights") or {}
+        settings = {"bits": settings.get("num_bits"), "group_size": settings.get("group_size") or -1}
+    elif settings.get("kv_cache_scheme"):  # only keys and values are quantized
+        return None, 0.0
+    bits = float(settings.get("bits") or settings.get("w_bit") or (4 if settings.get("load_in_4bit") else 8))
     group = int(settings.get("group_size") or settings.get("q_group_size") or 128)
     return method, bits + ((16 + bits) / group if group > 0 and bits < 8 else 0.0)
+
+
+def _given(text: Mapping[str, Any], key: str) -> int:
+    """A size that config.json must give by this key. Raises ModelError."""
+    if text.get(key) is None:
+        raise ModelError(f"model: config.json lacks {key}, needed to know the size of latent attention")
+    return int(text[key])
 
 
 def _optional(text: Mapping[str, Any], name: str) -> int:

@@ -1,7 +1,7 @@
 """The interface through which the server uses an engine: submit requests, read their outputs, abort them.
 
-Two classes implement it: InProcessClient (engine/in_process.py) runs the engine in this process, and ProcessClient
-(supervisor.py) in a process of its own.
+Three classes implement it: InProcessClient (engine/in_process.py) runs the engine in this process, ProcessClient
+(supervisor.py) in a process of its own, and Replicas (engine/replicas/replicas.py) several of these.
 """
 
 from __future__ import annotations
@@ -11,19 +11,28 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 
-import msgspec
-
 from quire.engine.client.history import History
+from quire.engine.client.journal import merge
 from quire.engine.errors import EngineError, QuireError, SlowReader
-from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, Request, RequestOutput, StepRecord
+from quire.engine.types import Adapter, EngineInfo, EngineSnapshot, EngineStats, Request, RequestOutput, StepRecord
 
 log = logging.getLogger("quire.client")
 
 MAX_BACKLOG = 2**18
 """How many tokens a stream keeps for its reader; each alternative that is reported beside a token counts as one more.
 This many take some 20 MB."""
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """An API call that submits requests one after another, and has none open at times."""
+
+    id: str
+    tenant: str
+    cancelled: bool = False
 
 
 class OutputStream:
@@ -50,6 +59,8 @@ class OutputStream:
         self._error: QuireError | None = None
         self._waiting_reader: asyncio.Future[None] | None = None
         """What the reader awaits; the next output resolves it. Cheaper than an asyncio.Event."""
+        self.weights_version = client.weights_version
+        """Of the weights that computed the last token or vector, unread ones included."""
 
     def __aiter__(self) -> OutputStream:
         return self
@@ -72,6 +83,8 @@ class OutputStream:
         """Add an output for the reader. Called by the client."""
         if output.id not in self._open:
             return
+        if output.new_ids or output.vector is not None:
+            self.weights_version = self._client.weights_version
         before = self._unread.get(output.id)
         self._unread[output.id] = output if before is None else merge(before, output)
         if output.finish_reason is not None:
@@ -117,18 +130,6 @@ class OutputStream:
             self._waiting_reader.set_result(None)
 
 
-def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """Merge two successive outputs of one request."""
-    has_logprobs = first.logprobs is not None or second.logprobs is not None
-    return msgspec.structs.replace(
-        second,
-        new_ids=first.new_ids + second.new_ids,
-        logprobs=(first.logprobs or []) + (second.logprobs or []) if has_logprobs else None,
-        prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
-        cached_tokens=max(first.cached_tokens, second.cached_tokens),
-    )
-
-
 class EngineClient(ABC):
     """Submits requests and hands out their outputs. All methods must be called from the same event loop."""
 
@@ -150,10 +151,21 @@ class EngineClient(ABC):
         self.history = History()
         self._streams: dict[str, OutputStream] = {}
         """By id of an open request."""
+        self._adapters: dict[str, Adapter] = {}
+        """By id of an open request that needs one."""
+        self._calls: set[Call] = set()
         self._failure: QuireError | None = None
         """Why the engine is gone for good; None while it is not."""
         self._snapshot: asyncio.Future[EngineSnapshot] | None = None
         """The snapshot that was asked for and has not come."""
+        self.weights_version = "1"
+        """Of the weights that the next token is computed with."""
+        self.asleep = False
+        """Whether weights and KV cache were let go; requests wait until they are back."""
+        self.refusing = False
+        """Whether new requests should be refused while it sleeps."""
+        self._held: dict[str, Request] | None = None
+        """New requests that the engine is not told of, while there are to be none."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:
@@ -178,6 +190,24 @@ class EngineClient(ABC):
     def _send_snapshot_request(self) -> None:
         """Ask the engine for a snapshot; `_on_snapshot` takes the answer."""
 
+    @abstractmethod
+    async def rest(self, level: int) -> None:
+        """Let weights and KV cache go: `asleep`. See Weights.sleep, which calls it."""
+
+    @abstractmethod
+    async def check(self, weights: str) -> None:
+        """Raise ConfigError where `load` would refuse the weights at this path by what their files' headers say. While
+        the engine sleeps, nothing is checked."""
+
+    @abstractmethod
+    async def load(self, weights: str | None, version: str) -> None:
+        """Build the engine anew with the weights at this path, None: with those that it had. See Weights, which calls
+        it."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Let requests that are submitted from now on find no prefix of an earlier one."""
+
     @property
     def alive(self) -> bool:
         """Whether requests can be submitted; False once the engine is gone for good."""
@@ -189,9 +219,29 @@ class EngineClient(ABC):
         return self.alive
 
     @property
+    def healthy(self) -> bool:
+        """As `responsive`, but true also of an engine that sleeps or changes its weights because it was told to."""
+        return self.responsive
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """Those that work beside each other, by their number."""
+        return [self]
+
+    @property
     def num_open(self) -> int:
         """Number of requests that have not ended."""
         return len(self._streams)
+
+    @property
+    def running_adapters(self) -> list[Adapter]:
+        """Of the open requests that have given an output, those that need one."""
+        return [adapter for each, adapter in self._adapters.items() if each not in self._queued]
+
+    @property
+    def waiting_adapters(self) -> list[Adapter]:
+        """Of the open requests that have given no output yet."""
+        return [adapter for each, adapter in self._adapters.items() if each in self._queued]
 
     def num_open_of(self, tenant: str) -> int:
         """Number of a tenant's requests that have not ended."""
@@ -211,15 +261,43 @@ class EngineClient(ABC):
             self._queued[request.id] = len(request.prompt_ids)
             self.queued_tokens += len(request.prompt_ids)
             self.history.submitted(request)
+            if request.adapter is not None:
+                self._adapters[request.id] = request.adapter
         self._open_by_tenant[stream.tenant] += len(requests)
-        self._send(requests)
+        if self._held is None:
+            self._send(requests)
+        else:
+            self._held |= {request.id: request for request in requests}
         return stream
+
+    def hold(self) -> None:
+        """Keep new requests from the engine, until `release`."""
+        self._held = {}
+
+    def release(self) -> None:
+        held, self._held = self._held, None
+        if held and self._failure is None:
+            self._send(list(held.values()))
+
+    @property
+    def has_unheld(self) -> bool:
+        """Whether requests are open that the engine was told of."""
+        return len(self._streams) > len(self._held or ())
+
+    def begin_call(self, id: str, tenant: str) -> Call:
+        """A call that `cancel` finds, until `end_call`, whether or not it has requests open."""
+        call = Call(id, tenant)
+        self._calls.add(call)
+        return call
+
+    def end_call(self, call: Call) -> None:
+        self._calls.discard(call)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
         """End a request whose reader wants no more outputs. Called by its stream."""
         if self._remove(request_id):
             self.history.end(request_id, reason)
-            if self._failure is None:
+            if self._failure is None and (self._held is None or self._held.pop(request_id, None) is None):
                 self._send_abort(request_id)
 
     def _remove(self, request_id: str) -> bool:
@@ -228,6 +306,7 @@ class EngineClient(ABC):
         if stream is None:
             return False
         self.queued_tokens -= self._queued.pop(request_id, 0)
+        self._adapters.pop(request_id, None)
         self._open_by_tenant[stream.tenant] -= 1
         return True
 
@@ -235,17 +314,28 @@ class EngineClient(ABC):
         """End a request, or all requests of a call, on behalf of someone who does not read their outputs.
 
         request_id: the id of a request or of a call. Their readers see finish_reason "abort". With a tenant, only that
-        tenant's requests are ended. Returns how many were.
+        tenant's requests are ended. Returns how many were, or 1 for a call that has none open just now.
         """
+        calls = [call for call in self._calls if call.id == request_id and tenant in (None, call.tenant)]
+        for call in calls:
+            call.cancelled = True
         found = [
             each
             for each, stream in self._streams.items()
             if request_id in (each, stream.call) and tenant in (None, stream.tenant)
         ]
-        self._deliver([RequestOutput(each, [], finish_reason="abort") for each in found], self.stats)
-        for each in found:
-            self._send_abort(each)
-        return len(found)
+        self._end(found)
+        return len(found) or len(calls)
+
+    def abort_all(self) -> None:
+        """End all open requests; their readers see finish_reason "abort"."""
+        self._end(list(self._streams))
+
+    def _end(self, ids: Sequence[str]) -> None:
+        self._deliver([RequestOutput(each, [], finish_reason="abort") for each in ids], self.stats)
+        for each in ids:
+            if self._held is None or self._held.pop(each, None) is None:
+                self._send_abort(each)
 
     def age(self, request_id: str) -> float:
         """Seconds since an open request was submitted; 0 when it is not open."""
@@ -281,10 +371,12 @@ class EngineClient(ABC):
     def _open_streams(self) -> list[OutputStream]:
         return list(dict.fromkeys(self._streams.values()))
 
-    def _deliver(self, outputs: Sequence[RequestOutput], stats: EngineStats, step: StepRecord | None = None) -> None:
+    def _deliver(
+        self, outputs: Sequence[RequestOutput], stats: EngineStats, step: StepRecord | None = None, replica: int = 0
+    ) -> None:
         """Hand outputs of the engine to the streams of their requests. step: the record of the step they came from."""
         self.stats = stats
-        self.history.stepped(outputs, step)
+        self.history.stepped(outputs, step, replica)
         for output in outputs:
             stream = self._streams.get(output.id)
             if stream is None:

@@ -7,12 +7,15 @@ closes when the process ends, however it ends, so the parent learns of that as w
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
 
 import msgspec
 
+_DEATH_SECONDS = 1.0
+"""How long a signal gets to end this process."""
 HEARTBEAT_SECONDS = 0.25
 """Time between two heartbeats."""
 
@@ -53,6 +56,9 @@ class NoHeartbeat:
     def end_step(self) -> None:
         """The step is complete."""
 
+    def rank_ended(self, code: int) -> None:
+        """A process that computes with this one has ended with this return code, as subprocess says it."""
+
 
 class Heartbeat(NoHeartbeat):
     """Writes to the pipe `descriptor`. A thread of its own sends heartbeats from construction on."""
@@ -76,6 +82,14 @@ class Heartbeat(NoHeartbeat):
 
     def end_step(self) -> None:
         self._last_progress = None
+
+    def rank_ended(self, code: int) -> None:
+        """End this process in the same way, so that the parent judges it as if it were this one."""
+        if code < 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+            os.kill(os.getpid(), -code)
+            time.sleep(_DEATH_SECONDS)
+        os._exit(max(code, 1))
 
     def report_fault_signal(self, sender: int) -> None:
         self._write(FaultSignal(sender))

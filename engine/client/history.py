@@ -8,7 +8,7 @@ of steps of each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal
@@ -17,8 +17,8 @@ from quire.engine.batch import Batch
 from quire.engine.types import Phase, Request, RequestOutput, StepRecord
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
-"""The scheduler's phases, and three that only the client knows: prefill again after a preemption or a crash, waiting
-for a new engine after a crash, and waiting for the last output to arrive."""
+"""The scheduler's phases, and three that only the client knows: prefill again after a preemption or a new engine,
+waiting for a new engine after a crash, a sleep or a change of weights, and waiting for the last output to arrive."""
 KEPT_REQUESTS = 1000
 KEPT_STEPS = 2000
 """Per request; later steps are only counted."""
@@ -39,7 +39,9 @@ def step_record(batch: Batch, number: int, times: tuple[float, float, float, flo
         if row.count - len(row.draft_ids) > 1 or not row.sample or row.slot in admitted
     ]
     tokens = sum(row.count for row in batch.rows)
-    return StepRecord(number, *times, len(batch.rows), tokens, chunks, batch.preempted)
+    drafts = [(row.request_id, len(row.draft_ids)) for row in batch.rows if row.draft_ids]
+    fetched = [(each.request_id, each.tier, each.tokens, each.began, each.ended) for each in batch.fetched]
+    return StepRecord(number, *times, len(batch.rows), tokens, chunks, batch.preempted, fetched, drafts, batch.loads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,10 @@ class Step:
 
     record: StepRecord
     engine: int
-    """Number of the engine process, from 0; each crash adds one."""
+    """Number of the engine process, from 0; each that comes after a crash has the next one."""
     ids: tuple[str, ...]
+    replica: int = 0
+    """Which of the engines that work beside each other it was."""
 
 
 @dataclass(slots=True)
@@ -64,8 +68,14 @@ class Timeline:
     more_steps: int = 0
     chunks: list[tuple[Step, int, int]] = field(default_factory=list)
     """(step, first token, tokens)."""
+    fetched: list[tuple[str, int, float, float]] = field(default_factory=list)
+    """(tier, tokens, began, ended) of what came back from tiers of KV pages."""
     cached_tokens: int | None = None
     output_tokens: int = 0
+    draft_tokens: int = 0
+    """Guessed tokens that were computed for it."""
+    accepted_tokens: int = 0
+    """Those of them that were right."""
     first_token: float | None = None
     ended: float | None = None
     finish_reason: str | None = None
@@ -99,7 +109,7 @@ class Timeline:
 class History:
     """Timelines of open requests and of those that ended last."""
 
-    def __init__(self, keep: int = KEPT_REQUESTS) -> None:
+    def __init__(self, keep: int = KEPT_REQUESTS, replicas: int = 1) -> None:
         self.keep = keep
         """How many ended requests to remember."""
         self.listeners: list[Callable[[Step], None]] = []
@@ -111,11 +121,23 @@ class History:
         self._order: deque[str] = deque()
         self._detailed: deque[Timeline] = deque()
         self._kept_steps = 0
-        self._engine = 0
+        self._engines = [*range(replicas)]
+        """By replica: the number of its engine process."""
+        self._last_ids: list[tuple[str, ...]] = [()] * replicas
+        """By replica: of its last step."""
+
+    @property
+    def replicas(self) -> int:
+        """How many engines work beside each other."""
+        return len(self._engines)
 
     def of(self, job: str) -> list[Timeline]:
         """The timelines of one answer's sequences, whose ids begin with the answer's id `job`."""
         return [each for each in [*self._open.values(), *self._ended.values()] if each.id.startswith(f"{job}-")]
+
+    def find(self, request_id: str) -> Timeline | None:
+        """The timeline of a request that is open or ended lately."""
+        return self._open.get(request_id) or self._ended.get(request_id)
 
     @property
     def open(self) -> list[Timeline]:
@@ -130,21 +152,27 @@ class History:
         now = monotonic()
         self._open[request.id] = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
 
-    def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None) -> None:
+    def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
         """Take in the outputs of a step. Without a record they come from adding or aborting requests."""
         if record is not None:
-            self._take(outputs, record)
+            self._take(outputs, record, replica)
         for output in outputs:
             if output.finish_reason is not None:
                 self.end(output.id, output.finish_reason)
 
-    def _take(self, outputs: Sequence[RequestOutput], record: StepRecord) -> None:
+    def _take(self, outputs: Sequence[RequestOutput], record: StepRecord, replica: int) -> None:
         picked = [output.id for output in outputs if output.new_ids]
         chunked = [request_id for request_id, _, _ in record.chunks]
-        step = Step(record, self._engine, tuple(dict.fromkeys([*chunked, *picked])))
+        ids = tuple(dict.fromkeys([*chunked, *picked]))
+        if ids != self._last_ids[replica]:  # steps in a row mostly have the same requests, and share a tuple of them
+            self._last_ids[replica] = ids
+        step = Step(record, self._engines[replica], self._last_ids[replica], replica)
         for request_id in record.preempted:
             if (timeline := self._open.get(request_id)) is not None:
                 timeline.enter("preempted", record.began)
+        for request_id, tier, tokens, began, ended in record.fetched:
+            if (timeline := self._open.get(request_id)) is not None:
+                timeline.fetched.append((tier, tokens, began, ended))
         for request_id, start, count in record.chunks:
             if (timeline := self._open.get(request_id)) is not None:
                 timeline.chunks.append((step, start, count))
@@ -155,23 +183,32 @@ class History:
                     timeline.steps.append(step)
                 else:
                     timeline.more_steps += 1
+        drafts = dict(record.drafts)
         for output in outputs:
+            if output.vector is not None and (timeline := self._open.get(output.id)) is not None:
+                timeline.cached_tokens = output.cached_tokens
+                timeline.enter("delivery", record.ended)
             if output.new_ids and (timeline := self._open.get(output.id)) is not None:
                 timeline.output_tokens += len(output.new_ids)
+                if drafted := drafts.get(output.id):
+                    timeline.draft_tokens += drafted
+                    timeline.accepted_tokens += len(output.new_ids) - 1
                 if timeline.cached_tokens is None:
                     timeline.cached_tokens = output.cached_tokens
                     timeline.first_token = record.ended
-                timeline.enter("decode", record.ended)
+                if timeline.marks[-1][1] != "decode":
+                    timeline.enter("decode", record.ended)
                 if output.finish_reason is not None:
                     timeline.enter("delivery", record.ended)
         for listener in self.listeners:
             listener(step)
 
-    def engine_died(self, *, for_good: bool = False) -> None:
-        """Open requests wait for another engine; with `for_good` they end with this one."""
-        self._engine += 1
+    def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
+        """Its requests, all that are open or these, wait for another engine; with `for_good` they end with this one."""
+        self._engines[replica] = max(self._engines) + 1
         now = monotonic()
-        for timeline in list(self._open.values()):
+        had = self._open.values() if ids is None else [self._open[each] for each in ids if each in self._open]
+        for timeline in list(had):
             if for_good:
                 self.end(timeline.id, "error")
             else:

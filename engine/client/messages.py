@@ -19,8 +19,46 @@ class SnapshotRequest(msgspec.Struct, frozen=True, tag=True):
     """Asks for one SnapshotTaken, which is made between two steps."""
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Let weights, KV cache and requests go; answered by Asleep."""
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Let them go, and build the engine anew; answered by Ready, or by Refused when all is as before."""
+
+    config: str
+    """An EngineConfig as JSON."""
+
+
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """Say whether `Load` of this would find weights of the model's shape; answered by Checked, or by Refused."""
+
+    config: str
+    """An EngineConfig as JSON."""
+
+
+class Checked(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """An engine has started, or was built anew; it has no requests."""
+
     info: EngineInfo
+    failure: str | None = None
+    """Why it is one of the configuration before, if it is not of the one that was to be loaded."""
+
+
+class Asleep(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Nothing was loaded; what the engine had, it has."""
+
+    message: str
+    param: str | None = None
+    """The configuration key at fault, if one is."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -44,8 +82,12 @@ class SnapshotTaken(msgspec.Struct, frozen=True, tag=True, array_like=True):
     view: EngineSnapshot
 
 
-ToEngine = Submit | Abort | SnapshotRequest
-FromEngine = Ready | Failed | Stepped | SnapshotTaken
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Let requests from now on find no prefix of an earlier one."""
+
+
+ToEngine = Submit | Abort | SnapshotRequest | ResetPrefixCache | Sleep | Load | Check
+FromEngine = Ready | Failed | Stepped | SnapshotTaken | Asleep | Refused | Checked
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

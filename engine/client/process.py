@@ -10,26 +10,41 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, ClassVar
 
 import zmq
 import zmq.asyncio
 
+from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.client.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
 from quire.engine.client.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
-from quire.engine.client.messages import FromEngine, ToEngine, decode_from_engine, encode
+from quire.engine.client.messages import (
+    Check,
+    FromEngine,
+    Load,
+    ResetPrefixCache,
+    Sleep,
+    SnapshotTaken,
+    Stepped,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
 from quire.engine.client.procfs import RunnableClock, is_stopped, oom_kills
+from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.config import EngineConfig
+from quire.engine.errors import EngineError
 
 STDERR_LINES = 20
 """How many of the last lines of the engine's standard error are kept, to show them when it fails."""
+MOST_IN_TURN = 16
+"""Messages that are received before others get a turn."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 """How long `stop` waits for the process to end by itself before it kills it."""
@@ -39,22 +54,32 @@ _INSPECT_SECONDS = 1.0
 """From so long without a heartbeat or progress on, the engine's threads are inspected too: see RunnableClock."""
 
 
+class KilledDuringStart(EngineError):
+    """The engine process was ended from outside while it started."""
+
+
 class EngineProcess:
     """Starts an engine process when constructed. Call `connect()` before sending or receiving.
 
     The process's standard error is copied to ours, and its last lines are kept. `on_begun` is called with the ids of
-    requests that the engine is about to compute for the first time. Raises OSError when no process can be started.
+    requests that the engine is about to compute for the first time. Raises OSError when no process can be started, and
+    EngineError when there is no place for its socket.
     """
+
+    # `-m` would search the current directory first, and a random.py there would replace Python's: -P prevents it.
+    PROGRAM: ClassVar[tuple[str, ...]] = ("-P", "-m", "quire.engine.main")
 
     def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
         self._config = config
         self._on_begun = on_begun
-        self._directory = tempfile.TemporaryDirectory(prefix="quire-")
-        self._address = f"ipc://{Path(self._directory.name) / 'engine.sock'}"
+        self._folder = SocketFolder()
+        self._address = f"ipc://{self._folder.engine}"
         self._socket: zmq.asyncio.Socket | None = None
+        self._in_turn = 0
+        """Messages received in this turn of the event loop."""
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
-        """Whether the engine has sent a message, so that its start is over."""
+        """Whether no engine is being built in the process, which may keep its threads from running."""
         self._oom_kills_before = oom_kills()
         self._hang: ExitCause | None = None
         """Why we killed the engine, if we did."""
@@ -62,23 +87,29 @@ class EngineProcess:
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
         os.set_blocking(self._heartbeats, False)
-        # `-m` would search the current directory first, and a random.py there would replace Python's: -P prevents it.
         # In a session of its own the engine does not get the terminal's Ctrl-C: the parent does, and lets the engine
         # finish the open requests.
-        with _fault_signals_blocked():
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "quire.engine.main", self._address, str(engine_end)],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(engine_end,),
-                start_new_session=True,
-                env=_environment(),
-            )
-        os.close(engine_end)
+        try:
+            with _fault_signals_blocked():
+                self._process = subprocess.Popen(
+                    [sys.executable, *self.PROGRAM, self._address, str(engine_end)],
+                    stdin=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(engine_end,),
+                    start_new_session=True,
+                    env=_environment(),
+                    cwd=_directory(),
+                )
+        except OSError:
+            os.close(self._heartbeats)
+            self._folder.close()
+            raise
+        finally:
+            os.close(engine_end)
         assert self._process.stdin is not None
         assert self._process.stderr is not None
         with suppress(BrokenPipeError):  # the process has ended already, which `wait_for_exit` will report
-            self._process.stdin.write(config.model_dump_json(include=set(EngineConfig.model_fields)).encode() + b"\n")
+            self._process.stdin.write(engine_json(config).encode() + b"\n")
             self._process.stdin.flush()
         self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(self._process.stderr,), daemon=True)
         self._stderr_thread.start()
@@ -94,6 +125,11 @@ class EngineProcess:
         return self._process.pid
 
     @property
+    def connected(self) -> bool:
+        """Whether messages may be sent; the process reads them once it has started."""
+        return self._socket is not None
+
+    @property
     def silence(self) -> float:
         """Seconds since the last heartbeat."""
         return time.monotonic() - self._last_heartbeat
@@ -107,18 +143,47 @@ class EngineProcess:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
-        self._socket.bind(self._address)
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            raise EngineError(f"TMPDIR: no socket can be made in it: {error.strerror}") from None
 
     def send(self, message: ToEngine) -> None:
         assert self._socket is not None
+        if isinstance(message, Sleep | Load | Check):
+            self._ready = False
         # The socket's queue is unlimited (SNDHWM 0), so send never blocks and the future it returns is already done.
         self._socket.send(encode(message))
 
     async def receive(self) -> FromEngine:
+        """The next message. Those that are there together are taken in one turn of the loop, some at most: so a server
+        that is behind its engine sends the tokens of several steps together."""
         assert self._socket is not None
+        self._in_turn += 1
+        if self._in_turn == MOST_IN_TURN or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            self._in_turn = 0
+            await asyncio.sleep(0)  # receiving what is there already would give nobody else a turn
         message = decode_from_engine(await self._socket.recv())
-        self._ready = True
+        if not isinstance(message, Stepped | SnapshotTaken):  # these may be of the engine before
+            self._ready = True
         return message
+
+    async def first_message(self, exited: asyncio.Task[ExitCause]) -> FromEngine:
+        """Of a process that starts. `exited`: `wait_for_exit`. Raises EngineError, with its last words, where it ends
+        before, and KilledDuringStart where somebody ended it."""
+        received = asyncio.ensure_future(self.receive())
+        try:
+            await asyncio.wait((exited, received), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not received.done():
+                received.cancel()
+        if received.done():
+            return received.result()
+        cause = exited.result()
+        what = f"the engine {cause.description} while it started"
+        if cause.external:
+            raise KilledDuringStart(what)
+        raise EngineError(f"{what}. Its last words:\n{self.last_stderr}")
 
     async def wait_for_exit(self) -> ExitCause:
         """Wait until the process has ended; kill it when its heartbeats stop or a step makes no progress."""
@@ -141,9 +206,16 @@ class EngineProcess:
         killed = None if now is None or self._oom_kills_before is None else now - self._oom_kills_before
         return self._hang or exit_cause(code, sender=self._fault_signal_sender, oom_kills=killed)
 
+    def end(self) -> None:
+        """Let the process end itself, which `wait_for_exit` will report."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
     async def stop(self) -> None:
         """End the process at once, whatever it is doing: it holds nothing that must be saved."""
         assert self._process.stdin is not None
+        if not self._ready:
+            self._process.kill()  # while it imports, it may take seconds to notice anything
         self._process.stdin.close()  # the engine ends itself when its standard input closes
         try:
             await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
@@ -160,7 +232,7 @@ class EngineProcess:
         with suppress(BrokenPipeError):  # the process ended before it read its configuration
             self._process.stdin.close()
         os.close(self._heartbeats)
-        self._directory.cleanup()
+        self._folder.close()
 
     def _read_heartbeats(self, closed: asyncio.Event) -> None:
         """Handle what the pipe holds; set `closed` when the engine's end of it is closed."""
@@ -201,7 +273,7 @@ class EngineProcess:
         stuck = min(self._stuck_ms / 1000, self._clock.seconds - self._progress_clock)
         if silent > self._config.engine_heartbeat_timeout and is_stopped(self.pid):
             self._hang = ExitCause(f"was stopped and gave no sign of life for {silent:.0f} s", external=True)
-        # A starting engine gets the longer limit: imports and loading can keep its heartbeat thread from running.
+        # An engine that starts gets the longer limit: imports and loading can keep its heartbeat thread from running.
         elif silent > (self._config.engine_heartbeat_timeout if self._ready else self._config.engine_step_timeout):
             self._hang = ExitCause(f"gave no sign of life for {silent:.0f} s", external=False)
         elif stuck > self._config.engine_step_timeout:
@@ -219,6 +291,11 @@ class EngineProcess:
                     print(text, file=sys.stderr, flush=True)
 
 
+def engine_json(config: EngineConfig) -> str:
+    """The engine's settings, without a server's."""
+    return config.model_dump_json(include=set(EngineConfig.model_fields))
+
+
 @contextmanager
 def _fault_signals_blocked() -> Iterator[None]:
     """A process inherits the signal mask, so one that is started here has FAULT_SIGNALS blocked from its first moment.
@@ -232,6 +309,15 @@ def _fault_signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def _directory() -> str | None:
+    """None for ours; if that was deleted another one, because PyTorch's libraries do not load without one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
+
+
 def _environment() -> dict[str, str]:
     """Our environment, with settings that the engine's libraries read when they are loaded; the user's values win."""
     # These make malloc keep the memory of a step's large tensors in the process. To return it to the system and to get
@@ -242,3 +328,11 @@ def _environment() -> dict[str, str]:
     if any(_KERNELS.glob("*.so")):
         ours["OMP_WAIT_POLICY"] = "passive"
     return ours | os.environ
+
+
+def reset_prefix_cache(process: EngineProcess | None, config: EngineConfig) -> None:
+    """Let an engine that is there, or that starts, forget all prefixes; where none is, those that outlive it."""
+    if process is not None and process.connected:
+        process.send(ResetPrefixCache())
+    elif config.kv_offload_dir is not None:
+        forget_pages(config.kv_offload_dir)

@@ -84,6 +84,16 @@ class Replay:
             ready += group
         return ready
 
+    @property
+    def isolating(self) -> bool:
+        """Whether the engine has suspects, and will get nothing else until they are cleared."""
+        return bool(self._isolated)
+
+    def take_unsuspected(self) -> list[str]:
+        """Take the requests that the engine does not have and that are no suspects, for another engine to compute."""
+        taken, self._waiting = list(self._waiting), {}
+        return taken
+
     def engine_exited(self, *, external: bool) -> list[str]:
         """The engine has ended; everything it had must be submitted again.
 

@@ -11,40 +11,45 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import dataclass
 
 from quire.engine.client.client import EngineClient
 from quire.engine.client.exit_cause import ExitCause
-from quire.engine.client.messages import Abort, Failed, Ready, SnapshotRequest, SnapshotTaken, Stepped, Submit
-from quire.engine.client.process import EngineProcess
+from quire.engine.client.journal import Journal
+from quire.engine.client.messages import (
+    Abort,
+    Asleep,
+    Check,
+    Checked,
+    Failed,
+    Load,
+    Ready,
+    Refused,
+    Sleep,
+    SnapshotRequest,
+    SnapshotTaken,
+    Stepped,
+    Submit,
+)
+from quire.engine.client.process import EngineProcess, KilledDuringStart, engine_json, reset_prefix_cache
 from quire.engine.client.replay import Replay
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, EngineError, RequestQuarantined
+from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
 from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput
 
 log = logging.getLogger("quire.supervisor")
 
 _BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Wait before a start, by the number of failures in a row before it."""
-_COUNTERS = ("preemptions", "prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "steps")
-"""Fields of EngineStats that only ever grow."""
 
 
-@dataclass(slots=True)
-class _JournalEntry:
-    """One open request and the tokens that were handed out for it."""
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """An engine that is to be let go, or built anew, because somebody asked for it."""
 
-    request: Request
-    emitted: list[int] = field(default_factory=list)
-    cached_tokens: int | None = None
-    """How many prompt tokens the first engine that computed it found cached; None before that. Clients are told this
-    number also after a replay, which finds a different one."""
-
-
-class _KilledDuringStart(EngineError):
-    """The engine process was ended from outside while it started."""
+    config: EngineConfig
+    version: str
+    done: asyncio.Future[None]
 
 
 class ProcessClient(EngineClient):
@@ -59,8 +64,7 @@ class ProcessClient(EngineClient):
         self._process: EngineProcess | None = None
         self._ready = False
         """Whether the process has started and accepts requests."""
-        self._journal: dict[str, _JournalEntry] = {}
-        """By id of an open request."""
+        self._journal = Journal()
         self._replay = Replay()
         self._earlier_stats = EngineStats()
         """Counters added up over the engine processes before this one."""
@@ -69,6 +73,14 @@ class ProcessClient(EngineClient):
         self._supervisor: asyncio.Task[None] | None = None
         self._failures = 0
         """Engine processes in a row that failed to start, or that crashed with nothing to compute."""
+        self._fitted: dict[str, int] = {}
+        """What the first engine found that the memory allows, by configuration key."""
+        self._change: _Change | None = None
+        """The change under way; `_ready` is False meanwhile."""
+        self._wakes = asyncio.Event()
+        """Set when a change needs a process, and it sleeps without one."""
+        self._ending = False
+        """Whether the process was told to end, because it sleeps."""
 
     def launch(self) -> None:
         """Start the engine process. Raises EngineError when the system can start no process."""
@@ -88,12 +100,58 @@ class ProcessClient(EngineClient):
         process = self._process
         return self._ready and process is not None and process.silence < self._config.engine_heartbeat_timeout
 
+    @property
+    def healthy(self) -> bool:
+        if (process := self._process) is None:
+            return self.alive and self.asleep
+        told = self._ready or self.asleep or self._change is not None
+        return told and process.silence < self._config.engine_heartbeat_timeout
+
+    async def rest(self, level: int) -> None:
+        await self._exchange(Sleep(), self._config, self.weights_version)
+        if level == 2 and self._process is not None:
+            assert self._exit is not None
+            self._ending = True
+            self._process.end()
+            await asyncio.wait([self._exit])
+
+    async def check(self, weights: str) -> None:
+        if not self.asleep:
+            await self._exchange(Check(engine_json(self._with(weights))), self._config, self.weights_version)
+
+    async def load(self, weights: str | None, version: str) -> None:
+        config = self._with(weights)
+        await self._exchange(Load(engine_json(config)), config, version)
+
+    def _with(self, weights: str | None) -> EngineConfig:
+        update = {} if weights is None else {"weights": weights, "load_format": "auto"}
+        return self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0} | update)
+
+    async def _exchange(self, message: Sleep | Load | Check, config: EngineConfig, version: str) -> None:
+        """Tell the engine of a change and wait until it is made. Raises what went wrong."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._ready and not self.asleep:
+            raise Overloaded("the engine is being replaced; please try again")
+        self._change = change = _Change(config, version, asyncio.get_running_loop().create_future())
+        self._ready = False
+        if self._process is None or self._ending:
+            self._wakes.set()
+        else:
+            self._process.send(message)
+        try:
+            await change.done
+        finally:
+            self._change = None
+
     async def start(self) -> EngineInfo:
         try:
             info = await self._start_engine(tries=1)
         except BaseException:
             await self.stop()
             raise
+        # An engine that is built anew gets the same context and pages, whatever memory is free then.
+        self._fitted = {"max_model_len": info.max_model_len, "num_kv_blocks": info.num_blocks}
         self._supervisor = asyncio.create_task(self._supervise_or_fail())
         return info
 
@@ -109,15 +167,19 @@ class ProcessClient(EngineClient):
             await process.stop()
         self._fail("the engine was stopped")
 
+    def _fail(self, message: str) -> None:
+        super()._fail(message)
+        self._give_up_change(EngineError(message))
+
     def _send(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._journal[request.id] = _JournalEntry(request)
+            self._journal.open(request)
             self._replay.add(request.id)
         self._submit_ready()
 
     def _send_abort(self, request_id: str) -> None:
         self._close_journal(request_id)
-        if self._ready and self._process is not None:
+        if self._process is not None and self._process.connected:
             self._process.send(Abort([request_id]))
         self._submit_ready()
 
@@ -125,18 +187,18 @@ class ProcessClient(EngineClient):
         assert self._process is not None, "ask while it is responsive"
         self._process.send(SnapshotRequest())
 
+    def reset_prefix_cache(self) -> None:
+        reset_prefix_cache(self._process, self._config)
+
     def _submit_ready(self) -> None:
         """Submit the requests that may go to the engine now, each with the tokens it already has."""
         if not self._ready or self._process is None:
             return
         if ready := self._replay.take_ready():
-            entries = [self._journal[request_id] for request_id in ready]
-            self._process.send(
-                Submit([msgspec.structs.replace(entry.request, emitted_ids=list(entry.emitted)) for entry in entries])
-            )
+            self._process.send(Submit([self._journal.request(request_id) for request_id in ready]))
 
     def _close_journal(self, request_id: str) -> None:
-        if self._journal.pop(request_id, None) is not None:
+        if self._journal.close(request_id):
             self._replay.end(request_id)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
@@ -152,7 +214,7 @@ class ProcessClient(EngineClient):
                 if self._process is None:
                     self.launch()
                 return await self._until_ready()
-            except _KilledDuringStart as error:
+            except KilledDuringStart as error:
                 log.warning("%s; starting another", error)
             except (ConfigError, EngineError) as error:
                 self._failures += 1
@@ -166,19 +228,7 @@ class ProcessClient(EngineClient):
         assert process is not None
         process.connect()
         self._exit = exited = asyncio.create_task(process.wait_for_exit())
-        first_message = asyncio.ensure_future(process.receive())
-        try:
-            await asyncio.wait((exited, first_message), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not first_message.done():
-                first_message.cancel()
-        if not first_message.done():
-            cause = exited.result()
-            what = f"the engine {cause.description} while it started"
-            if cause.external:
-                raise _KilledDuringStart(what)
-            raise EngineError(f"{what}. Its last words:\n{process.last_stderr}")
-        message = first_message.result()
+        message = await process.first_message(exited)
         if isinstance(message, Failed):
             raise ConfigError(message.message, param=message.param)
         assert isinstance(message, Ready)
@@ -210,13 +260,38 @@ class ProcessClient(EngineClient):
         while True:
             self._submit_ready()
             cause = await self._serve_until_exit()
-            self._on_engine_exit(cause)
+            if not self._ending:
+                self._on_engine_exit(cause)
             if self._failures >= self._config.max_engine_starts:
                 raise EngineError(f"it {cause.description} with nothing to do, {self._failures} times in a row")
             await self._discard_process()
+            self._ending = False
+            if self.asleep:
+                await self._sleep_without_process()
+                continue
             began = time.monotonic()
+            # Open streams wait for it: it captures its decode graphs when steps need them.
+            self._config = self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0})
             await self._start_engine(self._config.max_engine_starts)
             log.warning("a new engine is ready after %.1f s", time.monotonic() - began)
+
+    async def _sleep_without_process(self) -> None:
+        """Until an engine has been started because somebody asked for it."""
+        while self.asleep:
+            await self._wakes.wait()
+            self._wakes.clear()
+            change, before = self._change, self._config
+            if change is None:
+                continue
+            self._config = change.config
+            try:
+                await self._start_engine(tries=1)
+            except (ConfigError, EngineError) as error:
+                self._config, self._failures = before, 0
+                await self._discard_process()
+                self._give_up_change(error)
+            else:
+                self._changed()
 
     async def _serve_until_exit(self) -> ExitCause:
         """Handle the engine's messages until its process has ended."""
@@ -235,55 +310,86 @@ class ProcessClient(EngineClient):
     async def _receive(self, process: EngineProcess) -> None:
         while True:
             message = await process.receive()
-            if isinstance(message, SnapshotTaken):
-                self.stats = _add_counters(self._earlier_stats, message.view.stats)
-                self._on_snapshot(message.view)
-                continue
-            assert isinstance(message, Stepped)
-            outputs = [self._update_journal(output) for output in message.outputs]
-            self._failures = 0
-            self._submit_ready()
-            self._deliver(outputs, _add_counters(self._earlier_stats, message.stats), message.step)
+            match message:
+                case Stepped():
+                    outputs = [self._update_journal(output) for output in message.outputs]
+                    self._failures = 0
+                    self._submit_ready()
+                    self._deliver(outputs, message.stats.after(self._earlier_stats), message.step)
+                case SnapshotTaken():
+                    self.stats = message.view.stats.after(self._earlier_stats)
+                    self._on_snapshot(message.view)
+                case Asleep():
+                    self._on_engine_gone(external=True)
+                    self.asleep = True
+                    self._changed()
+                case Ready():
+                    self._on_engine_gone(external=True)
+                    self._ready = True
+                    if message.failure is None:
+                        self._changed()
+                    else:
+                        self._give_up_change(ConfigError(f"{message.failure}; the weights before are back"))
+                    self._submit_ready()
+                case Checked():
+                    self._ready = True
+                    self._changed()
+                    self._submit_ready()
+                case Refused():
+                    self._ready = not self.asleep
+                    self._give_up_change(ConfigError(message.message, param=message.param))
+                    self._submit_ready()
+                case Failed():
+                    log.error("the engine could not be built anew: %s", message.message)
+
+    def _changed(self) -> None:
+        """The change under way was made."""
+        change = self._change
+        assert change is not None
+        if self._ready:
+            self._config, self.weights_version, self.asleep = change.config, change.version, False
+        if not change.done.done():
+            change.done.set_result(None)
+
+    def _give_up_change(self, error: QuireError) -> None:
+        if self._change is not None and not self._change.done.done():
+            self._change.done.set_exception(error)
 
     def _update_journal(self, output: RequestOutput) -> RequestOutput:
         """Record an output in the journal; returns it as the client is to see it, with the first cached_tokens."""
-        entry = self._journal.get(output.id)
-        if entry is None:
-            return output
+        output = self._journal.take(output)
         if output.finish_reason is not None:
             self._close_journal(output.id)
         elif output.new_ids:
-            entry.emitted += output.new_ids
             self._replay.progress(output.id, len(output.new_ids))
-        if entry.cached_tokens is None:
-            entry.cached_tokens = output.cached_tokens
-        elif entry.cached_tokens != output.cached_tokens:
-            output = msgspec.structs.replace(output, cached_tokens=entry.cached_tokens)
         return output
 
     def _on_engine_exit(self, cause: ExitCause) -> None:
-        """Update counters and history after an engine has ended, and give up requests that have ended several."""
+        """Update counters after an engine process has ended, and give up requests that have ended several."""
         self._ready = False
-        self._on_snapshot(None)
         self.deaths += 1
-        self.history.engine_died()
-        self._earlier_stats = msgspec.structs.replace(self.stats, running=0, waiting=0, used_blocks=0, cached_blocks=0)
-        self.stats = self._earlier_stats
-        if not cause.external and self._replay.idle:
+        changing = self._change is not None or self.asleep
+        if not cause.external and not changing and self._replay.idle:
             self._failures += 1  # an engine that crashes with nothing to compute is as useless as one that cannot start
-        for request_id in self._replay.engine_exited(external=cause.external):
-            self._quarantine(request_id)
+        self._on_engine_gone(external=cause.external or changing)
         self.replays += len(self._journal)
-        log.warning("the engine %s; %d open requests go on with a new one", cause.description, len(self._journal))
+        log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._journal))
+        self._give_up_change(EngineError(f"the engine {cause.description} before its weights had changed"))
+
+    def _on_engine_gone(self, *, external: bool) -> None:
+        """All that the engine had must go to another one. external: no request can be the cause."""
+        self._on_snapshot(None)
+        self.history.engine_died()
+        self._earlier_stats = self.stats = self.stats.without_gauges()
+        for request_id in self._replay.engine_exited(external=external):
+            self._quarantine(request_id)
 
     def _quarantine(self, request_id: str) -> None:
         """End the request's stream with an error; this aborts the other requests of its call."""
         self.quarantined += 1
         error = RequestQuarantined("this request ended the engine each time it was tried alone, and was given up")
         log.error("request %s: %s", request_id, error)
+        self._give_up(request_id, error)
+
+    def _give_up(self, request_id: str, error: QuireError) -> None:
         self._streams[request_id].give_up(error)
-
-
-def _add_counters(earlier: EngineStats, now: EngineStats) -> EngineStats:
-    """`now`, with its counters increased by those of earlier engine processes."""
-    return msgspec.structs.replace(now, **{name: getattr(earlier, name) + getattr(now, name) for name in _COUNTERS})

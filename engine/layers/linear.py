@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
+from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.shard import WHOLE_LINEAR, Cut
 from quire.kernels.backend import Linear
 
 
@@ -16,12 +19,24 @@ class JoinedLinear:
     the unpacked ones dropped, so that loading never holds much more than the model."""
 
     def __init__(
-        self, scheme: Scheme, in_features: int, parts: dict[str, int], *, bias: bool, wide: bool = False
+        self,
+        scheme: Scheme,
+        in_features: int,
+        parts: dict[str, int],
+        *,
+        bias: bool,
+        wide: bool = False,
+        adapters: Adapters | None = None,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
-        """`parts`: name in the checkpoint to out_features, in the order in which they are joined."""
+        """`parts`: name in the checkpoint to out_features, in the order in which they are joined. `adapters`: where it
+        gets room for some, if it does. `cuts`: what of each of the parts a rank has; None: all."""
+        self._sizes = parts, in_features
+        self._cuts = dict.fromkeys(parts, WHOLE_LINEAR) if cuts is None else cuts
+        self._adapters = adapters
         self._scheme = scheme
         self._wide = wide
-        self._stored = {name: scheme.tensors(in_features, out, bias=bias) for name, out in parts.items()}
+        self._stored = {name: scheme.tensors(name, in_features, out, bias=bias) for name, out in parts.items()}
         self._arrived: dict[str, dict[str, Tensor]] = {name: {} for name in parts}
         self._packed: Linear | None = None
 
@@ -32,16 +47,22 @@ class JoinedLinear:
 
     def parameters(self) -> ParameterTable:
         return {
-            f"{part}.{name}": Parameter(stored.shape, stored.dtype, self._putter(part, name))
+            f"{part}.{name}": Parameter(stored.shape, stored.dtype, self._putter(part, name), self._cutter(part, name))
             for part, tensors in self._stored.items()
             for name, stored in tensors.items()
         }
+
+    def _cutter(self, part: str, name: str) -> Callable[[Tensor], Tensor]:
+        return partial(self._cuts[part].early, which=self._stored[part][name].early)
 
     def _putter(self, part: str, name: str) -> Callable[[Tensor], None]:
         def put(tensor: Tensor) -> None:
             self._arrived[part][name] = tensor
             if all(len(self._arrived[each]) == len(self._stored[each]) for each in self._stored):
-                self._packed = self._scheme.pack(list(self._arrived.values()), wide=self._wide)
+                packed = self._scheme.pack(self._arrived, self._cuts, wide=self._wide)
+                if self._adapters is not None:
+                    packed = self._adapters.adapted(packed, *self._sizes, self._cuts, wide=self._wide)
+                self._packed = packed
                 self._arrived = {each: {} for each in self._stored}
 
         return put

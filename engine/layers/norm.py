@@ -1,4 +1,5 @@
-"""The weights of RMSNorms (Zhang and Sennrich, 2019), by the names that a part of a layer gives them."""
+"""The weights of norms: RMSNorms (Zhang and Sennrich, 2019), by the names that a part of a layer gives them, and a
+LayerNorm (Ba et al., 2016)."""
 
 from __future__ import annotations
 
@@ -33,3 +34,26 @@ class NormWeights:
             return Parameter((size,), self._dtype, put)
 
         return {f"{name}.weight": parameter(name, size) for name, size in self._names.items()}
+
+
+class LayerNormWeights:
+    """Loaded weights as kernels take them: float32; the bias is zero where the model has none."""
+
+    def __init__(self, name: str, size: int, *, bias: bool) -> None:
+        self._name, self._size = name, size
+        self.weight = torch.ones(size)
+        self.bias = torch.zeros(size)
+        self._has_bias = bias
+
+    def parameters(self) -> ParameterTable:
+        def put_weight(tensor: Tensor) -> None:
+            self.weight = tensor
+            self.bias = self.bias.to(tensor.device)
+
+        def put_bias(tensor: Tensor) -> None:
+            self.bias = tensor
+
+        table = {f"{self._name}.weight": Parameter((self._size,), torch.float32, put_weight)}
+        if self._has_bias:
+            table[f"{self._name}.bias"] = Parameter((self._size,), torch.float32, put_bias)
+        return table

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Early = Literal["nothing", "outputs", "all"]
+"""What of a rank's part of a linear is cut out when a tensor is read: which of its axes. The rest is cut when the
+tensors of the linear are put together."""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +27,8 @@ class Parameter:
     """Floating-point tensors are cast to it when they are read; any other must be stored as it."""
     put: Callable[[Tensor], None]
     """Takes the tensor, of this dtype and on the model's device."""
+    cut: Callable[[Tensor], Tensor] = whole
+    """What is read of it; `put` takes that."""
 
 
 ParameterTable = dict[str, Parameter]

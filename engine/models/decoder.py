@@ -1,34 +1,40 @@
 """One decoder-only transformer with parameters for what the families differ in. It knows no request and no scheduler.
 
-Pre-norm layers of an attention part (engine/layers/attention.py) and a feed-forward part (engine/layers/mlp.py), as in
-Touvron et al. (2023), with Gemma's norms after both where asked for. A family's file maps a config.json to a
-DecoderSpec; a family has no other code.
+Pre-norm layers of an attention part (engine/layers/attention.py) and a feed-forward part (engine/layers/mlp.py, or
+engine/layers/moe.py), as in Touvron et al. (2023), with Gemma's norms after both where asked for. A family's file maps
+a config.json to a DecoderSpec; a family has no other code.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.page_groups import PageGroups, one_group
+from quire.engine.layers.adapters import HEAD, Adapters
 from quire.engine.layers.attention import Attention, AttentionSpec, PageTensor
+from quire.engine.layers.embedding import Embedding
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.mlp import Mlp, MlpSpec
+from quire.engine.layers.moe import ExpertsSpec, Moe
 from quire.engine.layers.norm import NormWeights
-from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.rope import rope_table
-from quire.engine.layers.schemes import Unquantized
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, FusedLayers, Pages, Softmax
+from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.shard import WHOLE, Shard
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Pages, Softmax
+from quire.kernels.kv_codes import UNSCALED, KVScales
+from quire.kernels.layers import FusedLayers
 
 KVCache = list[Pages]
-"""Of all layers, as `Decoder.pages` asked for them."""
+"""By place (engine/checkpoint/page_groups.py), as `Decoder.pages` asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,10 @@ class DecoderSpec:
     """Attention scores s become c * tanh(s / c)."""
     logit_softcap: float | None = None
     """The same for logits."""
+    sinks: bool = False
+    """Every query head has a score beside those of its keys, which takes a part of the weights (Softmax.sinks)."""
+    experts: tuple[ExpertsSpec | None, ...] = ()
+    """Per layer: experts in the place of the MLP; None: an MLP; (): no layer has experts."""
 
     @property
     def num_layers(self) -> int:
@@ -96,7 +106,7 @@ _NORM = "model.norm"
 @dataclass(frozen=True, slots=True)
 class _Layer:
     attention: Attention
-    feed_forward: Mlp
+    feed_forward: Mlp | Moe
 
 
 class Decoder:
@@ -106,27 +116,54 @@ class Decoder:
         self,
         spec: DecoderSpec,
         backend: Backend,
+        scheme: Scheme,
         *,
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
         progress: Callable[[], None],
+        head: bool = True,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: Mapping[int, KVScales] | None = None,
+        adapters: Adapters | None = None,
+        shard: Shard = WHOLE,
+        groups: PageGroups | None = None,
     ) -> None:
-        """`dtype`: of weights, activations and pages. `progress` is called after every layer and before logits are
-        computed."""
+        """`scheme`: of its linears; `dtype`: of activations and all other weights. `progress` is called after every
+        layer and before logits are computed. Without a `head` there are no logits. `kv_dtype`: what pages hold; None:
+        `dtype`. `kv_scales`: by layer, of pages that hold 8-bit floats, where it is not 1. `adapters`: where its
+        linears get room for some, if they do. `shard`: whose part of the model it is. `groups`: how its layers share
+        pages; by default each page is of all layers."""
         self.spec = spec
         self.dtype = dtype
+        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
+        self._kv_scales = kv_scales or {}
         self.device = device
         self.max_model_len = max_model_len
         self._progress = progress
         self._backend = backend
-        self._scheme = Unquantized(backend, dtype)
+        self._scheme = scheme
+        self.adapters = adapters
+        self.shard = shard
+        self.groups = one_group(spec.num_layers) if groups is None else groups
+        self.has_head = head
         ropes = {str(rope): rope for rope in spec.ropes if rope is not None}
         tables = {key: rope_table(rope, spec.head_dim, max_model_len).to(device) for key, rope in ropes.items()}
         self._layers = [self._layer(index, tables.get(str(rope))) for index, rope in enumerate(spec.ropes)]
-        self._embedding: Tensor | None = None
+        self._embedding = Embedding(
+            scheme,
+            spec.vocab_size,
+            spec.hidden_size,
+            tied=spec.tie_embeddings and head,
+            scale=spec.embedding_scale,
+            dtype=dtype,
+            adapters=adapters,
+            shard=shard,
+        )
         self._norm = NormWeights({_NORM: spec.hidden_size}, dtype, offset=spec.norm_offset)
-        self._head = JoinedLinear(self._scheme, spec.hidden_size, {"lm_head": spec.vocab_size}, bias=False, wide=True)
+        head_parts, cuts = {HEAD: spec.vocab_size}, {HEAD: shard.outs(spec.vocab_size)}
+        size = spec.hidden_size
+        self._head = JoinedLinear(scheme, size, head_parts, bias=False, wide=True, adapters=adapters, cuts=cuts)
         self.argmax, self.draw = backend.argmax, backend.draw
 
     def _layer(self, index: int, cos_sin: Tensor | None) -> _Layer:
@@ -144,7 +181,28 @@ class Decoder:
             out_bias=spec.out_bias,
             qk_norm=spec.qk_norm,
             output_norm=spec.post_norms,
+            sinks=spec.sinks,
         )
+        attends = Attention(
+            attention,
+            self._backend,
+            self._scheme,
+            layer=name,
+            cos_sin=cos_sin,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            kv_scales=self._kv_scales.get(index, UNSCALED),
+            adapters=self.adapters,
+            shard=self.shard,
+        )
+        return _Layer(attends, self._feed_forward(name, spec.experts[index] if spec.experts else None))
+
+    def _feed_forward(self, layer: str, experts: ExpertsSpec | None) -> Mlp | Moe:
+        spec, parts = self.spec, (self._backend, self._scheme)
+        if experts is not None:
+            return Moe(
+                experts, *parts, layer=layer, dtype=self.dtype, hidden_size=spec.hidden_size, norm_eps=spec.norm_eps
+            )
         mlp = MlpSpec(
             hidden_size=spec.hidden_size,
             intermediate_size=spec.intermediate_size,
@@ -154,72 +212,105 @@ class Decoder:
             gelu=spec.gelu,
             output_norm=spec.post_norms,
         )
-        return _Layer(
-            Attention(attention, self._backend, self._scheme, layer=name, cos_sin=cos_sin, dtype=self.dtype),
-            Mlp(mlp, self._backend, self._scheme, layer=name, dtype=self.dtype),
-        )
+        return Mlp(mlp, *parts, layer=layer, dtype=self.dtype, adapters=self.adapters, shard=self.shard)
+
+    @property
+    def computes(self) -> str:
+        """What computes, as far as the bits of keys and values may depend on it."""
+        return f"{self._backend.name}, {self._backend.description()}"
 
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
-        embedding_shape = (self.spec.vocab_size, self.spec.hidden_size)
-        table = {"model.embed_tokens.weight": Parameter(embedding_shape, self.dtype, self._put_embedding)}
-        table |= self._norm.parameters()
-        if not self.spec.tie_embeddings:
+        table = self._embedding.parameters() | self._norm.parameters()
+        if self.has_head and not self.spec.tie_embeddings:
             table |= self._head.parameters()
         for layer in self._layers:
             table |= layer.attention.parameters() | layer.feed_forward.parameters()
         return table
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        """Per layer, the tensors that hold so many pages."""
-        return [layer.attention.pages(num_blocks) for layer in self._layers]
+        """By place, the tensors that hold so many pages. Layers of one place, which are of different groups, share
+        them."""
+        return [layer.attention.pages(num_blocks) for layer in self._layers[: self.groups.places]]
 
     @property
     def page_formula(self) -> str:
-        """The bytes of a page of all layers, as a sum of products."""
-        counts = Counter(layer.attention.page_formula for layer in self._layers)
-        return " + ".join(f"{formula} x {count} layers" for formula, count in counts.items())
+        """The bytes of a page of every group, as a sum of products."""
+        groups = self.groups
+        counts = Counter(layer.attention.page_formula for layer in self._layers[: groups.places])
+        unused = f" ({groups.unused} of them unused)" if groups.unused else ""
+        return " + ".join(f"{each} x {count * groups.count} layers" for each, count in counts.items()) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
         """Hidden states [R, hidden] of the tokens at `rows` [R], ascending; stores all T tokens' keys and values."""
-        assert self._embedding is not None
-        x, residual = F.embedding(token_ids, self._embedding), None
-        if self._embedding_scale != 1:
-            x *= self._embedding_scale
+        return self.forward_tapped(token_ids, metadata, kv_cache, rows, ())[0]
+
+    def forward_tapped(
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        rows: Tensor,
+        taps: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The same; and the residual streams [T, hidden] that go into the layers `taps`, ascending."""
+        x, residual = self._embedding.look_up(token_ids, metadata.linear), None
         kept = None if len(rows) == len(token_ids) else rows
-        done = 0
-        if self._fused is not None and metadata.linear.adapters is None:
-            together = self.spec.num_layers if len(token_ids) <= _FEW_TOKENS else 1
-            end = self.spec.num_layers - (kept is not None)  # the last layer may go on with some rows alone
-            for done in range(0, end, together):
+        begin, tapped = 0, list[Tensor]()
+        for tap in taps:
+            x, residual = self._run(x, residual, metadata, kv_cache, range(begin, tap), None)
+            tapped.append(x.clone() if residual is None else x + residual)  # a backend may overwrite both
+            begin = tap
+        x, residual = self._run(x, residual, metadata, kv_cache, range(begin, self.spec.num_layers), kept)
+        assert residual is not None
+        return self._backend.add_rms_norm(x, residual, self._norm[_NORM], self.spec.norm_eps)[0], tapped
+
+    def _run(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        layers: range,
+        kept: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Some layers one after the other; the last of them goes on with the rows `kept` alone, if they are given."""
+        done = layers.start
+        if self._fused is not None:
+            together = self.spec.num_layers if len(x) <= _FEW_TOKENS else 1
+            end = layers.stop - (kept is not None)
+            for done in range(layers.start, end, together):
                 some = range(done, min(done + together, end))
                 x, residual = self._fused(x, residual, metadata, kv_cache, some)
                 self._progress()
             done = end
-        for index in range(done, self.spec.num_layers):
-            layer, some_rows = self._layers[index], kept if index == self.spec.num_layers - 1 else None
-            x, residual = layer.attention.forward(x, residual, metadata, kv_cache[index], some_rows)
+        for index in range(done, layers.stop):
+            layer, some_rows = self._layers[index], kept if index == layers.stop - 1 else None
+            group, place = self.groups.group_of[index], self.groups.place_of[index]
+            x, residual = layer.attention.forward(x, residual, metadata.of(group), kv_cache[place], some_rows)
             context = metadata.linear if some_rows is None else metadata.linear.at(some_rows)
             x, residual = layer.feed_forward.forward(x, residual, context)
             self._progress()
-        assert residual is not None
-        return self._backend.add_rms_norm(x, residual, self._norm[_NORM], self.spec.norm_eps)[0]
+        return x, residual
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] to their rows of the embedding, [T, hidden], not scaled."""
+        return self._embedding.rows(token_ids)
 
     @cached_property
     def _fused(self) -> FusedLayers | None:
-        """All layers in one call, where the backend can: every layer's parts are of the dense kind."""
-        layers = [(layer.attention.dense, layer.feed_forward.dense) for layer in self._layers]
-        return self._backend.fuse_layers(layers, head_dim=self.spec.head_dim, eps=self.spec.norm_eps)
+        """All layers in one call, where the backend can."""
+        paged = zip(self._layers, self.groups.group_of, self.groups.place_of, strict=True)
+        layers = [
+            (replace(layer.attention.fusible, group=group, place=place), layer.feed_forward.fusible)
+            for layer, group, place in paged
+        ]
+        spec = self.spec
+        return self._backend.fuse_layers(layers, head_dim=spec.head_dim, eps=spec.norm_eps, group=self.shard.group)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, hidden] to [R, vocab] float32."""
+    def logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
+        """[R, hidden] to [R, vocab] float32; on ranks but the first, to their own part. `context`: of the R rows."""
         self._progress()
-        logits, cap = self._head.packed(hidden, NO_ADAPTERS), self.spec.logit_softcap
+        head, cap = self._embedding.head if self.spec.tie_embeddings else self._head.packed, self.spec.logit_softcap
+        logits = self.shard.gather(head(hidden, context), self.spec.vocab_size)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-    def _put_embedding(self, tensor: Tensor) -> None:
-        self._embedding = tensor
-        # Rounded to the weights' dtype, as Gemma was trained.
-        self._embedding_scale = torch.tensor(self.spec.embedding_scale, dtype=tensor.dtype).item()
-        if self.spec.tie_embeddings:
-            self._head.parameters()["lm_head.weight"].put(tensor)

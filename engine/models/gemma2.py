@@ -13,7 +13,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
     return replace(
         gemma.spec(config),
         windows=layer_windows(config, global_every=2),
-        scale=raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        scale=(raw.get("query_pre_attn_scalar") or 256.0) ** -0.5,
         post_norms=True,
         softcap=raw.get("attn_logit_softcapping", 50.0),
         logit_softcap=raw.get("final_logit_softcapping", 30.0),

@@ -2,7 +2,9 @@
 without a window, by default every sixth, have a rotation of their own."""
 
 from dataclasses import replace
+from typing import Any
 
+from quire.engine.checkpoint.fields import OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.models import gemma2
@@ -13,12 +15,14 @@ def spec(config: ModelConfig) -> DecoderSpec:
     raw = config.raw
     if raw.get("use_bidirectional_attention"):
         raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
-    windows = gemma2.layer_windows(config, raw.get("sliding_window_pattern") or 6)
-    ropes = raw.get("rope_parameters") or {"full_attention": raw.get("rope_scaling")}
-    sliding = {"rope_type": "default", "rope_theta": raw.get("rope_local_base_freq") or 10_000.0}
-    full = {"rope_type": "default", "rope_theta": raw.get("rope_theta") or 1_000_000.0}
-    sliding |= ropes.get("sliding_attention") or {}
-    full |= ropes.get("full_attention") or {}
+    every = raw.get("sliding_window_pattern") or 6
+    if not isinstance(every, int):
+        raise ModelError(f"model: config.json: sliding_window_pattern: expected int, got {every!r}")
+    windows = gemma2.layer_windows(config, every)
+    given = raw.get("rope_parameters") or {}
+    full_given = given.get("full_attention") if given else raw.get("rope_scaling")
+    sliding = _rope(given.get("sliding_attention"), raw.get("rope_local_base_freq") or 10_000.0)
+    full = _rope(full_given, raw.get("rope_theta") or 1_000_000.0)
     return replace(
         gemma2.spec(config),
         windows=windows,
@@ -27,3 +31,9 @@ def spec(config: ModelConfig) -> DecoderSpec:
         softcap=None,
         logit_softcap=raw.get("final_logit_softcapping"),
     )
+
+
+def _rope(given: OneRope | None, theta: float) -> dict[str, Any]:
+    """As ModelConfig.rope; `theta` is the default of rope_theta."""
+    rope = {key: value for key, value in (given or {}).items() if value is not None}
+    return {"rope_type": "default", "rope_theta": theta} | rope

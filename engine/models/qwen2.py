@@ -11,7 +11,8 @@ def spec(config: ModelConfig) -> DecoderSpec:
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
     """Per layer, from layer_types, or in older files from max_window_layers: that layer and all after it slide."""
     window = config.raw.get("sliding_window") if config.raw.get("use_sliding_window") else None
-    first = config.raw.get("max_window_layers", config.num_layers)
+    first = config.raw.get("max_window_layers")
+    first = config.num_layers if first is None else first
     default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(config.num_layers)]
     types = config.raw.get("layer_types") or default
     return tuple(window if kind == "sliding_attention" else None for kind in types)

@@ -9,7 +9,7 @@ from quire.engine.models.qwen2 import layer_windows
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    every = config.raw.get("no_rope_layer_interval", 4)
+    every = config.raw.get("no_rope_layer_interval") or 4
     default = [int((layer + 1) % every != 0) for layer in range(config.num_layers)]
     ropes = tuple(config.rope if rotated else None for rotated in config.raw.get("no_rope_layers") or default)
     return replace(llama.spec(config), windows=layer_windows(config), ropes=ropes)

@@ -1,23 +1,33 @@
 """Renders chat messages to one prompt text with a model's chat template, as transformers does but without importing it.
 
-The Jinja environment is that of transformers' chat_template_utils: the immutable sandbox with loop controls, a `tojson`
-that does not escape HTML, `raise_exception`, `strftime_now` and the `{% generation %}` block.
+The Jinja environment is that of transformers' chat_template_utils, with bounds: the immutable sandbox with loop
+controls, a `tojson` that does not escape HTML, `raise_exception`, `strftime_now` and the `{% generation %}` block.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.text.described_tools import (
+    EXAMPLE,
+    described,
+    with_calls_as_text,
+    with_descriptions,
+    with_results_as_text,
+)
+from quire.engine.text.template_bounds import BoundedEnvironment, TooManySteps
 
 Message = dict[str, Any]
 
@@ -26,17 +36,48 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which clients send a message's reasoning."""
+"""Names under which clients send a message's reasoning, and templates read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shows:
+    """What a template shows of tools and systems."""
+
+    tools: bool
+    """The tools that a model may call."""
+    calls: bool
+    """Calls that an assistant made."""
+    results: bool
+    """Results of calls."""
+    text_arguments: bool
+    """It wants the arguments of calls as JSON in a string."""
+    system: bool
+    """A system message."""
+    late_system: bool
+    """A system message behind a user's."""
+    undescribed: bool
+    """Tools that have no description; it fails on them where it shows only others."""
+    thoughts_beside_content: bool
+    """Thinking and content of an assistant that makes calls; it may refuse both in one message."""
 
 
 class ChatRenderer:
     """Compiles a model's chat templates once and renders conversations with them."""
 
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """Raises ModelError for a template that is not valid Jinja."""
-        environment = _environment()
-        self._templates = {name: _compile(environment, name, source) for name, source in templates.items()}
+        """Raises ModelError for a template that is not valid Jinja, or that loops for ever."""
+        self._environment = _environment()
+        self._templates = {name: _compile(self._environment, name, source) for name, source in templates.items()}
         self._special_tokens = dict(special_tokens)
+        self._call = EXAMPLE
+        self._describes = False
+        for name, template in self._templates.items():
+            self._try(name, template)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether there is one for conversations without tools."""
+        return "default" in self._templates
 
     def render(
         self,
@@ -53,7 +94,6 @@ class ChatRenderer:
         variables: the request's chat_template_kwargs. With continue_final_message the text ends where the last
         message's content ends. Raises InvalidRequest when there is no template or the template refuses the messages.
         """
-        template = self._template(tools)
         variables = variables or {}
         for name in RESERVED:
             if name in variables:
@@ -61,19 +101,108 @@ class ChatRenderer:
                     f"chat_template_kwargs must not set {name}: it has a parameter of its own",
                     param="chat_template_kwargs",
                 )
-        turns = [normalize(message) for message in messages]
+        turns, tools = self._with_tools(messages, tools)
         final = turns[-1]["content"] if turns else ""
         if continue_final_message:
             turns[-1]["content"] = final + CONTINUE_MARK
+        text = self._rendered(
+            turns, tools, {**variables, "documents": documents or None, "add_generation_prompt": add_generation_prompt}
+        )
+        return cut_at_mark(text, final) if continue_final_message else text
+
+    def with_template(self, source: str) -> ChatRenderer:
+        """A renderer with a caller's template instead of the model's. Raises InvalidRequest for invalid Jinja."""
         try:
-            text = template.render(
+            renderer = ChatRenderer({"default": source}, self._special_tokens)
+        except ModelError as error:
+            raise InvalidRequest(error.message, param="chat_template") from error
+        renderer._call = self._call
+        return renderer
+
+    def describing_tools(self, call: str, *, always: bool) -> ChatRenderer:
+        """A renderer that describes tools in the system message where the template does not show them, or `always`.
+
+        `call`: how a call is to be written.
+        """
+        renderer = copy(self)
+        renderer._call, renderer._describes = call, always
+        return renderer
+
+    @cached_property
+    def shows(self) -> Shows:
+        """What the template shows, found out by rendering a few messages."""
+        user, tool = {"role": "user", "content": "u"}, _probe_tool()
+        arguments = {"qkeyq": "qvalueq"}
+
+        def rendered(messages: list[Message], tools: Sequence[dict[str, Any]] | None = None) -> str:
+            try:
+                return self._rendered([normalize(message) for message in messages], tools, {})
+            except InvalidRequest:
+                return ""
+
+        def turn(arguments: Any) -> list[Message]:
+            function = {"name": "qcalledq", "arguments": arguments}
+            call = {"id": "qidqidqid", "type": "function", "function": function}
+            return [user, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+        def with_text() -> str:
+            try:
+                return self._rendered([user, normalize(turn(arguments)[1], text_arguments=True)], tools, {})
+            except InvalidRequest:
+                return ""
+
+        shown = "tool_use" in self._templates or "qnameq" in rendered([user], [tool])
+        tools, answer = [tool] if shown else None, turn(arguments)
+        texts = [rendered(answer, tools), rendered(answer[1:], tools)]
+        bare = {**tool, "function": {key: tool["function"][key] for key in ("name", "parameters")}}
+        both = [user, normalize({**answer[1], "content": "qsaidq", "reasoning": "qthoughtq"})]
+        said, system = {"role": "assistant", "content": "a"}, {"role": "system", "content": "qsystemq"}
+        result = {"role": "tool", "tool_call_id": "qidqidqid", "name": "qcalledq", "content": "qresultq"}
+        as_object = any(mark in text for text in texts for mark in ("qcalledq", "qidqidqid", "qvalueq"))
+        as_text = not as_object and "qcalledq" in with_text()
+        return Shows(
+            tools=shown,
+            calls=as_object or as_text,
+            results=any("qresultq" in rendered([*turns, result], tools) for turns in (answer, [user, said])),
+            text_arguments=as_text,
+            system="qsystemq" in rendered([system, user]),
+            late_system="qsystemq" in rendered([user, system]),
+            undescribed="qnameq" not in rendered([user], [tool]) or "qnameq" in rendered([user], [bare]),
+            thoughts_beside_content=rendered(both, tools) != "" or rendered(answer, tools) == "",
+        )
+
+    def _with_tools(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None
+    ) -> tuple[list[Message], Sequence[dict[str, Any]] | None]:
+        """The messages as the template expects them, and the tools that it is to show."""
+        if not tools and not any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+            return [normalize(message) for message in messages], None
+        turns = [normalize(message, text_arguments=self.shows.text_arguments) for message in messages]
+        if not self.shows.calls:
+            turns = with_calls_as_text(turns, self._call)
+        if not self.shows.results or (self._describes and not self.shows.calls):
+            turns = with_results_as_text(turns)
+        if not self.shows.thoughts_beside_content:
+            turns = [content_as_thought(turn) for turn in turns]
+        if tools and not self.shows.undescribed:
+            tools = with_descriptions(tools)
+        if tools and (self._describes or not self.shows.tools):
+            turns = described(turns, tools, self._call, system=self.shows.system)
+            tools = None
+        return turns, tools
+
+    def _rendered(
+        self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> str:
+        template = self._template(tools)
+        try:
+            return template.render(
                 {
                     **self._special_tokens,
                     **variables,
-                    "messages": turns,
+                    **self._environment.budget(),
+                    "messages": Given(turns),
                     "tools": tools or None,
-                    "documents": documents or None,
-                    "add_generation_prompt": add_generation_prompt,
                 }
             )
         except jinja2.TemplateError as error:
@@ -82,14 +211,17 @@ class ChatRenderer:
             raise InvalidRequest(
                 f"The chat template failed on these messages: {type(error).__name__}: {error}", param="messages"
             ) from error
-        return cut_at_mark(text, final) if continue_final_message else text
 
-    def with_template(self, source: str) -> ChatRenderer:
-        """A renderer with a caller's template instead of the model's. Raises InvalidRequest for invalid Jinja."""
+    def _try(self, name: str, template: jinja2.Template) -> None:
+        """Raise ModelError for a template that exceeds its bounds with a short conversation; it may refuse that."""
+        turns = [{"role": "user", "content": "Hi"}]
+        others = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": True}
         try:
-            return ChatRenderer({"default": source}, self._special_tokens)
-        except ModelError as error:
-            raise InvalidRequest(error.message, param="chat_template") from error
+            template.render({**self._special_tokens, **self._environment.budget(), **others})
+        except TooManySteps as error:
+            raise ModelError(f"model: the chat template {name!r} cannot be rendered: {error}") from None
+        except Exception:  # what it refuses now, it may take from a request
+            return
 
     def _template(self, tools: Sequence[dict[str, Any]] | None) -> jinja2.Template:
         """The template to use: "tool_use" for a request with tools, if the model has one, else "default"."""
@@ -119,16 +251,28 @@ def cut_at_mark(text: str, final: str) -> str:
     return text[:place] if text.startswith(CONTINUE_MARK, place) else text[:place].rstrip()
 
 
-def normalize(message: Message) -> Message:
-    """A message as templates expect it: content as a string, tool arguments as objects, reasoning under all names."""
+def normalize(message: Message, *, text_arguments: bool = False) -> Message:
+    """A message as templates expect it: content as a string, tool arguments as objects, or as JSON in a string, and
+    reasoning under all names."""
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else _join_parts(content)}
     if result.get("tool_calls"):
-        result["tool_calls"] = [_parse_arguments(call) for call in result["tool_calls"]]
+        result["tool_calls"] = [_with_arguments(call, as_text=text_arguments) for call in result["tool_calls"]]
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
     if reasoning is not None:
-        result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
+        result = {**dict.fromkeys(REASONING_FIELDS, reasoning), **result, "reasoning_content": reasoning}
     return {name: value for name, value in result.items() if value is not None}
+
+
+def content_as_thought(message: Message) -> Message:
+    """A message that makes calls, its content behind its thinking."""
+    if not message.get("tool_calls") or not message.get("content") or not message.get("reasoning_content"):
+        return message
+    return {
+        **message,
+        **dict.fromkeys(REASONING_FIELDS, f"{message['reasoning_content']}\n\n{message['content']}"),
+        "content": "",
+    }
 
 
 def _join_parts(parts: Sequence[dict[str, Any]] | None) -> str:
@@ -136,15 +280,28 @@ def _join_parts(parts: Sequence[dict[str, Any]] | None) -> str:
     return "\n".join(part["text"] for part in parts or ())
 
 
-def _parse_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Replace the arguments, which OpenAI's API has as JSON in a string, with the object that templates expect."""
+def _probe_tool() -> dict[str, Any]:
+    parameter = {"type": "string", "description": "d"}
+    parameters = {"type": "object", "properties": {"qkeyq": parameter}, "required": ["qkeyq"]}
+    return {"type": "function", "function": {"name": "qnameq", "description": "d", "parameters": parameters}}
+
+
+def _with_arguments(call: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """Replace the arguments, which OpenAI's API has as JSON in a string, with the object that templates expect.
+
+    Where the template expects text, an object is written as JSON. Text that is no JSON stays as it is.
+    """
     function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or isinstance(function.get("arguments"), str) is as_text:
         return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
+    arguments = function.get("arguments")
+    if as_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            return call
     return {**call, "function": {**function, "arguments": arguments}}
 
 
@@ -159,17 +316,31 @@ class GenerationBlock(jinja2.ext.Extension):
         return nodes.Scope(body).set_lineno(line)
 
 
-def _compile(environment: ImmutableSandboxedEnvironment, name: str, source: str) -> jinja2.Template:
+class Given(list[Any]):
+    """A list that a template may read and not change, as in transformers."""
+
+
+class Sandbox(BoundedEnvironment):
+    """transformers' environment, but a template may change lists of its own: Kimi K2's keeps calls' ids in one."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        own = type(obj) is list and attr in ("append", "extend", "insert", "pop")
+        return own or super().is_safe_attribute(obj, attr, value)
+
+
+def _compile(environment: Sandbox, name: str, source: str) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"the chat template {name!r} is not valid, line {error.lineno}: {error.message}") from error
+        raise ModelError(
+            f"model: the chat template {name!r} is not valid, line {error.lineno}: {error.message}"
+        ) from error
+    except (RecursionError, MemoryError, SyntaxError):  # Python's compiler raises all three for what is nested deeply
+        raise ModelError(f"model: the chat template {name!r} is nested too deeply") from None
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols]
-    )
+def _environment() -> Sandbox:
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -7,9 +7,10 @@ tokens. The server and the offline `LLM` both use this module.
 
 from __future__ import annotations
 
-import codecs
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from encodings import utf_8
 
 import msgspec
 
@@ -19,7 +20,7 @@ from quire.engine.types import RequestOutput
 REPLACEMENT = "\ufffd"
 
 
-class TextDelta(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """The text that a call of `TextStream.push` completed."""
 
     text: str
@@ -59,7 +60,8 @@ class TextStream:
     ) -> None:
         """`shown_ids` are special tokens that are shown even with `skip_special_tokens`."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
-        self._stop = tuple(stop)
+        self._stop = sorted(stop)
+        self._longest = max(map(len, stop), default=0)
         self._include_stop = include_stop
         self._unsearched_tokens = min_tokens
         """Tokens still to come whose text is not searched for stop strings."""
@@ -105,9 +107,10 @@ class TextStream:
         The token that ended the answer (end of sequence, or one of stop_token_ids) counts as used, but it has no text
         and is not given out, unless `include_stop` is set.
         """
-        ended = output.finish_reason is not None
+        if output.finish_reason is None:
+            return self.push(output.new_ids)
         if output.finish_reason != "stop" or self._include_stop or not output.new_ids:
-            return self.push(output.new_ids, final=ended)
+            return self.push(output.new_ids, final=True)
         delta = self.push(output.new_ids[:-1], final=True)
         return delta if delta.stop_string is not None else msgspec.structs.replace(delta, used=delta.used + 1)
 
@@ -129,17 +132,18 @@ class TextStream:
         if found is not None:
             end, start, stop = found
             return text[: end if self._include_stop else start], stop
-        keep = max(_overlap(text, stop) for stop in self._stop)
-        self._held_back = text[len(text) - keep :]
-        return text[: len(text) - keep], None
+        ready = self._begins_stop(text)
+        self._held_back = text[ready:]
+        return text[:ready], None
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    for length in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    def _begins_stop(self, text: str) -> int:
+        """Where the longest suffix of `text` begins that is the beginning of a stop string; its length if none is."""
+        for start in range(max(0, len(text) - self._longest + 1), len(text)):
+            suffix = text[start:]
+            at = bisect_left(self._stop, suffix)  # What begins with the suffix sorts right after it.
+            if at < len(self._stop) and self._stop[at].startswith(suffix):
+                return start
+        return len(text)
 
 
 def make_decoder(
@@ -161,10 +165,14 @@ class ByteLevelDecoder:
     def __init__(self, tokenizer: Tokenizer, skip: frozenset[int]) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._skip = skip
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = utf_8.IncrementalDecoder("replace")
 
     def feed(self, token_id: int) -> str:
-        return "" if token_id in self._skip else self._utf8.decode(self._token_bytes(token_id))
+        if token_id in self._skip:
+            return ""
+        read = self._token_bytes(token_id)
+        # The codec takes several times as long, and has nothing to remember here.
+        return read.decode() if read.isascii() and not self._utf8.buffer else self._utf8.decode(read)
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -1,25 +1,21 @@
 """Writes and compiles grammars that constrain answers, with llguidance (https://github.com/guidance-ai/llguidance).
 
-`python -m quire.engine.text.grammar` runs a process that checks callers' grammars before an engine gets them. A hostile
-grammar can crash the process that compiles it (a chain of 3,000 references overflows the native stack) or keep it busy
-for hours (`multipleOf: 99999999`). In a process of its own that does not harm the server. llguidance is imported when
-the first grammar arrives, because the import takes a fifth of a second.
+A hostile grammar can crash the process that compiles it (a chain of 3,000 references overflows the native stack) or
+keep it busy for hours (`multipleOf: 99999999`), so callers' grammars are checked in a worker process of the server's
+before an engine gets them. llguidance is imported when the first grammar arrives, because the import takes a fifth of a
+second.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import sys
-import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.engine.errors import InvalidRequest, ModelError, QuireError
+from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.types import Grammar
 
 if TYPE_CHECKING:
@@ -30,8 +26,8 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CPU_SECONDS = 2.0
 """Processor time that a check may take. The engine later does the same work, and computes nothing else meanwhile."""
-MAX_CHECK_MEMORY = 8 << 30
-"""Bytes of address space that the checking process may use."""
+MAX_CHECK_MEMORY = 1 << 30
+"""Bytes of memory that a check may use."""
 MAX_LEXER_STATES = 50_000
 """Limit for one matcher; a state takes 1 to 2 KB."""
 CHECK_STACK_BYTES = 4 << 20
@@ -42,16 +38,26 @@ _CHECK_STEPS = 3
 _COMPACT_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """At most one space after a comma or a colon and no other whitespace: JSON as models write it on one line. With free
 whitespace a model could write spaces for ever."""
+_USUAL_WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""The same as nearly all models write it."""
+_INDENTED = {"whitespace_pattern": "[ \\n]{0,80}"}
 
 
 def json_grammar(schema: Any) -> Grammar:
     """The grammar of a JSON schema, an object or true. Raises InvalidRequest for anything else."""
-    return Grammar("json", _dump(_with_compact_whitespace(schema)))
+    return Grammar("json", _dump(_with_whitespace(schema, _COMPACT_WHITESPACE)))
 
 
-def json_rule(schema: Any) -> str:
-    """A JSON schema as the body of a Lark grammar's rule: `%json {…}`, with the same whitespace as `json_grammar`."""
-    return f"%json {_dump(_with_compact_whitespace(schema))}"
+def json_rule(schema: Any, *, indented: bool = False) -> str:
+    """A JSON schema as the body of a Lark grammar's rule: `%json {…}`, with the same whitespace as `json_grammar`, or
+    for JSON that is `indented` with line breaks too."""
+    return f"%json {_dump(_with_whitespace(schema, _INDENTED if indented else _COMPACT_WHITESPACE))}"
+
+
+def usual_form(grammar: Grammar) -> Grammar:
+    """The grammar with what JSON it has in the whitespace that models usually write: more of it is forced."""
+    flexible, usual = (_dump(each)[1:-1] for each in (_COMPACT_WHITESPACE, _USUAL_WHITESPACE))
+    return Grammar(grammar.kind, grammar.text.replace(flexible, usual))
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:
@@ -59,12 +65,12 @@ def choice_grammar(choices: Sequence[str]) -> Grammar:
     return Grammar("lark", "start: " + " | ".join(map(json.dumps, choices)))
 
 
-def _with_compact_whitespace(schema: Any) -> Any:
+def _with_whitespace(schema: Any, whitespace: Mapping[str, Any]) -> Any:
     schema = {} if schema is True else schema
     if not isinstance(schema, dict):
         raise InvalidRequest("a JSON schema must be an object", param="grammar")
     options = schema.get("x-guidance")  # llguidance reads its options from this key
-    return {**schema, "x-guidance": {**(options if isinstance(options, dict) else {}), **_COMPACT_WHITESPACE}}
+    return {**schema, "x-guidance": {**(options if isinstance(options, dict) else {}), **whitespace}}
 
 
 def _dump(schema: Any) -> str:
@@ -86,8 +92,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
     """The tokenizer's vocabulary. vocab_size: the model's, which may be larger or smaller than the tokenizer's."""
-    highest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values())
-    return Vocabulary(tokenizer.backend.to_str(), max(vocab_size, highest + 1), tuple(eos_token_ids))
+    size = max(vocab_size, tokenizer.highest_id + 1)
+    return Vocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 
 
 class GrammarCompiler:
@@ -120,11 +126,19 @@ class GrammarCompiler:
             self._cache.popitem(last=False)
         return compiled.deep_copy()
 
+    def encode(self, text: bytes) -> list[int]:
+        """The text as tokens, none of them special."""
+        return self._tokenizer.tokenize_bytes(text)
+
+    def decode(self, token: int) -> bytes:
+        """The token's text."""
+        return self._tokenizer.decode_bytes([token])
+
     def check(self, grammar: Grammar) -> None:
         """Compile the grammar and follow it for a few tokens.
 
         Raises InvalidRequest as `matcher` does, and for a grammar that no text matches. A hostile grammar can crash the
-        process or compute for ever; see `main` for the limits.
+        process or compute for ever; the caller sees to the limits above.
         """
         import numpy as np
 
@@ -147,44 +161,25 @@ class GrammarCompiler:
         elif grammar.kind == "regex":
             source = LLMatcher.grammar_from_regex(grammar.text)
         else:
-            source = LLMatcher.grammar_from_lark(grammar.text)
+            source = LLMatcher.grammar_from_lark(_as_lark(grammar.text))
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequest(matcher.get_error()[:1000].strip(), param="grammar")
         return matcher
 
 
+def _as_lark(text: str) -> str:
+    """The grammar in Lark's notation, also of one in llama.cpp's (GBNF), which vLLM's users write."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if "::=" not in text or is_lark_syntax(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # it raises errors of its own, and others for what it did not foresee
+        raise InvalidRequest(f"not a grammar of Lark's kind nor of GBNF's: {error}"[:1000], param="grammar") from None
+
+
 def first_line(matcher: LLMatcher) -> str:
     """The first line of a matcher's error; llguidance adds the parser's state below it."""
     return matcher.get_error().partition("\n")[0][:300]
-
-
-def main(stdin: BinaryIO, stdout: BinaryIO) -> None:
-    """Check grammars: read a Vocabulary and then Grammars, each a line of JSON.
-
-    Answers each grammar with a line of JSON: null, or the message that says what is wrong with it. The process ends
-    when a check takes more than MAX_CPU_SECONDS.
-    """
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_CHECK_MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    vocabulary = msgspec.json.decode(stdin.readline(), type=Vocabulary)
-    compiler: GrammarCompiler | None = None
-    for line in stdin:
-        wrong: str | None = None
-        try:
-            if compiler is None:
-                compiler = GrammarCompiler(vocabulary)
-            # The timer's signal, SIGPROF, ends the process by default, even inside native code.
-            signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
-            compiler.check(msgspec.json.decode(line, type=Grammar))
-        except QuireError as error:
-            wrong = error.message
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        stdout.write(msgspec.json.encode(wrong) + b"\n")
-        stdout.flush()
-
-
-if __name__ == "__main__":
-    threading.stack_size(CHECK_STACK_BYTES)
-    thread = threading.Thread(target=main, args=(sys.stdin.buffer, sys.stdout.buffer))
-    thread.start()
-    thread.join()

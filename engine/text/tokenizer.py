@@ -6,17 +6,43 @@ Only a directory without a tokenizer.json needs transformers, which is imported 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.folder import MIB, open_file
+from quire.engine.gguf.files import ModelFiles
+from quire.engine.text.patterns import check_growth, check_patterns, panicked
+from quire.engine.text.tokenizer_files import (
+    CONFIG_BYTES,
+    given_template,
+    read_chat_templates,
+    read_eos_token_ids,
+    read_object,
+    read_special_tokens,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPACE_MARK = "\u2581"
 """The character that SentencePiece writes for a space."""
+_TOKENIZER_BYTES = 256 * MIB
+_UNUSED_IDS = 65_536
+"""How many ids a vocabulary may leave out, beside as many as it has."""
+_OTHER_FILES = ("*.model", "tokenizer.*", "vocab.*", "*.tiktoken", "tekken.json")
+"""What transformers makes tokenizers from."""
+_TRIED = "A text, with 1 number\n\tand é."
+_SHOWN = 300
+"""Characters of the library's message that an error shows."""
 
 
 class Scheme(Enum):
@@ -40,8 +66,15 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         chat_templates: Mapping[str, str],
         eos_token_ids: Sequence[int] = (),
+        config: Mapping[str, Any] | None = None,
+        model_vocab_size: int | None = None,
     ) -> None:
+        """model_vocab_size: texts with tokens that a model of this size lacks are refused; None: none are."""
         self.backend = backend
+        self.config = dict(config or {})
+        """The content of tokenizer_config.json."""
+        self._lacking = None if model_vocab_size is None or self.highest_id < model_vocab_size else model_vocab_size
+        """Ids from this one on are the tokenizer's alone; None where the model has all of them, as is usual."""
         self.special_tokens = dict(special_tokens)
         """By role (bos_token, eos_token, …): the variables that chat templates can use."""
         self.chat_templates = dict(chat_templates)
@@ -53,55 +86,106 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self.scheme, self.strips_first_space = _read_decoder(backend)
+        self._special = _special_pattern(backend, self.special_ids)
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 
     @classmethod
-    def load(cls, path: str | Path, chat_template: str | None = None) -> Tokenizer:
-        """Read a model directory.
+    def load(cls, path: str | Path, chat_template: str | None = None, model_vocab_size: int | None = None) -> Tokenizer:
+        """Read a model directory, or a GGUF file.
 
-        chat_template: a file or the template itself, to be used instead of the model's own.
+        chat_template: a file or the template itself, to be used instead of the model's own. model_vocab_size: as above.
         Raises ModelError when the directory has no readable tokenizer, ConfigError when the template's file cannot be
         read.
         """
         path = Path(path)
-        config = _read_json(path / "tokenizer_config.json")
-        special_map = _read_json(path / "special_tokens_map.json")
-        special_tokens = _special_tokens(special_map) | _special_tokens(config)
-        try:
-            if (path / "tokenizer.json").is_file():
-                backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-                _add_missing_tokens(backend, config, special_tokens)
-            else:
+        files = ModelFiles(path)
+        config = read_object(files, "tokenizer_config.json")
+        # Some models have an empty one, which transformers does not mind.
+        empty = files.bytes("special_tokens_map.json", CONFIG_BYTES, may_be_empty=True) == b""
+        special_map = {} if empty else read_object(files, "special_tokens_map.json")
+        special_tokens = read_special_tokens(special_map) | read_special_tokens(config)
+        content = files.bytes("tokenizer.json", _TOKENIZER_BYTES)
+        with _explained(path.name if content is None else files.label("tokenizer.json")):
+            if content is None:
                 backend = _load_by_transformers(path)
-        except ModelError:
-            raise
-        except Exception as error:  # the tokenizers library raises no narrower type
-            raise ModelError(f"cannot read the tokenizer of {path.name}: {error}") from error
+            else:
+                backend = tokenizers.Tokenizer.from_buffer(content)
+                _add_missing_tokens(backend, config, special_tokens)
         backend.no_truncation()
         backend.no_padding()
-        return cls(
+        check_growth(backend)
+        check_patterns(backend)
+        # Some parts that contradict each other show with the first text only.
+        with _explained(files.label("tokenizer.json")):
+            backend.decode(backend.encode(_TRIED).ids)
+        templates = read_chat_templates(files, config) if chat_template is None else given_template(chat_template)
+        tokenizer = cls(
             backend,
             special_tokens=special_tokens,
-            chat_templates=_chat_templates(path, config) if chat_template is None else _given_template(chat_template),
-            eos_token_ids=_eos_token_ids(path),
+            chat_templates=templates,
+            eos_token_ids=read_eos_token_ids(files),
+            config=config,
+            model_vocab_size=model_vocab_size,
         )
+        if tokenizer.highest_id > 2 * tokenizer.vocab_size + _UNUSED_IDS:  # grammars have a bit for each id
+            raise ModelError(
+                f"model: tokenizer.json: one of its {tokenizer.vocab_size} tokens has the id {tokenizer.highest_id}"
+            )
+        return tokenizer
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return int(self.backend.get_vocab_size(with_added_tokens=True))
 
+    @cached_property
+    def highest_id(self) -> int:
+        """Of all tokens, added ones included; -1 if there are none. Takes a tenth of a second for 150,000 tokens."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; with add_special_tokens also those that the tokenizer puts around it, such as BOS."""
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [list(encoding.ids) for encoding in encodings]
+        """Token ids of each text. Raises InvalidRequest for a text with a token that the model lacks, and for one on
+        which the library fails."""
+        encodings = self.encodings(texts, add_special_tokens=add_special_tokens)
+        return [self.known(encoding.ids) for encoding in encodings]
+
+    def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
+        """What the library makes of each text. Raises InvalidRequest for one on which it fails."""
+        try:
+            return list(self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens))
+        except BaseException as error:
+            if not panicked(error):
+                raise
+            raise InvalidRequest("the tokenizer fails on this text", param="prompt") from None
+
+    def known(self, ids: list[int]) -> list[int]:
+        """The ids; raises InvalidRequest for one that the model lacks, which would end the engine."""
+        if self._lacking is not None and ids and (highest := max(ids)) >= self._lacking:
+            message = f"the text has the token {self.token(highest)!r}, which the model has no embedding for"
+            raise InvalidRequest(message, param="prompt")
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def for_transformers(self) -> PreTrainedTokenizerFast:
+        """The same tokenizer as transformers has it, chat template included."""
+        from transformers import PreTrainedTokenizerFast
+
+        made = PreTrainedTokenizerFast(tokenizer_object=self.backend, **self.special_tokens)
+        made.chat_template = self.chat_templates.get("default") if len(self.chat_templates) < 2 else self.chat_templates
+        return made
+
+    def special_parts(self, text: str) -> list[tuple[str, int | None]]:
+        """The text cut at special tokens: each part with its token's id, or with None for text between."""
+        parts = self._special.split(text) if self._special is not None else [text]
+        ids = [self.backend.token_to_id(part) if index % 2 else None for index, part in enumerate(parts)]
+        return [(part, token_id) for part, token_id in zip(parts, ids, strict=True) if part]
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's string for an id, such as `Ġhello` or `▁hello`; None for an id outside the vocabulary."""
@@ -164,6 +248,13 @@ def _bytes_as_characters() -> dict[str, int]:
 BYTE_OF_CHARACTER = _bytes_as_characters()
 
 
+def _special_pattern(backend: tokenizers.Tokenizer, special_ids: Iterable[int]) -> re.Pattern[str] | None:
+    """Matches any special token, the longest that fits."""
+    tokens = [backend.id_to_token(token_id) for token_id in special_ids]
+    ordered = sorted((token for token in tokens if token), key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
+
+
 def _read_decoder(backend: tokenizers.Tokenizer) -> tuple[Scheme, bool]:
     """Returns the scheme, and whether decoding drops the first space of a text."""
     if backend.decoder is None:
@@ -181,25 +272,18 @@ def _read_decoder(backend: tokenizers.Tokenizer) -> tuple[Scheme, bool]:
     return Scheme.OTHER, False
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} for a file that is missing or empty, or that does not contain an object."""
-    if not path.is_file() or path.stat().st_size == 0:
-        return {}
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """The library raises no narrower type than Exception, and where its Rust code panics one that is not even that."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path.name} is not JSON: {error}") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The entries named `…_token`, by name. Each is a string, or an object with the string as its `content`."""
-    found = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
+        yield
+    except ModelError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and not panicked(error):
+            raise
+        text = " ".join(str(error).removeprefix("Cannot instantiate Tokenizer from buffer: ").split())[:_SHOWN]
+        raise ModelError(f"model: {name}: cannot read the tokenizer: {text}") from error
 
 
 def _add_missing_tokens(
@@ -210,15 +294,19 @@ def _add_missing_tokens(
     Tokens that only tokenizer_config.json lists are added, and every token with a role becomes a special token.
     """
     known = backend.get_added_tokens_decoder()
-    listed = {int(key): value for key, value in config.get("added_tokens_decoder", {}).items()}
-    for token_id, entry in sorted(listed.items()):
-        if token_id not in known:
-            token = tokenizers.AddedToken(**{name: entry[name] for name in ADDED_TOKEN_FIELDS if name in entry})
-            (backend.add_special_tokens if token.special else backend.add_tokens)([token])
-    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    listed: dict[int, dict[str, Any]] = config.get("added_tokens_decoder") or {}
+    new = [
+        tokenizers.AddedToken(**{name: entry[name] for name in ADDED_TOKEN_FIELDS if name in entry})
+        for token_id, entry in sorted(listed.items())
+        if token_id not in known
+    ]
+    # Not one by one: each call takes as long as there are added tokens.
+    for special, tokens in groupby(new, lambda token: token.special):
+        (backend.add_special_tokens if special else backend.add_tokens)(list(tokens))
+    roles = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     by_content = {token.content: token for token in known.values()}
     for content in special_tokens.values():
-        if content not in special and backend.token_to_id(content) is not None:
+        if content not in roles and backend.token_to_id(content) is not None:
             old = by_content.get(content)
             token = tokenizers.AddedToken(content, special=True, normalized=False)
             if old is not None:
@@ -233,44 +321,18 @@ ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized"
 
 def _load_by_transformers(path: Path) -> tokenizers.Tokenizer:
     """Let transformers convert other tokenizer files, such as SentencePiece's tokenizer.model."""
-    if not any(path.glob("*.json")):
-        raise ModelError(f"model: {path.name} has no config.json and no tokenizer")
+    others = [file for pattern in _OTHER_FILES for file in path.glob(pattern)]
+    for file in others:
+        if (opened := open_file(file)) is not None:
+            opened.close()
+    if not others:
+        raise ModelError(f"model: {path.name} has no tokenizer.json and no file that a tokenizer could be made from")
     from transformers import AutoTokenizer
+    from transformers.utils import logging
 
-    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    logging.set_verbosity(logging.CRITICAL)  # what fails is said by the error
+    tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
-        raise ModelError(f"{path.name} has no fast tokenizer (no tokenizer.json, and transformers builds none)")
+        raise ModelError(f"model: {path.name} has no fast tokenizer (no tokenizer.json, and transformers builds none)")
     return backend
-
-
-def _given_template(given: str) -> dict[str, str]:
-    """Read a template given by its path or as Jinja source; what contains a brace is taken as source."""
-    try:
-        return {"default": given if "{" in given else Path(given).expanduser().read_text(encoding="utf-8")}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"chat_template: cannot read {given}: {error}", param="chat_template") from error
-
-
-def _chat_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The model's templates by name. A file of its own overrides tokenizer_config.json, as in transformers."""
-    templates: dict[str, str] = {}
-    entry = config.get("chat_template")
-    if isinstance(entry, str):
-        templates["default"] = entry
-    elif isinstance(entry, list):
-        templates.update({item["name"]: item["template"] for item in entry})
-    as_json = _read_json(path / "chat_template.json").get("chat_template")
-    if isinstance(as_json, str):
-        templates["default"] = as_json
-    if (path / "chat_template.jinja").is_file():
-        templates["default"] = (path / "chat_template.jinja").read_text(encoding="utf-8")
-    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
-        templates[file.stem] = file.read_text(encoding="utf-8")
-    return templates
-
-
-def _eos_token_ids(path: Path) -> list[int]:
-    """The end-of-sequence ids in generation_config.json, which holds one id, several or none."""
-    eos = _read_json(path / "generation_config.json").get("eos_token_id")
-    return [eos] if isinstance(eos, int) else list(eos or [])

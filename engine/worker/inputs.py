@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.batch import Admission, Batch, Row
-from quire.engine.worker.sampling_rules import Rules
+from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
-from quire.kernels.backend import AttentionMetadata
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,7 @@ class ForwardInputs:
     token_ids: Tensor  # [T] int32
     metadata: AttentionMetadata
     sampled: Tensor  # [R] int64, indices into the T tokens
+    owners: Tensor  # [T] int64, the slot of each token
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Picks:
     positions: np.ndarray  # [R] int64, also the number of tokens so far
     slots_there: Tensor  # the two on the device
     positions_there: Tensor
+    context: LinearContext
+    """Of the picks' rows."""
 
 
 class Slots:
@@ -57,22 +60,25 @@ class Slots:
         device: torch.device,
         *,
         scratch_page: int | None = None,
+        groups: int = 1,
     ) -> None:
         """`scratch_page`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept on
-        the device too; `decode_inputs` needs both."""
+        the device too; `decode_inputs` needs both. `groups`: of layers that have pages of their own; for each
+        block_size tokens a table has a page of each of them, side by side."""
         self.block_size = block_size
         self.device = device
+        self.groups = groups
         self.scratch_slot = num_slots
         self.max_pages = -(-max_model_len // block_size)
         self.owners: list[Owner | None] = [None] * num_slots
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
-        self._blocks = np.zeros((num_slots, self.max_pages), dtype=np.int32)
+        self._blocks = np.zeros((num_slots, self.max_pages * groups), dtype=np.int32)
         self._num_blocks = [0] * num_slots
         self._tables: Tensor | None = None
         if scratch_page is not None:
-            self._tables = torch.zeros((num_slots + 1, self.max_pages), dtype=torch.int32, device=device)
-            self._tables[num_slots] = scratch_page
+            self._tables = torch.zeros((groups, num_slots + 1, self.max_pages), dtype=torch.int32, device=device)
+            self._tables[:, num_slots] = scratch_page
 
     def admit(self, owner: Owner) -> None:
         admission = owner.admission
@@ -93,8 +99,16 @@ class Slots:
             new = np.array([block for row in grown for block in row.new_blocks], dtype=np.int32)
             slots = np.repeat([row.slot for row in grown], counts)
             index = np.concatenate([np.arange(self._num_blocks[row.slot])[-len(row.new_blocks) :] for row in grown])
-            there = upload([slots, index, new], self.device)
-            self._tables[there[0], there[1]] = there[2]
+            there = upload([index % self.groups, slots, index // self.groups, new], self.device)
+            self._tables[there[0], there[1], there[2]] = there[3]
+
+    def put_pages(self, slot: int, first: int, pages: list[int]) -> None:
+        """A slot's pages from its page `first` on, where there are no tables on the device; those beyond the longest
+        context are left out."""
+        assert self._tables is None
+        assert self.groups == 1
+        room = self.max_pages - first
+        self._blocks[slot, first : first + len(pages)] = pages[:room]
 
     def put_drafts(self, rows: list[Row]) -> None:
         """Write the rows' drafts to their slots' tokens."""
@@ -115,27 +129,66 @@ class Slots:
         if len(positions) > len(rows):
             rows = [row for row in rows for _ in (None, *row.draft_ids)]
         slots = np.array([row.slot for row in rows], dtype=np.int64)
-        return Picks(rows, slots, positions, *upload([slots, positions], self.device))
+        there = upload([slots, positions], self.device)
+        return Picks(rows, slots, positions, there[0], there[1], self.context(rows, np.ones(len(rows), dtype=np.int64)))
+
+    def context(self, rows: list[Row], counts: np.ndarray) -> LinearContext:
+        """Of `counts` [rows] tokens of each row."""
+        adapters = self.adapters(rows)
+        if not adapters.any():
+            return NO_ADAPTERS
+        (there,) = upload([np.repeat(adapters, counts)], self.device)
+        return LinearContext.of(there)
+
+    def adapters(self, rows: list[Row]) -> np.ndarray:
+        """The slot of each row's adapter, [rows] int64."""
+        owners = [self.owners[row.slot] for row in rows]
+        return np.array([0 if owner is None else owner.admission.adapter for owner in owners], dtype=np.int64)
 
     def decode_inputs(self, rows: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
         """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
-        hold it. rows [2, B] int64 are slots and positions; no context has more than `pages` pages."""
+        hold it. rows [2 or 3, B] int64 are slots, positions and, if some have adapters, the slots of these; no context
+        has more than `pages` pages."""
         assert self._tables is not None
-        slots, positions = rows
-        table = self._tables[:, :pages][slots]
-        page = table.gather(1, (positions // self.block_size)[:, None]).squeeze(1)
+        slots, positions, *adapters = rows
+        tables = self._tables[:, :, :pages][:, slots]
+        page = tables.gather(2, (positions // self.block_size)[None, :, None].expand(self.groups, -1, 1)).squeeze(2)
+        stored = page.long() * self.block_size + positions % self.block_size
         contexts = (positions + 1).to(torch.int32)
         metadata = AttentionMetadata(
             query_start=torch.arange(rows.shape[1] + 1, dtype=torch.int32, device=self.device),
             context_lens=contexts,
             key_start=F.pad(contexts.cumsum(0, dtype=torch.int32), (1, 0)),
-            block_table=table,
+            block_table=tables[0],
             positions=positions,
-            slots=page.long() * self.block_size + positions % self.block_size,
+            slots=stored[0],
             max_query_len=1,
             max_context_len=pages * self.block_size,
+            linear=LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS,
         )
-        return self.token_ids[slots, positions], metadata
+        return self.token_ids[slots, positions], metadata.grouped(tables.unbind(), stored.unbind())
+
+    def scratch_prompt(self, length: int) -> ForwardInputs:
+        """A prompt of that length, or of the longest there may be, all of it on the scratch page."""
+        assert self._tables is not None
+        length = min(length, self.max_pages * self.block_size)
+        positions = torch.arange(length, device=self.device)
+        page = self._tables[0, self.scratch_slot, 0].long()
+        starts = torch.arange(2, dtype=torch.int32, device=self.device) * length
+        all_scratch = self._tables[0, self.scratch_slot :, : -(-length // self.block_size)]
+        metadata = AttentionMetadata(
+            query_start=starts,
+            context_lens=starts[1:],
+            key_start=starts,
+            block_table=all_scratch,
+            positions=positions,
+            slots=page * self.block_size + positions % self.block_size,
+            max_query_len=length,
+            max_context_len=length,
+        )
+        metadata = metadata.grouped([all_scratch] * self.groups, [metadata.slots] * self.groups)
+        owners = torch.full_like(positions, self.scratch_slot)
+        return ForwardInputs(torch.zeros_like(positions, dtype=torch.int32), metadata, positions[-1:], owners)
 
     def build(self, batch: Batch) -> ForwardInputs:
         """A batch's tensors; call `take_pages` first."""
@@ -143,23 +196,34 @@ class Slots:
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         counts = np.array([row.count for row in rows], dtype=np.int64)
-        sampling = [row.sample for row in rows]
+        ends = np.cumsum(counts)
+        picked = _picked([row for row in rows if row.sample], ends[[row.sample for row in rows]]) - 1
+        return self.inputs(slots, starts, counts, picked, self.context(rows, counts))
+
+    def inputs(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, picked: np.ndarray, linear: LinearContext
+    ) -> ForwardInputs:
+        """The tensors of rows of `counts` tokens from `starts` on, each [rows] int64. picked [R] int64: the tokens that
+        are followed by a pick, by their place among all."""
         ends = np.cumsum(counts)
         owner = np.repeat(slots, counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        pages = self._blocks[owner, positions // self.block_size]
+        tables = self._blocks.reshape(len(self._blocks), -1, self.groups)
+        pages = tables[owner, positions // self.block_size].astype(np.int64)
+        stored = pages * self.block_size + (positions % self.block_size)[:, None]
         contexts = starts + counts
         longest = int(contexts.max())
-        query_start, context_lens, key_start, block_table, at, kv_slots, owners, sampled = upload(
+        tables = tables[slots, : -(-longest // self.block_size)]
+        query_start, context_lens, key_start, at, owners, sampled, *paged = upload(
             [
                 np.concatenate(([0], ends)).astype(np.int32),
                 contexts.astype(np.int32),
                 np.concatenate(([0], np.cumsum(contexts))).astype(np.int32),
-                self._blocks[slots, : -(-longest // self.block_size)],
                 positions,
-                pages.astype(np.int64) * self.block_size + positions % self.block_size,
                 owner,
-                _picked([row for row in rows if row.sample], ends[sampling]) - 1,
+                picked,
+                *(tables[:, :, group] for group in range(self.groups)),
+                *(stored[:, group] for group in range(self.groups)),
             ],
             self.device,
         )
@@ -167,13 +231,16 @@ class Slots:
             query_start=query_start,
             context_lens=context_lens,
             key_start=key_start,
-            block_table=block_table,
+            block_table=paged[0],
             positions=at,
-            slots=kv_slots,
+            slots=paged[self.groups],
             max_query_len=int(counts.max()),
             max_context_len=longest,
+            linear=linear,
+            whole=not starts.any(),
         )
-        return ForwardInputs(self.token_ids[owners, at], metadata, sampled)
+        metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
+        return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
 
 
 def _picked(rows: list[Row], ends: np.ndarray) -> np.ndarray:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import ctypes
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from subprocess import SubprocessError
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from quire.engine.checkpoint.kv_plan import GIB, available_host_bytes, device_kv_budget, host_kv_budget
+from quire.engine.batch import PageCopy
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_plan import (
+    CPU_KV_BYTES,
+    GIB,
+    available_host_bytes,
+    device_kv_budget,
+    host_kv_budget,
+)
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import PageTensor
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
-from quire.engine.worker.device_sampler import choose_sampler
-from quire.engine.worker.sampling_rules import SamplingRow, rules_of
-from quire.kernels.backend import AttentionMetadata, Backend, Pages
+from quire.engine.worker.sampling.device_sampler import choose_sampler
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, rules_of
+from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Pages
+from quire.kernels.gpu.faults import compiler_fault
 
 _HEADROOM = 1 / 8
 """The share of a KV cache in the host's memory that is touched before it is needed."""
@@ -26,14 +41,15 @@ _CPU_REFUSAL = "can't allocate memory"
 
 
 def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
-    """Bytes for the KV cache, with the weights already loaded; on a GPU a step needs `step_bytes` beside it.
+    """Bytes for the KV cache, with the weights already loaded; `step_bytes` are needed beside it.
 
     Raises ConfigError, with the arithmetic, where nothing is left.
     """
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory * GIB)
     if device.type != "cuda":
-        return host_kv_budget(available_host_bytes())
+        free = available_host_bytes() - step_bytes - int((config.kv_offload_memory or 0) * GIB)
+        return host_kv_budget(free) // config.data_parallel_size
     free, total = torch.cuda.mem_get_info(device)
     budget = device_kv_budget(free, total, config.gpu_memory_utilization) - step_bytes
     if budget <= 0:
@@ -49,21 +65,42 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
     return budget
 
 
+def most_tokens(config: EngineConfig, model: ModelConfig, device: torch.device, itemsize: int, block_size: int) -> int:
+    """A bound on the tokens that the KV cache will hold, known before the weights are loaded; at least one page's.
+
+    It keeps tables with a row for each position from growing with what config.json claims.
+    """
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks * block_size
+    if config.kv_cache_memory is not None:
+        budget = int(config.kv_cache_memory * GIB)
+    else:
+        budget = CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
+    return max(budget // (2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize), block_size)
+
+
 @torch.inference_mode()
 def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     """Bytes that the largest step takes on the GPU beside weights and KV cache. Runs one, on pages of its own."""
     device, length = model.device, min(config.max_num_batched_tokens, model.max_model_len)
     seqs = -(-config.max_num_batched_tokens // length)
-    metadata = prompts(seqs, length, backend.block_size, device)
-    pages = _shared_pages(model, metadata.block_table.numel())
+    metadata = prompts(seqs, length, backend.block_size, device, model.groups.count)
+    if model.adapters is not None:
+        linear = LinearContext.of(torch.ones_like(metadata.positions))
+        others = tuple(replace(each, linear=linear) for each in metadata.others)
+        metadata = replace(metadata, linear=linear, others=others)
+    pages = _shared_pages(model, metadata.block_table.numel() * model.groups.count)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     ids = torch.zeros(seqs * length, dtype=torch.int32, device=device)
     picks = min(config.max_num_seqs, len(ids))
     hidden = model.forward(ids, metadata, pages, torch.arange(picks, device=device))
-    row = SamplingRow(rules_of(SamplingParams(top_p=0.5), ()), 0, length, length, ids[None], 0)
-    choose_sampler(device, model.argmax, model.draw)(model.logits(hidden), [row] * picks, None)
+    if model.has_head:
+        row = SamplingRow(rules_of(SamplingParams(top_p=0.5), ()), 0, length, length, ids[None], 0)
+        choose_sampler(device, model.argmax, model.draw)(
+            model.logits(hidden, metadata.linear.at(torch.arange(picks, device=device))), [row] * picks, None
+        )
     torch.cuda.synchronize(device)
     taken = torch.cuda.max_memory_allocated(device) - before
     del pages, hidden
@@ -72,33 +109,71 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     return taken if config.enforce_eager else taken + taken // 4
 
 
-def prompts(seqs: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
-    """A step that computes `seqs` prompts of `length` tokens from their beginning, each on pages of its own."""
+def prompts(seqs: int, length: int, block_size: int, device: torch.device, groups: int = 1) -> AttentionMetadata:
+    """A step that computes `seqs` prompts of `length` tokens from their beginning, each on pages of its own, in each
+    group of layers."""
     each = -(-length // block_size)
     table = torch.arange(seqs * each, dtype=torch.int32, device=device).view(seqs, each)
     positions = torch.arange(length, device=device).repeat(seqs)
     starts = torch.arange(0, seqs * length + 1, length, dtype=torch.int32, device=device)
     first = torch.arange(seqs, device=device).repeat_interleave(length) * each * block_size
-    return AttentionMetadata(
+    tables = [table + group * table.numel() for group in range(groups)]
+    slots = [first + positions + group * table.numel() * block_size for group in range(groups)]
+    first_group = AttentionMetadata(
         query_start=starts,
         context_lens=torch.full((seqs,), length, dtype=torch.int32, device=device),
         key_start=starts,
         block_table=table,
         positions=positions,
-        slots=first + positions,
+        slots=slots[0],
         max_query_len=length,
         max_context_len=length,
+        whole=True,
     )
+    return first_group.grouped(tables, slots)
 
 
-def allocate_kv_cache(model: Decoder, num_blocks: int) -> KVCache:
-    """The pages that every layer asks for. Their content is undefined; on Linux, untouched pages of the host take no
-    memory."""
-    return [_allocated(layer, model.device) for layer in model.pages(num_blocks)]
+class Paged(Protocol):
+    """What keeps keys and values: a decoder, or a head that drafts for it."""
+
+    device: torch.device
+
+    @property
+    def page_formula(self) -> str: ...
+
+    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]: ...
+
+
+def page_bytes(model: Paged) -> int:
+    """Of one page of one group of layers (engine/checkpoint/page_groups.py)."""
+    return sum(tensor.nbytes for layer in model.pages(1) for tensor in layer)
+
+
+def allocate_pages(model: Paged, num_blocks: int) -> list[Tensor]:
+    """The pages of all layers, those of one kind as one tensor [tensors, pages, ...]: what happens to a page in all
+    layers is one operation. Their content is undefined on the host, where untouched pages take no memory on Linux; on
+    other devices it is zeros, as kernels read pages before a window, of weight 0, that may have never been written."""
+    kinds = Counter(each for layer in model.pages(num_blocks) for each in layer)
+    make = torch.empty if model.device.type == "cpu" else torch.zeros
+    return [make((count, *kind.shape), dtype=kind.dtype, device=model.device) for kind, count in kinds.items()]
+
+
+def layers_of(model: Paged, pages: Sequence[Tensor]) -> KVCache:
+    """What of the `allocate_pages` each layer asks for."""
+    layers = model.pages(pages[0].shape[1])
+    kinds = dict.fromkeys(each for layer in layers for each in layer)
+    parts = {kind: iter(each) for kind, each in zip(kinds, pages, strict=True)}
+    return [tuple(next(parts[kind]) for kind in layer) for layer in layers]
+
+
+def copy_page(pages: Sequence[Tensor], copy: PageCopy) -> None:
+    """Only for large pages, which lie token by token in every layout."""
+    for each in pages:
+        each[:, copy.target, : copy.tokens] = each[:, copy.source, : copy.tokens]
 
 
 def _shared_pages(model: Decoder, num_blocks: int) -> KVCache:
-    """Like allocate_kv_cache, but layers of equal shapes share one set of pages: saves memory, results are wrong."""
+    """Like allocate_pages, but layers of equal shapes share one set of pages: saves memory, results are wrong."""
     layers = model.pages(num_blocks)
     kinds = {layer: _allocated(layer, model.device) for layer in layers}
     return [kinds[layer] for layer in layers]
@@ -139,12 +214,29 @@ class Headroom:
         return True
 
 
+def return_freed() -> None:
+    """Hand memory that was freed back to the system, where the C library can: what loading took and nothing uses."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def return_memory() -> None:
+    """The same for the device's memory too."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return_freed()
+
+
 @contextmanager
 def explained(what: str, param: str, advice: str) -> Iterator[None]:
-    """Turns an out-of-memory error into a ConfigError that says what needed the memory, and what to change."""
+    """Turns an out-of-memory error into a ConfigError that says what needed the memory, and what to change; and one of
+    the compiler that Triton needs into one that says how to install it."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError, SubprocessError) as error:
+        if (compiler := compiler_fault(error)) is not None:
+            raise ConfigError(compiler) from error
         if not isinstance(error, torch.OutOfMemoryError) and _CPU_REFUSAL not in str(error):
             raise
         room = ""
@@ -152,3 +244,10 @@ def explained(what: str, param: str, advice: str) -> Iterator[None]:
             free, total = torch.cuda.mem_get_info()
             room = f"; {free / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are free"
         raise ConfigError(f"{param}: out of memory for {what}{room}. {advice}", param=param) from error
+
+
+def allocate_explained(model: Decoder, blocks: int) -> list[torch.Tensor]:
+    """As allocate_pages. Raises ConfigError naming the setting where memory is short."""
+    param = "gpu_memory_utilization" if model.device.type == "cuda" else "kv_cache_memory"
+    with explained(f"{blocks} pages of KV cache", param, "Lower it, or --max-model-len"):
+        return allocate_pages(model, blocks)

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from quire.engine.batch import Row, StepOutput
+from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.layers.pooling import PooledRow, finished_rows
 from quire.engine.types import TokenLogprob
-from quire.engine.worker.grammar import SlotGrammars
 from quire.engine.worker.inputs import Owner
-from quire.engine.worker.sampler import token_logprobs
+from quire.engine.worker.sampling.grammar import SlotGrammars
+from quire.engine.worker.sampling.sampler import token_logprobs, with_picked
 from quire.engine.worker.transfer import Download
 
 
@@ -30,15 +32,16 @@ LOGPROB_TENSORS = 4
 class PendingStep:
     """A launched step. `picks` has for each picked token its row, and the owner of that row's slot at the time of the
     launch. `download` has the picked tokens; then, if some are `asked` for log probabilities, what logprob_tensors
-    found for these picks (`asked` has their indices); then the same for each of `chunks`."""
+    found for these picks (`asked` has their indices); then the same for each of `chunks`; then, if there are rows
+    `pooled`, the vectors of those that end."""
 
     picks: list[tuple[Row, Owner]]
     asked: list[int]
     chunks: list[PromptChunk]
+    pooled: list[PooledRow]
+    pooling: Pooling | None
     download: Download
     grammars: SlotGrammars
-    errors: dict[str, str]
-    """By request id: why this worker cannot serve the request."""
 
     def result(self) -> StepOutput:
         """Wait for the device, and advance the grammars by what was picked. Call it once."""
@@ -46,21 +49,26 @@ class PendingStep:
         picked = next(tensors).tolist()
         found: list[TokenLogprob] = []
         if self.asked:
-            tops = [self.picks[index][1].rules.logprobs or 0 for index in self.asked]
+            rules = [self.picks[index][1].rules for index in self.asked]
+            tops = [each.logprobs or 0 for each in rules]
             found = token_logprobs([picked[i] for i in self.asked], islice(tensors, LOGPROB_TENSORS), tops)
+            found = [one if each.listed is None else with_picked(one) for one, each in zip(found, rules, strict=True)]
         token_ids, logprobs, errors = self._accept(picked, dict(zip(self.asked, found, strict=True)))
         prompt_logprobs: dict[str, list[TokenLogprob]] = {}
         for chunk in self.chunks:
             tops = [chunk.top] * len(chunk.token_ids)
             found = token_logprobs(chunk.token_ids, islice(tensors, LOGPROB_TENSORS), tops)
             prompt_logprobs[chunk.request_id] = prompt_logprobs.get(chunk.request_id, []) + found
-        return StepOutput(token_ids, logprobs, prompt_logprobs, errors)
+        vectors = {}
+        if self.pooling is not None and self.pooled:
+            vectors = finished_rows(self.pooled, next(tensors), self.pooling)
+        return StepOutput(token_ids, logprobs, prompt_logprobs, errors, vectors)
 
     def _accept(
         self, picked: list[int], found: dict[int, TokenLogprob]
     ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, str]]:
         """By request id: accepted tokens, their log probabilities, errors. `found` has them by index in `picked`."""
-        token_ids, logprobs, errors = {}, {}, dict(self.errors)
+        token_ids, logprobs, errors = {}, {}, dict[str, str]()
         first = 0
         while first < len(picked):
             row, owner = self.picks[first]

@@ -2,46 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.engine.batch import Batch, Row
-from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.executor import PageMover
+from quire.engine.layers.pooling import PooledRow, Pooler
+from quire.engine.models.decoder import Decoder
 from quire.engine.types import PoolingParams, SamplingParams
-from quire.engine.worker.device_sampler import choose_sampler
-from quire.engine.worker.grammar import SlotGrammars
 from quire.engine.worker.graphs import Capture, DecodeGraphs
-from quire.engine.worker.inputs import Owner, Picks, Slots
-from quire.engine.worker.memory import Headroom
+from quire.engine.worker.heads import Heads, HiddenStates
+from quire.engine.worker.inputs import ForwardInputs, Owner, Picks, Slots
+from quire.engine.worker.memory import Headroom, copy_page, layers_of
+from quire.engine.worker.pages import page_mover
 from quire.engine.worker.pending import PendingStep, PromptChunk
-from quire.engine.worker.sampler import logprob_tensors
-from quire.engine.worker.sampling_rules import SamplingRow, rules_of
+from quire.engine.worker.sampling.device_sampler import choose_sampler
+from quire.engine.worker.sampling.grammar import SlotGrammars
+from quire.engine.worker.sampling.sampler import logprob_tensors
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, listed_tokens, rules_of
 from quire.engine.worker.transfer import Download, upload
 
-NO_VECTORS = "the model generates tokens; it has no pooling head that would make a vector"
 _LOGIT_ROWS = 256
 """How many rows of prompt logits are held at once; with a vocabulary of 150,000 each takes 600 KB."""
+
+_WARM_PROMPTS = (2, 16, 128)
+"""Tokens."""
 
 
 class Runner:
     def __init__(
         self,
         model: Decoder,
-        kv_cache: KVCache,
+        pages: Sequence[Tensor],
         slots: Slots,
         grammars: SlotGrammars,
         eos_token_ids: tuple[int, ...],
         capture: Capture | None = None,
+        pooler: Pooler | None = None,
+        heads: Heads | None = None,
     ) -> None:
-        """`capture`: how decode steps become graphs, if they do; the slots have a scratch page then."""
+        """`pages`: what allocate_pages made. `capture`: how decode steps become graphs, if they do; the slots have a
+        scratch page then. `pooler`: makes vectors, where requests may ask for them. `heads`: guess tokens from the
+        hidden states, on the same slots."""
         self._model = model
-        self._kv_cache = kv_cache
+        self._pages = pages
+        self._kv_cache = layers_of(model, pages)
         self._slots = slots
         self._grammars = grammars
         self._eos = eos_token_ids
-        self._headroom = Headroom(kv_cache) if slots.device.type == "cpu" and capture is None else None
-        self._graphs = None if capture is None else DecodeGraphs(self._decode, capture, slots)
+        self._pooler = pooler
+        self._heads = heads
+        self._headroom = Headroom(self._kv_cache) if slots.device.type == "cpu" and capture is None else None
+        self.graphs = (
+            None if capture is None else DecodeGraphs(self._decode, capture, slots, adapters=model.adapters is not None)
+        )
         self._sample = choose_sampler(slots.device, model.argmax, model.draw)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
@@ -52,10 +69,11 @@ class Runner:
         On a GPU this only queues work, in the order of the calls: a step reads what earlier ones picked and stored,
         though the host has not waited for them.
         """
-        errors = self._admit(batch)
-        for copy in batch.copies:  # only of large pages, which lie token by token in every layout
-            for cache in (cache for layer in self._kv_cache for cache in layer):
-                cache[copy.target, : copy.tokens] = cache[copy.source, : copy.tokens]
+        self._admit(batch)
+        for copy in batch.copies:
+            copy_page(self._pages, copy)
+            if self._heads is not None:
+                copy_page(self._heads.pages, copy)
         self._slots.put_drafts(batch.rows)
         self._slots.take_pages(batch.rows)
         if self._headroom is not None:
@@ -63,60 +81,105 @@ class Runner:
         picks = self._slots.picks(batch)
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
-        if self._graphs is not None and self._graphs.fit(batch):
-            hidden = self._graphs.run(picks)
-        elif any(self._wants_prompt_logprobs(row) for row in batch.rows):
-            inputs = self._slots.build(batch)
-            every = torch.arange(len(inputs.token_ids), device=self._slots.device)
-            hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, every)
-            chunks, found = self._prompt_logprobs(batch.rows, hidden)
-            hidden = hidden[inputs.sampled]
-        else:
-            inputs = self._slots.build(batch)
-            hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
+        pooled = [] if self._pooler is None else self._pooled(batch.rows)
+        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
+        whole = bool(pooled) or any(self._wants_prompt_logprobs(row) for row in batch.rows)
+        hidden = self._compute(picks, inputs, whole=whole)
+        if whole and hidden.every is not None:
+            chunks, found = self._prompt_logprobs(batch.rows, hidden.every)
+            if self._pooler is not None and pooled:
+                found.append(self._pooler.take(pooled, hidden.every))
         owners = [self._owner(row) for row in picks.rows]
         asked = [index for index, owner in enumerate(owners) if owner.rules.logprobs is not None]
-        tensors = [*self._pick(picks, owners, asked, hidden), *found]
+        tensors = [*self._pick(picks, owners, asked, hidden.before_picks), *found]
+        if self._heads is not None:
+            self._heads.follow(batch, picks, hidden, inputs)
         made = list(zip(picks.rows, owners, strict=True))
-        return PendingStep(made, asked, chunks, Download(tensors, self._downloads), self._grammars, errors)
+        pooling = None if self._pooler is None else self._pooler.pooling
+        download = Download(tensors, self._downloads)
+        return PendingStep(made, asked, chunks, pooled, pooling, download, self._grammars)
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
         """Prepare something that a later step will need, in less than a second or so; False when all is ready."""
         if self._headroom is not None:
             return self._headroom.grow()
-        return self._graphs is not None and self._graphs.warm_up()
+        return self.graphs is not None and self.graphs.warm_up()
+
+    @torch.inference_mode()
+    def warm_sampler(self) -> None:
+        """Pick once greedily, once from all tokens and once from the likeliest: kinds of kernels of their own."""
+        device, table = self._slots.device, self._slots.token_ids
+        hidden = torch.zeros((1, self._model.spec.hidden_size), dtype=self._model.dtype, device=device)
+        for params in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
+            row = SamplingRow(rules_of(params, ()), 0, 1, 1, table, self._slots.scratch_slot)
+            self._sample(self._model.logits(hidden), [row], None)
+
+    @torch.inference_mode()
+    def warm_prompts(self) -> None:
+        """Compute short prompts on the scratch page. Kernels come in kinds by the number of queries, and a kind is
+        compiled, for seconds, when it is first called; the kind for long prompts was, when a step was measured."""
+        for length in _WARM_PROMPTS:
+            inputs = self._slots.scratch_prompt(length)
+            self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
+
+    def mover(self) -> PageMover:
+        pages = self._pages if self._heads is None else [*self._pages, *self._heads.pages]
+        return page_mover(pages, self._model.computes, None if self._headroom is None else self._headroom.use)
 
     def load_grammars(self) -> None:
         self._grammars.prepare()
 
-    def _admit(self, batch: Batch) -> dict[str, str]:
-        """Give slots to their new owners. Returns the errors of requests for vectors, by id: no model here makes any.
-
-        The row of such a request never samples, so it is computed like any other chunk of a prompt.
-        """
-        refused = set()
+    def _admit(self, batch: Batch) -> None:
+        """Give slots to their new owners. The row of a request for a vector never samples, so it has no rules."""
         for admission in batch.admissions:
             params = admission.params
-            if isinstance(params, PoolingParams):
-                refused.add(admission.slot)
-                params = SamplingParams()
-            self._slots.admit(Owner(admission, rules_of(params, self._eos)))
+            rules = rules_of(SamplingParams() if isinstance(params, PoolingParams) else params, self._eos)
+            self._slots.admit(Owner(admission, rules))
             self._grammars.admit(admission)
-        return {row.request_id: NO_VECTORS for row in batch.rows if row.slot in refused} if refused else {}
+
+    def _pooled(self, rows: list[Row]) -> list[PooledRow]:
+        """The rows of requests for vectors."""
+        found, begin = [], 0
+        for row in rows:
+            admission = self._owner(row).admission
+            if isinstance(admission.params, PoolingParams):
+                found.append(PooledRow(row, begin, admission.num_prompt, admission.params))
+            begin += row.count
+        return found
+
+    def _compute(self, picks: Picks, inputs: ForwardInputs | None, *, whole: bool) -> HiddenStates:
+        """The forward pass; by a graph where there are no `inputs`. `whole`: the hidden states of all tokens too."""
+        taps = () if self._heads is None else self._heads.head.taps
+        if inputs is None:
+            assert self.graphs is not None
+            side_by_side = self.graphs.run(picks)
+            if not taps:
+                return HiddenStates(side_by_side, side_by_side)
+            hidden, *tapped = (part.contiguous() for part in side_by_side.chunk(1 + len(taps), dim=1))
+            return HiddenStates(hidden, hidden, tapped)
+        if not whole and (self._heads is None or not self._heads.reads_all):
+            hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
+            return HiddenStates(hidden)
+        every = torch.arange(len(inputs.token_ids), device=self._slots.device)
+        hidden, tapped = self._model.forward_tapped(inputs.token_ids, inputs.metadata, self._kv_cache, every, taps)
+        return HiddenStates(hidden[inputs.sampled], hidden, tapped)
 
     def _decode(self, rows: Tensor, pages: int) -> Tensor:
-        """A step of one token per row, in a form that a graph can hold; see Slots.decode_inputs."""
+        """A step of one token per row, in a form that a graph can hold; see Slots.decode_inputs. What heads read beside
+        the hidden states stands right of these."""
         token_ids, metadata = self._slots.decode_inputs(rows, pages)
         every = torch.arange(rows.shape[1], device=rows.device)
-        return self._model.forward(token_ids, metadata, self._kv_cache, every)
+        taps = () if self._heads is None else self._heads.head.taps
+        hidden, tapped = self._model.forward_tapped(token_ids, metadata, self._kv_cache, every, taps)
+        return torch.cat((hidden, *tapped), dim=1) if tapped else hidden
 
     def _pick(self, picks: Picks, owners: list[Owner], asked: list[int], hidden: Tensor) -> list[Tensor]:
         """Pick tokens and write them to their slots. Returns them, [R] int64; then, if some are `asked` for log
         probabilities, what logprob_tensors finds."""
         if not picks.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden, picks.context)
         (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
         unmodified = logits[reported] if asked else None
         table = self._slots.token_ids
@@ -124,13 +187,14 @@ class Runner:
             SamplingRow(each.rules, each.admission.seed, length, each.admission.num_prompt, table, row.slot)
             for row, each, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
         ]
-        mask = self._grammars.mask([row.slot for row in picks.rows])
+        mask = self._grammars.mask(picks.rows)
         picked = self._sample(logits, rows, mask)
         table[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
         if unmodified is None:
             return [picked]
-        most = max(owners[index].rules.logprobs or 0 for index in asked)
-        return [picked, *logprob_tensors(unmodified, picked[reported], most)]
+        rules = [owners[index].rules for index in asked]
+        most = max(0 if each.listed is not None else each.logprobs or 0 for each in rules)
+        return [picked, *logprob_tensors(unmodified, picked[reported], most, listed_tokens(rules, logits.device))]
 
     def _prompt_logprobs(self, rows: list[Row], hidden: Tensor) -> tuple[list[PromptChunk], list[Tensor]]:
         """For each row that wants prompt log probabilities: the prompt tokens that follow its tokens, and what
@@ -146,7 +210,8 @@ class Runner:
                 top = owner.rules.prompt_logprobs or 0
                 for first in range(0, len(following), _LOGIT_ROWS):
                     part = following[first : first + _LOGIT_ROWS]
-                    logits = self._model.logits(hidden[begin + first : begin + first + len(part)])
+                    context = self._slots.context([row], np.array([len(part)]))
+                    logits = self._model.logits(hidden[begin + first : begin + first + len(part)], context)
                     (tokens,) = upload([np.array(part, dtype=np.int64)], logits.device)
                     chunks.append(PromptChunk(row.request_id, part, top))
                     tensors += logprob_tensors(logits, tokens, top)

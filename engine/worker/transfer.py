@@ -12,13 +12,17 @@ _ALIGNMENT = 16
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """The arrays as tensors on the device, in one copy from pinned memory; on the CPU they share the arrays' memory.
+    """The arrays as tensors on the device, in one copy from pinned memory, or none where all are empty; on the CPU they
+    share the arrays' memory.
 
     PyTorch keeps the pinned memory until the copy is done, whatever becomes of the tensors.
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    staged = torch.empty(_ends(arrays)[-1], dtype=torch.uint8, pin_memory=True)
+    size = _ends(arrays)[-1]
+    if size == 0:
+        return split(torch.empty(0, dtype=torch.uint8, device=device), arrays)
+    staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     fill(staged, arrays)
     return split(staged.to(device, non_blocking=True), arrays)
 

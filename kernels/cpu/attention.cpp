@@ -18,18 +18,37 @@ struct Batch {
   void* out;
   const void *query, *keys, *values;
   const int32_t *starts, *contexts, *table;
+  KVFormat format;
   long table_stride, key_stride, value_stride;  // elements from one row of the table, or one page, to the next
   int heads, kv_heads, dim;
   Softmax softmax;
 
   int group() const { return heads / kv_heads; }
   int width() const { return (dim + 15) / 16 * 16; }
+
+  // The parts of a KV head in a page.
+  template <class T>
+  const char* keys_of(long page, int kv_head) const {
+    return part<T>(keys, page * key_stride, kv_head);
+  }
+  template <class T>
+  const char* values_of(long page, int kv_head) const {
+    return part<T>(values, page * value_stride, kv_head);
+  }
+  template <class T>
+  const char* part(const void* pages, long offset, int kv_head) const {
+    return static_cast<const char*>(pages) +
+           (offset + kv_head * head_elements<T>(format, dim)) * element_bytes<T>(format);
+  }
+  // Elements of a tile's copies: of values, and where these are codes of keys, too.
+  long copied() const { return static_cast<long>(kTile) * width() * (format.held == kPlain ? 1 : 2); }
 };
 
 struct WorkItem {
   int sequence, kv_head;
   long first, count;  // the first query, as a token of the batch, and how many queries
   long position;      // of the first query in its sequence
+  long end;           // the first key that its last query does not see any more
   long tile;          // the only tile to compute; < 0: all
   long partial_row;   // with a single tile: the row of the TileResults for its first row
 };
@@ -38,7 +57,13 @@ long first_tile(const Batch& batch, const WorkItem& item) {
   const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
   return earliest > 0 ? earliest / kTile : 0;
 }
-long end_tile(const WorkItem& item) { return (item.position + item.count - 1) / kTile + 1; }
+long end_tile(const WorkItem& item) { return (item.end - 1) / kTile + 1; }
+
+// The first key that a query at this position of its sequence does not see any more.
+long seen_until(const Batch& batch, int sequence, long position) {
+  const long end = position + 1 + batch.softmax.ahead, context = batch.contexts[sequence];
+  return end < context ? end : context;
+}
 
 // Copies a block of values, with rows padded to `width` and with zeros for the tokens after the first `valid`.
 template <class T>
@@ -54,45 +79,66 @@ void clean_values(const T* from, T* to, int dim, int width, int valid) {
   }
 }
 
-// Finds the tile's blocks, as far as the item's last query sees them. If a block is not full, or the number of
-// dimensions is not a multiple of 16, its values are copied to `copies` with zeros in the gaps.
+// Finds the keys and values that are read after this tile: those of the item's next tile, or of the next item. They are
+// only prefetched, so a wrong guess costs time but changes no result.
 template <class T>
-void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies, TileBlocks& blocks) {
-  const int32_t* pages = batch.table + item.sequence * batch.table_stride;
-  const long end = item.position + item.count, begin = tile * kTile;
-  const long offset = head_offset(item.kv_head, batch.dim);
-  const long context = batch.contexts[item.sequence];
-  blocks.dim = batch.dim;
-  blocks.width = batch.width();
-  // Pages before the window may meanwhile belong to another sequence, so they must not be read.
-  const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
-  for (int b = 0; b < kTileBlocks && begin + b * kBlock < end; ++b) {
-    if (begin + (b + 1) * kBlock <= earliest) continue;
-    const long page = pages[begin / kBlock + b], valid = context - begin - b * kBlock;
-    const T* keys = static_cast<const T*>(batch.keys) + page * batch.key_stride + offset;
-    const T* values = static_cast<const T*>(batch.values) + page * batch.value_stride + offset;
-    if (valid < kBlock || blocks.width != batch.dim) {
-      T* copy = copies + static_cast<long>(b) * kBlock * blocks.width;
-      clean_values(values, copy, batch.dim, blocks.width, static_cast<int>(valid < kBlock ? valid : kBlock));
-      values = copy;
-    }
-    blocks.keys[b] = reinterpret_cast<const uint32_t*>(keys);
-    blocks.values[b] = reinterpret_cast<const uint32_t*>(values);
-  }
-}
-
-// Finds the keys that are read after this tile: those of the item's next tile, or of the next item. They are only
-// prefetched, so a wrong guess costs time but changes no result.
-template <class T>
-void find_next_keys(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, TileBlocks& blocks) {
+void find_next(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, TileBlocks& blocks) {
   const WorkItem& owner = next && tile + 1 >= end_tile(item) ? *next : item;
   const long begin = (&owner == &item ? tile + 1 : first_tile(batch, owner)) * kTileBlocks;
   const long last = (batch.contexts[owner.sequence] - 1) / kBlock;
   const int32_t* pages = batch.table + owner.sequence * batch.table_stride;
-  const T* keys = static_cast<const T*>(batch.keys) + head_offset(owner.kv_head, batch.dim);
   for (int b = 0; b < kTileBlocks; ++b) {
     const long page = pages[begin + b < last ? begin + b : last];
-    blocks.next_keys[b] = reinterpret_cast<const uint32_t*>(keys + page * batch.key_stride);
+    blocks.next_keys[b] = reinterpret_cast<const uint32_t*>(batch.keys_of<T>(page, owner.kv_head));
+    blocks.next_values[b] = reinterpret_cast<const uint32_t*>(batch.values_of<T>(page, owner.kv_head));
+  }
+}
+
+// Expands a block of codes to `copy`, which has room for both.
+template <class T, class Code>
+void expand_block(const char* keys, const char* values, T* copy, int b, int valid, TileBlocks& blocks) {
+  const auto *key_codes = reinterpret_cast<const uint8_t*>(keys), *codes = reinterpret_cast<const uint8_t*>(values);
+  auto* key_words = reinterpret_cast<uint32_t*>(copy);
+  auto* words = reinterpret_cast<uint32_t*>(copy + static_cast<long>(kBlock) * blocks.width);
+  expand_keys<T, Code>(key_codes, key_words, blocks.dim, blocks.next_keys[b]);
+  expand_values<T, Code>(codes, words, blocks.dim, blocks.width, valid, blocks.next_values[b]);
+  blocks.keys[b] = key_words;
+  blocks.values[b] = words;
+  blocks.key_scales[b] = reinterpret_cast<const bf16*>(key_codes + static_cast<long>(kBlock) * blocks.dim);
+  blocks.value_scales[b] = reinterpret_cast<const bf16*>(codes + static_cast<long>(kBlock) * blocks.dim);
+}
+
+// Finds the tile's blocks, as far as the item's last query sees them. If a block is not full, or the number of
+// dimensions is not a multiple of 16, its values are copied to `copies` with zeros in the gaps; codes always are, and
+// their keys as well.
+template <class T>
+void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies, TileBlocks& blocks) {
+  const int32_t* pages = batch.table + item.sequence * batch.table_stride;
+  const long end = item.end, begin = tile * kTile;
+  const long context = batch.contexts[item.sequence];
+  blocks.dim = batch.dim;
+  blocks.width = batch.width();
+  blocks.scaled = batch.format.held == kInt8;
+  // Pages before the window may meanwhile belong to another sequence, so they must not be read.
+  const long earliest = batch.softmax.window > 0 ? item.position - batch.softmax.window + 1 : 0;
+  for (int b = 0; b < kTileBlocks && begin + b * kBlock < end; ++b) {
+    if (begin + (b + 1) * kBlock <= earliest) continue;
+    const long page = pages[begin / kBlock + b], left = context - begin - b * kBlock;
+    const int valid = static_cast<int>(left < kBlock ? left : kBlock);
+    const char *keys = batch.keys_of<T>(page, item.kv_head), *values = batch.values_of<T>(page, item.kv_head);
+    if (batch.format.held != kPlain) {
+      T* copy = copies + static_cast<long>(b) * 2 * kBlock * blocks.width;
+      const auto expand = batch.format.held == kInt8 ? expand_block<T, int8_t> : expand_block<T, float8>;
+      expand(keys, values, copy, b, valid, blocks);
+      continue;
+    }
+    if (valid < kBlock || blocks.width != batch.dim) {
+      T* copy = copies + static_cast<long>(b) * kBlock * blocks.width;
+      clean_values(reinterpret_cast<const T*>(values), copy, batch.dim, blocks.width, valid);
+      values = reinterpret_cast<const char*>(copy);
+    }
+    blocks.keys[b] = reinterpret_cast<const uint32_t*>(keys);
+    blocks.values[b] = reinterpret_cast<const uint32_t*>(values);
   }
 }
 
@@ -102,8 +148,8 @@ template <class T, class Done>
 void attend_item(const Batch& batch, const WorkItem& item, long tile, const WorkItem* next, T* copies, float* values,
                  const Done& done) {
   TileBlocks blocks;
+  find_next<T>(batch, item, tile, next, blocks);
   find_blocks(batch, item, tile, copies, blocks);
-  find_next_keys<T>(batch, item, tile, next, blocks);
   const int group = batch.group();
   const long rows = item.count * group;
   long query = 0, head = 0;
@@ -113,7 +159,13 @@ void attend_item(const Batch& batch, const WorkItem& item, long tile, const Work
     for (int r = 0; r < count; ++r) {
       const long at = ((item.first + query) * batch.heads + item.kv_head * group + head) * batch.dim;
       some.query[r] = reinterpret_cast<const uint32_t*>(static_cast<const T*>(batch.query) + at);
-      some.at[r] = item.position + query - tile * kTile;
+      const long position = item.position + query;
+      some.at[r] = position - tile * kTile;
+      some.until[r] = seen_until(batch, item.sequence, position) - tile * kTile;
+      const Softmax& softmax = batch.softmax;
+      if (softmax.bias)
+        some.bias[r] =
+            softmax.bias + (item.kv_head * group + head) * softmax.bias_stride + softmax.bias_center - some.at[r];
       if (++head == group) {
         head = 0;
         ++query;
@@ -129,21 +181,29 @@ template <class T>
 void write_rows(const Batch& batch, const WorkItem& item, long row, int count, const Partial* sums,
                 const float* values) {
   const int group = batch.group();
+  const Vec scale = vset(batch.format.value_scale);
   for (int r = 0; r < count; ++r, values += batch.width()) {
     const long token = item.first + (row + r) / group, head = item.kv_head * group + (row + r) % group;
     T* out = static_cast<T*>(batch.out) + (token * batch.heads + head) * batch.dim;
     // Adding 0 turns -0 into 0. Merging does so too, and a row must have the same bits with and without merging.
     for (int d = 0; d < batch.dim; d += 16)
-      vstore_first(out + d, vdiv(vadd(vload(values + d), vset(0.0f)), vset(sums[r].total)), batch.dim - d);
+      vstore_first(out + d, vmul(vdiv(vadd(vload(values + d), vset(0.0f)), vset(sums[r].total)), scale), batch.dim - d);
   }
+}
+
+// Of a row before its first tile: empty, or what its head's sink weighs.
+INLINE Partial before_tiles(const Batch& batch, const WorkItem& item, long row) {
+  if (!batch.softmax.sinks) return {-kInfinity, 0.0f};
+  return {batch.softmax.sinks[item.kv_head * batch.group() + row % batch.group()] * kLog2E, 1.0f};
 }
 
 template <class T>
 void run_all_tiles(const Batch& batch, const WorkItem& item, const WorkItem* next) {
   const long rows = item.count * batch.group(), width = batch.width();
-  char* memory = scratch(kTile * width * sizeof(T) + (kRows + rows) * width * sizeof(float) + rows * sizeof(Partial));
+  const long copied = batch.copied();
+  char* memory = scratch(copied * sizeof(T) + (kRows + rows) * width * sizeof(float) + rows * sizeof(Partial));
   T* copies = reinterpret_cast<T*>(memory);
-  float* values = reinterpret_cast<float*>(copies + kTile * width);
+  float* values = reinterpret_cast<float*>(copies + copied);
   float* sums = values + kRows * width;
   auto* partials = reinterpret_cast<Partial*>(sums + rows * width);
   const long first = first_tile(batch, item), end = end_tile(item);
@@ -153,8 +213,8 @@ void run_all_tiles(const Batch& batch, const WorkItem& item, const WorkItem* nex
   const auto add = [&](long row, int count, const Partial* next, const float* from) {
     merge(count, partials + row, sums + row * width, next, from, static_cast<int>(width));
   };
-  if (end - first == 1) return attend_item<T>(batch, item, first, next, copies, values, write);
-  for (long r = 0; r < rows; ++r) partials[r] = {-kInfinity, 0.0f};
+  if (end - first == 1 && !batch.softmax.sinks) return attend_item<T>(batch, item, first, next, copies, values, write);
+  for (long r = 0; r < rows; ++r) partials[r] = before_tiles(batch, item, r);
   for (long i = 0; i < rows * width; ++i) sums[i] = 0.0f;
   for (long tile = first; tile < end; ++tile) attend_item<T>(batch, item, tile, next, copies, values, add);
   for (long r = 0; r < rows; ++r) write(r, 1, partials + r, sums + r * width);
@@ -169,9 +229,9 @@ struct TileResults {
 template <class T>
 void run_tile(const Batch& batch, const WorkItem& item, TileResults& results) {
   const long width = batch.width();
-  char* memory = scratch(kTile * width * sizeof(T) + kRows * width * sizeof(float));
+  char* memory = scratch(batch.copied() * sizeof(T) + kRows * width * sizeof(float));
   T* copies = reinterpret_cast<T*>(memory);
-  float* values = reinterpret_cast<float*>(copies + kTile * width);
+  float* values = reinterpret_cast<float*>(copies + batch.copied());
   const auto keep = [&](long row, int count, const Partial* next, const float* from) {
     for (int r = 0; r < count; ++r) results.partials[item.partial_row + row + r] = next[r];
     __builtin_memcpy(&results.values[(item.partial_row + row) * width], from, count * width * sizeof(float));
@@ -184,7 +244,7 @@ void merge_tiles(const Batch& batch, const WorkItem& item, long tiles, TileResul
   const long rows = item.count * batch.group(), width = batch.width();
   auto* sums = reinterpret_cast<float*>(scratch(width * sizeof(float)));
   for (long r = 0; r < rows; ++r) {
-    Partial sum = {-kInfinity, 0.0f};
+    Partial sum = before_tiles(batch, item, r);
     for (long d = 0; d < width; ++d) sums[d] = 0.0f;
     for (long t = 0; t < tiles; ++t) {
       const long from = item.partial_row + t * rows + r;
@@ -230,8 +290,9 @@ std::vector<WorkItem> split_work(const Batch& batch, int sequences, long& work) 
     for (int kv_head = 0; kv_head < batch.kv_heads; ++kv_head)
       for (long last = end; last > begin; last -= queries) {
         const long first = last - queries > begin ? last - queries : begin;
-        const WorkItem item = {s, kv_head, first, last - first, before + first - begin, -1, 0};
-        const long keys = item.position + item.count - first_tile(batch, item) * kTile;
+        const long position = before + first - begin, end = seen_until(batch, s, before + last - begin - 1);
+        const WorkItem item = {s, kv_head, first, last - first, position, end, -1, 0};
+        const long keys = item.end - first_tile(batch, item) * kTile;
         work += keys * (item.count * batch.group() + 4) * batch.dim;
         items.push_back(item);
       }
@@ -261,13 +322,15 @@ int attend(const Batch& batch, int sequences, long pages, int threads) {
 }  // namespace
 
 #define PAGED_ATTENTION(name, T)                                                                                       \
-  EXPORTED int name(void* out, const void* query, const void* keys, const void* values, const int32_t* starts,         \
-                    const int32_t* contexts, const int32_t* table, long table_stride, long key_stride,                 \
-                    long value_stride, long pages, int sequences, int heads, int kv_heads, int dim, float scale,       \
-                    int window, float softcap, int threads) {                                                          \
-    const Batch batch = {                                                                                              \
-        out,          query,      keys,         values, starts,   contexts, table,                                     \
-        table_stride, key_stride, value_stride, heads,  kv_heads, dim,      {scale, window, softcap}};                 \
+  EXPORTED int name(void* out, const void* query, const void* keys, const void* values, const KVFormat* format,        \
+                    const int32_t* starts, const int32_t* contexts, const int32_t* table, long table_stride,           \
+                    long key_stride, long value_stride, long pages, int sequences, int heads, int kv_heads, int dim,   \
+                    float scale, int window, float softcap, int ahead, const float* bias, long bias_stride,            \
+                    long bias_center, const float* sinks, int threads) {                                               \
+    const KVFormat held = held_as(format);                                                                             \
+    const Softmax softmax = {scale * held.key_scale, window, softcap, ahead, bias, bias_stride, bias_center, sinks};   \
+    const Batch batch = {out,          query,      keys,         values, starts,   contexts, table,  held,             \
+                         table_stride, key_stride, value_stride, heads,  kv_heads, dim,      softmax};                 \
     return attend<T>(batch, sequences, pages, threads);                                                                \
   }
 PAGED_ATTENTION(paged_attention_f32, float)

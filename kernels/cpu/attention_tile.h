@@ -16,13 +16,23 @@ struct Softmax {
   float scale;    // that scores are multiplied with
   int window;     // how many keys a query sees at most; 0: all up to its own position
   float softcap;  // scores become softcap * tanh(score / softcap); 0: they stay
+  int ahead;      // how many keys behind its own position a query sees
+  // Added to scores by the distance from query to key, if not null: for a head, bias[head * bias_stride + bias_center]
+  // is that of distance 0. Up to 15 entries behind a head's last distance are read.
+  const float* bias;
+  long bias_stride, bias_center;
+  const float* sinks;  // by query head, if not null: a score that has a weight and no value
 };
 
 // One tile of one KV head: where its blocks are. A token's values are padded to `width` numbers.
 struct TileBlocks {
   const uint32_t* keys[kTileBlocks];
   const uint32_t* values[kTileBlocks];
-  const uint32_t* next_keys[kTileBlocks];  // what is to be prefetched meanwhile: the keys that are read after this tile
+  // What is to be prefetched meanwhile: the keys that are read after this tile; of codes, which are read while they are
+  // expanded, the values too.
+  const uint32_t *next_keys[kTileBlocks], *next_values[kTileBlocks];
+  const bf16 *key_scales[kTileBlocks], *value_scales[kTileBlocks];  // if `scaled`: what each token's are multiplied by
+  bool scaled;
   int dim, width;
 };
 
@@ -32,10 +42,12 @@ struct Partial {
   float peak, total;
 };
 
-// The rows' queries, and their positions relative to the tile's first key, in ascending order.
+// The rows' queries, and their positions and the first keys that they do not see any more, relative to the tile's first
+// key, in ascending order. If there is a bias, it is that of the tile's first key.
 struct Rows {
   const uint32_t* query[kRows];
-  long at[kRows];
+  long at[kRows], until[kRows];
+  const float* bias[kRows];
 };
 
 template <class T, int R, int C>
@@ -60,24 +72,35 @@ INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, fl
 // Turns a row's scores of blocks [begin, end) into weights 2^(score - peak). Keys outside [from, to) get weight 0,
 // whatever their scores: a page's unwritten slots can contain anything. The scale must be positive.
 template <class T>
-INLINE Partial softmax_weights(float* scores, T* weights, int begin, int end, int from, int to,
-                               const Softmax& softmax) {
+INLINE Partial softmax_weights(float* scores, T* weights, int begin, int end, int from, int to, const TileBlocks& tile,
+                               const Softmax& softmax, const float* bias) {
   const bool capped = softmax.softcap > 0;
+  const auto hidden = [&](int b) { return b * kBlock < from || (b + 1) * kBlock > to; };
   const Vec scale = vset(capped ? kLog2E : softmax.scale * kLog2E);
+  const Vec unscaled = vset(1.0f / softmax.scale);
   Vec peaks = vset(-kInfinity);
   for (int b = begin; b < end; ++b) {
     Vec x = vload(scores + b * kBlock);
+    if (tile.scaled) x = vmul(x, vload(tile.key_scales[b]));
     if (capped) x = vmul(vtanh(vmul(x, vset(softmax.scale / softmax.softcap))), vset(softmax.softcap));
-    const bool hidden = b * kBlock < from || (b + 1) * kBlock > to;
-    if (hidden) x = vkeep(x, from - b * kBlock, to - b * kBlock, -kInfinity);
-    if (hidden || capped) vstore(scores + b * kBlock, x);
+    if (bias) x = vfma(vload(bias + b * kBlock), unscaled, x);
+    if (hidden(b)) x = vkeep(x, from - b * kBlock, to - b * kBlock, -kInfinity);
+    if (hidden(b) || capped || bias || tile.scaled) vstore(scores + b * kBlock, x);
     peaks = vmax(peaks, x);
   }
   const float peak = vpeak(vmul(peaks, scale));
   const Vec anchor = vset(peak == -kInfinity ? 0.0f : -peak);
   Vec sums = vset(0.0f);
   for (int b = begin; b < end; ++b) {
-    vstore(weights + b * kBlock, vexp2_below<T>(vfma(vload(scores + b * kBlock), scale, anchor)));
+    const Vec weight = vexp2_below<T>(vfma(vload(scores + b * kBlock), scale, anchor));
+    if (tile.scaled) {
+      Vec factors = vload(tile.value_scales[b]);
+      if (hidden(b)) factors = vkeep(factors, from - b * kBlock, to - b * kBlock, 0.0f);
+      vstore(weights + b * kBlock, vmul(weight, factors));
+      sums = vadd(sums, weight);
+      continue;
+    }
+    vstore(weights + b * kBlock, weight);
     sums = vadd(sums, vload(weights + b * kBlock));  // the rounded weights, so that those that are used sum to 1
   }
   return {peak, vsum(sums)};
@@ -113,19 +136,20 @@ INLINE void for_columns(int begin, int end, const Work& work) {
   if constexpr (C > 1) for_columns<C / 2>(begin, end, work);
 }
 
-// Computes R rows over one tile, to partial[R] and out [R, width]. The tile must have its blocks up to the last row's
-// position.
+// Computes R rows over one tile, to partial[R] and out [R, width]. The tile must have its blocks up to the last key
+// that a row sees.
 template <class T, int R>
 void attend_tile(const Rows& rows, const TileBlocks& tile, const Softmax& softmax, Partial* partial, float* out) {
   alignas(64) float scores[R][kTile];
   alignas(64) T weights[R][kTile];
   const auto inside = [](long x) { return static_cast<int>(x < 0 ? 0 : x > kTile ? kTile : x); };
   const auto first_seen = [&](int r) { return softmax.window > 0 ? inside(rows.at[r] - softmax.window + 1) : 0; };
-  const int end = (inside(rows.at[R - 1] + 1) + kBlock - 1) / kBlock;
+  const int end = (inside(rows.until[R - 1]) + kBlock - 1) / kBlock;
   const int begin = first_seen(0) / kBlock < end ? first_seen(0) / kBlock : end;
   for_columns<kColumns<R>>(begin, end, [&](int b, auto c) { score_blocks<T, R, c()>(rows, tile, b, scores); });
   for (int r = 0; r < R; ++r)
-    partial[r] = softmax_weights(scores[r], weights[r], begin, end, first_seen(r), inside(rows.at[r] + 1), softmax);
+    partial[r] = softmax_weights(scores[r], weights[r], begin, end, first_seen(r), inside(rows.until[r]), tile, softmax,
+                                 softmax.bias ? rows.bias[r] : nullptr);
   for_columns<kColumns<R>>(0, tile.width / 16,
                            [&](int d, auto c) { weigh_values<T, R, c()>(weights, tile, begin, end, d, out); });
 }

@@ -7,16 +7,38 @@ A call costs a few microseconds of Python; keep it so: make no tensor that is no
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, DecoderLayer, FusedLayers, Linear, Rope, Softmax
-from quire.kernels.cpu import linear, native
+from quire.kernels.backend import (
+    AdaptedLinear,
+    AdapterSlots,
+    AttentionMetadata,
+    Clamp,
+    Experts,
+    Linear,
+    Mixture,
+    Rope,
+    Softmax,
+    Table,
+)
+from quire.kernels.collective import Collective
+from quire.kernels.cpu import linear, lora, native, quantized
+from quire.kernels.cpu.decoder.experts import compiled_mixture
+from quire.kernels.cpu.decoder.layers import fused_layers
+from quire.kernels.cpu.quantization import float8
+from quire.kernels.cpu.ranks import collective
+from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
+from quire.kernels.layers import DecoderLayer, FusedLayers
+from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 
 DTYPES = (torch.float32, torch.bfloat16)
+_ALL = 2**31 - 1
 _MOST_TOKENS = 2**19
 """From this size of a vocabulary on, the reference draws."""
 
@@ -24,6 +46,7 @@ _MOST_TOKENS = 2**19
 class Cpu(Reference):
     name = "cpu"
     block_size = 16
+    keeps_bits = True
     library: native.Native
     """The compiled kernels; there are none where something is `missing`."""
 
@@ -53,21 +76,29 @@ class Cpu(Reference):
             return f"the compiled kernels do not take {dtype}"
         return "head_dim must be even" if head_dim % 2 else self.missing
 
+    def keeps_rows_apart(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return dtype in DTYPES
+
     def kv_cache_shape(self, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[int, ...]:
-        """[pages, kv_heads, 16 * head_dim]; the last axis is laid out as kernels/cpu/layout.h says."""
-        if dtype not in self.library.paged_attention:
+        """[pages, kv_heads, bytes or numbers of a head]; the last axis is laid out as kernels/cpu/layout.h says, of
+        codes as kernels/cpu/kv_codes.h does."""
+        if dtype not in self.library.paged_attention and dtype not in KV_CODES:
             raise TypeError(
-                f"the CPU kernels keep KV in float32 or bfloat16, not {dtype}; backend 'reference' takes any"
+                f"the CPU kernels keep KV in float32, bfloat16 or 8 bits, not {dtype}; backend 'reference' takes any"
             )
         if head_dim % 2:
             raise ValueError(f"head_dim must be even, not {head_dim}")
-        return (num_blocks, kv_heads, self.block_size * head_dim)
+        return (num_blocks, kv_heads, self.block_size * (head_dim + scale_elements(dtype)))
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
+    ) -> None:
         _check_cache(k, k_cache, v_cache)
         k, v = k.contiguous(), v.contiguous()
         sizes = (k_cache.stride(0), v_cache.stride(0), len(k), k_cache.shape[0], *k.shape[1:])
-        outside = self.library.store_kv[k.dtype](*_pointers(k, v, k_cache, v_cache, slots), *sizes)
+        held = native.kv_format(k_cache, scales)
+        pointers = _pointers(k, v, k_cache, v_cache)
+        outside = self.library.store_kv[k.dtype](*pointers, _address(held), slots.data_ptr(), *sizes)
         if outside:
             raise IndexError(f"slots outside the {k_cache.shape[0]} pages of the cache")
 
@@ -90,12 +121,47 @@ class Cpu(Reference):
             k_cache.shape[1],
             head_dim,
         )
-        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0)
-        pointers = _pointers(out, q, k_cache, v_cache, *lengths, table)
-        outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, torch.get_num_threads())
+        ahead = _ALL if softmax.ahead is None else softmax.ahead
+        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, ahead, *_bias(softmax.bias))
+        sinks = _sinks(softmax.sinks, heads)
+        held = native.kv_format(k_cache, softmax.kv_scales)
+        pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]
+        outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, sinks, torch.get_num_threads())
         if outside:
             raise IndexError(f"block table names a page outside the {pages} pages of the cache")
         return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        kernel = self.library.layer_norm.get(x.dtype)
+        if kernel is None or weight.dtype != torch.float32 or bias.dtype != torch.float32:
+            return super().layer_norm(x, weight, bias, eps)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        size = x.shape[-1]
+        pointers = _pointers(x, None, weight, bias, out)
+        kernel(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
+        return out
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """In place: returns x and residual themselves where they are contiguous."""
+        kernel = self.library.layer_norm.get(x.dtype)
+        if kernel is None or weight.dtype != torch.float32 or bias.dtype != torch.float32 or residual.dtype != x.dtype:
+            return super().add_layer_norm(x, residual, weight, bias, eps)
+        x, residual = x.contiguous(), residual.contiguous()
+        size = x.shape[-1]
+        pointers = _pointers(x, residual, weight, bias, x)
+        kernel(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
+        return x, residual
+
+    def gelu(self, x: Tensor) -> Tensor:
+        kernel = self.library.gelu.get(x.dtype)
+        if kernel is None:
+            return super().gelu(x)
+        x = x.contiguous()
+        kernel(x.data_ptr(), x.numel(), torch.get_num_threads())
+        return x
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         kernel = self.library.rms_norm.get(x.dtype)
@@ -127,6 +193,10 @@ class Cpu(Reference):
         kernel = self.library.gelu_mul.get(gate_up.dtype)
         return super().gelu_mul(gate_up) if kernel is None else _gate_mul(kernel, gate_up)
 
+    def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
+        kernel = self.library.clamped_mul.get(gate_up.dtype)
+        return super().clamped_mul(gate_up, clamp) if kernel is None else _gate_mul(kernel, gate_up, *astuple(clamp))
+
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
@@ -140,9 +210,11 @@ class Cpu(Reference):
         for each in weights:
             if each is not None and each.dtype != torch.float32:
                 raise TypeError(f"q_norm, k_norm and cos_sin must be float32, not {each.dtype}")
+        held = native.kv_format(k_cache, rope.kv_scales)
         pointers = _pointers(qkv, *weights, metadata.positions, metadata.slots, q, k_cache, v_cache)
-        sizes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, rope.head_dim)
-        outside = self.library.rope_store[qkv.dtype](*pointers, *sizes, rope.eps, torch.get_num_threads())
+        shapes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, rope.head_dim)
+        sizes = (*shapes, rope.eps, torch.get_num_threads())
+        outside = self.library.rope_store[qkv.dtype](*pointers, _address(held), *sizes)
         if outside:
             raise IndexError(f"slots outside the {pages} pages of the cache")
         return q
@@ -162,8 +234,56 @@ class Cpu(Reference):
             return super().pack_linear(weight, bias, wide=wide)
         return linear.PackedLinear(library, weight, bias, wide=wide)
 
-    def fuse_layers(self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float) -> FusedLayers | None:
-        return linear.fuse_layers(self.library, layers, head_dim=head_dim, eps=eps)
+    def pack_quantized(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
+    ) -> Linear:
+        """With integer products (quantized.cpp), or of bfloat16 for 8-bit floats (quantization/float8.cpp). Groups of
+        other than 16 n inputs, parts that order their inputs differently, and such of both kinds are dequantized."""
+        if dtype not in self.library.linear:
+            return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
+        if (floats := float8.supported(weights)) is not None:
+            return float8.Float8Linear(self.library, floats, bias, dtype=dtype, wide=wide)
+        if (grouped := quantized.supported(weights)) is None:
+            return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
+        return quantized.QuantizedLinear(self.library, grouped, bias, dtype=dtype, wide=wide)
+
+    def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
+        grouped = quantized.supported([weight])
+        if grouped is None or dtype not in self.library.linear:
+            return super().pack_table(weight, dtype=dtype, tied=tied)
+        linear = quantized.QuantizedLinear(self.library, grouped, None, dtype=dtype, wide=True)
+        return Table(linear.look_up, linear if tied else None)
+
+    def mixture(self, experts: Experts) -> Mixture:
+        return compiled_mixture(self.library, experts) or super().mixture(experts)
+
+    def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
+        if slots.dtype not in self.library.add_adapters or slots.in_features * slots.dtype.itemsize % 4:
+            return super().adapted(linear, slots)
+        return lora.CompiledAdaptedLinear(self.library, linear, slots)
+
+    def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """In C++ (quantization/fit.cpp): some thirty times as fast as PyTorch's operations."""
+        if groups.device.type != "cpu":
+            return super().fit_int4(groups, zero_points=zero_points)
+        groups = (groups if groups.dtype in self.library.fit_int4 else groups.float()).contiguous()
+        count = len(groups)
+        codes = torch.empty((count, groups.shape[1] // 2), dtype=torch.uint8)
+        scales, offsets = (torch.empty(count) for _ in range(2))
+        kernel = self.library.fit_int4[groups.dtype]
+        kernel(*_pointers(groups, codes, scales, offsets), count, zero_points, torch.get_num_threads())
+        return codes, scales, offsets
+
+    def fuse_layers(
+        self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float, group: Collective | None = None
+    ) -> FusedLayers | None:
+        return fused_layers(self.library, layers, group, head_dim=head_dim, eps=eps)
+
+    def ranks_memory(self, count: int, row_bytes: int) -> int:
+        return collective.make_memory(count, row_bytes)
+
+    def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
+        return collective.SharedCollective(self.library, descriptor, rank, count, parent)
 
     def argmax(self, logits: Tensor) -> Tensor:
         if logits.dtype != torch.float32:
@@ -189,14 +309,35 @@ def _pointers(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
+def _bias(bias: Tensor | None) -> tuple[int | None, int, int]:
+    """Softmax.bias as the kernel takes it: where it is, its rows' stride, and the column of distance 0."""
+    if bias is None:
+        return None, 0, 0
+    if bias.dtype != torch.float32 or not bias.is_contiguous():
+        raise TypeError("a bias must be float32 and contiguous")
+    return bias.data_ptr(), bias.shape[1], (bias.shape[1] - 15) // 2 - 1
+
+
+def _sinks(sinks: Tensor | None, heads: int) -> int | None:
+    if sinks is None:
+        return None
+    if sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads:
+        raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
+    return sinks.data_ptr()
+
+
+def _address(held: native.KVFormat | None) -> int | None:
+    return None if held is None else ctypes.addressof(held)
+
+
 def _check_cache(x: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    if not (x.dtype == k_cache.dtype == v_cache.dtype):
+    if k_cache.dtype != v_cache.dtype or (k_cache.dtype != x.dtype and k_cache.dtype not in KV_CODES):
         raise TypeError(f"keys and values of {k_cache.dtype} and {v_cache.dtype} cannot serve {x.dtype}")
 
 
-def _gate_mul(kernel: Callable[..., int], gate_up: Tensor) -> Tensor:
+def _gate_mul(kernel: Callable[..., int], gate_up: Tensor, *rules: float) -> Tensor:
     gate_up = gate_up.contiguous()
     *rows, size = gate_up.shape
     out = gate_up.new_empty((*rows, size // 2))
-    kernel(gate_up.data_ptr(), out.data_ptr(), gate_up.numel() // size, size // 2, torch.get_num_threads())
+    kernel(gate_up.data_ptr(), out.data_ptr(), gate_up.numel() // size, size // 2, *rules, torch.get_num_threads())
     return out

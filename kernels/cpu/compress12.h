@@ -9,7 +9,8 @@
 // step with a weight whose exponent has no code is also stored uncompressed, as 64 words ("whole").
 #pragma once
 
-constexpr int kPanel = 64;
+#include "panels.h"
+
 constexpr int kCompressedStep = 192;  // bytes
 
 struct CompressedHeader {
@@ -67,24 +68,35 @@ INLINE void expand(const Codebook& book, const uint8_t* step, Words (&column)[4]
     column[2 * half + 1] = _mm512_unpackhi_epi8(low, high);
   }
 }
+
+// Compresses a step of which `can_compress` is true; `expand` restores it. Of any other the bytes mean nothing.
+INLINE void compress_step(const uint16_t* weights, int base, uint8_t* step) {
+  const Words byte = _mm512_set1_epi16(0xff), sign = wset(0x80808080u), below = _mm512_set1_epi8(base);
+  Words codes[2];
+  for (int half = 0; half < 2; ++half) {
+    const Words first = _mm512_loadu_si512(weights + 64 * half), second = _mm512_loadu_si512(weights + 64 * half + 32);
+    const Words high = _mm512_packus_epi16(_mm512_srli_epi16(first, 8), _mm512_srli_epi16(second, 8));
+    const Words low = _mm512_packus_epi16(_mm512_and_si512(first, byte), _mm512_and_si512(second, byte));
+    const Words exponents = _mm512_packus_epi16(_mm512_and_si512(_mm512_srli_epi16(first, 7), byte),
+                                                _mm512_and_si512(_mm512_srli_epi16(second, 7), byte));
+    _mm512_storeu_si512(step + 64 * half, _mm512_ternarylogic_epi32(sign, high, low, 0xca));
+    codes[half] = _mm512_subs_epu8(exponents, below);
+  }
+  const Words upper = _mm512_slli_epi16(_mm512_and_si512(codes[1], _mm512_set1_epi8(0x0f)), 4);
+  _mm512_storeu_si512(step + 128, _mm512_or_si512(codes[0], upper));
+}
 #else
 constexpr bool kCanCompress = false;
 struct Codebook {
   explicit Codebook(const CompressedHeader&) {}
 };
 INLINE void expand(const Codebook&, const uint8_t*, Words (&)[4]) {}
+INLINE void compress_step(const uint16_t*, int, uint8_t*) {}
 #endif
-
-// Which of a step's 128 weights has its sign and mantissa in byte b. `expand` restores the order of the weights.
-INLINE int weight_at(int b) {
-  const int column = b / 64 * 2 + b % 16 / 8, in_column = b % 64 / 16 * 8 + b % 8;
-  return column * 32 + in_column;
-}
 
 INLINE int exponent(uint16_t weight) { return weight >> 7 & 0xff; }
 
-// The code of an exponent for which `has_code` is true. `base` is the exponent below the 15 that have codes.
-INLINE uint8_t code(int exponent, int base) { return static_cast<uint8_t>(exponent > base ? exponent - base : 0); }
+// `base` is the exponent below the 15 that have codes.
 INLINE bool has_code(int exponent, int base) {
   return (exponent == 0) | (static_cast<unsigned>(exponent - base - 1) < 15u);
 }
@@ -119,14 +131,4 @@ INLINE bool can_compress(const uint16_t* step, int base) {
   unsigned missing = 0;
   for (int i = 0; i < 2 * kPanel; ++i) missing |= !has_code(exponent(step[i]), base);
   return !missing;
-}
-
-INLINE void compress_step(const uint16_t* weights, int base, uint8_t* step) {
-  uint8_t codes[2 * kPanel];
-  for (int b = 0; b < 2 * kPanel; ++b) {
-    const uint16_t weight = weights[weight_at(b)];
-    step[b] = static_cast<uint8_t>((weight >> 8 & 0x80) | (weight & 0x7f));
-    codes[b] = code(exponent(weight), base);
-  }
-  for (int b = 0; b < kPanel; ++b) step[128 + b] = static_cast<uint8_t>(codes[b] | codes[kPanel + b] << 4);
 }

@@ -1,6 +1,6 @@
 // The functions that the library exports, for float (_f32) and bfloat16 (_bf16); native.py has the same arguments.
-// Those that return int return 0, or 1 when a page or slot is outside of the caches. Shapes are those of `Backend` in
-// kernels/backend.py.
+// Those that return int return 0, or 1 when a page or slot is outside of the caches, or a rank has ended. Shapes are
+// those of `Backend` in kernels/backend.py.
 #pragma once
 
 #include "fetch.h"
@@ -8,16 +8,97 @@
 // All other symbols are hidden, because a process may load several of these libraries, one per instruction set.
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
-struct PackedLinear {
-  void* weight;  // packed by pack_linear, and compressed by compress if `compressed` is set
-  void* bias;    // may be null
-  int in, outs;  // numbers of inputs and outputs
-  int compressed;
-  int wide;  // whether results are float32 instead of the weight's type
+// Consecutive outputs of a quantized linear (quantized.h), whose codes are alike.
+struct QuantizedPart {
+  uint8_t* packed;
+  const float* factors;  // [outs]: what each output is multiplied by at the end
+  int outs, bits;
+  int group;    // inputs that share a scale; all of them, with the padding, if there are no scales but the factors
+  int scales;   // whether groups have scales, and
+  int offsets;  // whether they have offsets as well
+  uint8_t table[16];  // what each 4-bit code stands for, plus 128
 };
 
+struct QuantizedLinear {
+  const QuantizedPart* parts;
+  const int32_t* order;  // [in]: the parts are of x[order]; null: of x itself
+  int count;
+  int block;  // inputs of a row of x that share a scale: 16, 32 .. 96, which divides each part's group
+};
+
+enum { kPlain = 0, kInt8 = 1, kFloat8 = 2 };
+
+// How pages hold keys and values (kv_codes.h).
+struct KVFormat {
+  int held;                      // kPlain: in the type of the kernel; in integers, or in floats, of 8 bits
+  float key_scale, value_scale;  // of 8-bit floats: a layer's keys are its codes times key_scale; else 1
+};
+
+// The weights of a linear as 8-bit floats (quantization/float8.cpp).
+struct Float8Linear {
+  const uint8_t* packed;
+  const float* scales;  // [panels of 64 outputs][blocks][64]
+  int block;            // inputs that share a scale: a multiple of 4
+};
+
+struct PackedLinear {
+  void* weight;  // packed by pack_linear, and compressed by compress if `compressed` is set
+  void* bias;    // may be null; float32 if one of the last two fields is set
+  int in, outs;  // numbers of inputs and outputs
+  int compressed;
+  int wide;                          // whether results are float32 instead of the weight's type
+  const QuantizedLinear* quantized;  // the weight instead, if it is not null;
+  const Float8Linear* float8;        // or this, likewise
+};
+
+// A mixture of experts (experts.cpp): gated MLPs, of which the router chooses some for each row.
+struct Experts {
+  const PackedLinear* router;          // wide
+  const PackedLinear *gate_up, *down;  // [count]
+  int count, chosen;                   // of all; and for each row
+  int normalized;                      // whether the shares of a row's experts sum to 1, else those of all experts do
+  float alpha, limit;                  // of clamped_mul; limit 0: the gate is SiLU
+};
+
+// What an adapter adds to some consecutive outputs of a linear.
+struct LoraPart {
+  const void* up;  // [outs / 16][rank][16] of the linear's type, padded with zeros
+  int first, outs;
+  int first_rank, rank;  // its share of the outputs of `down`
+};
+
+struct LoraAdapter {
+  const void* down;  // [panels][words of in][16]: those of all parts one after another, padded with zeros
+  const LoraPart* parts;
+  int count, panels;  // of parts; 0: it adds nothing to this linear
+};
+
+// A linear's adapters by slot, from slot 1 on.
+struct LoraLinear {
+  const LoraAdapter* adapters;
+  int slots, in, outs;
+  int wide;  // as PackedLinear's
+};
+
+// The ranks that share this model (ranks/collective.cpp), as one of them sees them.
+struct Collective {
+  char* memory;   // mapped by all: counts, then two buffers of each rank
+  long capacity;  // bytes of a buffer
+  int rank, count;
+  int parent;      // the process that this one must end with; 0: none
+  int spins;       // looks at another rank's count before sleeping
+  uint32_t steps;  // begun so far
+};
+
+EXPORTED int sum_ranks_f32(Collective* group, float* x, long size, int threads);
+EXPORTED int sum_ranks_bf16(Collective* group, bf16* x, long size, int threads);
+EXPORTED int gather_ranks(Collective* group, const float* own, float* out, long rows, const int64_t* starts);
 EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads);
 EXPORTED void compress(const uint16_t* packed, uint8_t* to, int in, int outs, int threads);
+EXPORTED long quantized_size(const QuantizedPart* part, int inner);
+EXPORTED void pack_quantized(const QuantizedPart* part, const uint8_t* codes, const half* scales, const half* offsets,
+                             int in, int inner, int threads);
+EXPORTED void pack_float8(const uint8_t* codes, uint8_t* packed, int in, int outs, int threads);
 EXPORTED void draw_f32(const float* logits, const double* filters, const double* u, int64_t* out, long rows, long size,
                        int threads);
 
@@ -25,23 +106,40 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
   EXPORTED void pack_linear_##suffix(const T* weight, T* packed, int in, int outs, int threads);                       \
   EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads,             \
                                 Fetch* meanwhile);                                                                     \
+  EXPORTED void quantized_linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads,   \
+                                          Fetch* meanwhile);                                                           \
+  EXPORTED void add_adapters_##suffix(const LoraLinear* linear, const int64_t* adapters, const T* x, void* out,        \
+                                      long rows, int threads);                                                         \
+  EXPORTED void float8_linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads,      \
+                                       Fetch* meanwhile);                                                              \
+  EXPORTED void fit_int4_##suffix(const T* weight, uint8_t* codes, float* scales, float* offsets, long groups,         \
+                                  int zero_points, int threads);                                                       \
+  EXPORTED void look_up_##suffix(const PackedLinear* table, const int64_t* ids, T* out, long rows);                    \
   EXPORTED void rms_norm_##suffix(const T* x, const float* weight, T* out, long rows, int size, float eps,             \
                                   int threads);                                                                        \
   EXPORTED void add_rms_norm_##suffix(T* x, T* residual, const float* weight, long rows, int size, float eps,          \
                                       int threads);                                                                    \
+  EXPORTED void layer_norm_##suffix(const T* x, T* residual, const float* weight, const float* bias, T* out,           \
+                                    long rows, int size, float eps, int threads);                                      \
+  EXPORTED void gelu_##suffix(T* x, long size, int threads);                                                           \
   EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
   EXPORTED void gelu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
+  EXPORTED void clamped_mul_##suffix(const T* gate_up, T* out, long rows, int size, float alpha, float limit,          \
+                                     int threads);                                                                     \
+  EXPORTED void mix_experts_##suffix(const Experts* experts, const T* x, T* out, long rows, int threads);              \
   EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
-                                   const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,       \
-                                   long key_stride, long value_stride, long tokens, long pages, int heads,             \
-                                   int kv_heads, int dim, float eps, int threads);                                     \
-  EXPORTED int store_kv_##suffix(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride,    \
-                                 long value_stride, long tokens, long pages, int kv_heads, int dim);                   \
+                                   const int64_t* positions, const int64_t* slots, T* query, void* keys, void* values, \
+                                   const KVFormat* format, long key_stride, long value_stride, long tokens,            \
+                                   long pages, int heads, int kv_heads, int dim, float eps, int threads);              \
+  EXPORTED int store_kv_##suffix(const T* k, const T* v, void* keys, void* values, const KVFormat* format,             \
+                                 const int64_t* slots, long key_stride, long value_stride, long tokens, long pages,    \
+                                 int kv_heads, int dim);                                                               \
   EXPORTED int paged_attention_##suffix(void* out, const void* query, const void* keys, const void* values,            \
-                                        const int32_t* starts, const int32_t* contexts, const int32_t* table,          \
-                                        long table_stride, long key_stride, long value_stride, long pages,             \
-                                        int sequences, int heads, int kv_heads, int dim, float scale, int window,      \
-                                        float softcap, int threads);
+                                        const KVFormat* format, const int32_t* starts, const int32_t* contexts,        \
+                                        const int32_t* table, long table_stride, long key_stride, long value_stride,   \
+                                        long pages, int sequences, int heads, int kv_heads, int dim, float scale,      \
+                                        int window, float softcap, int ahead, const float* bias, long bias_stride,     \
+                                        long bias_center, const float* sinks, int threads);
 EXPORTS(f32, float)
 EXPORTS(bf16, bf16)
 
@@ -53,12 +151,21 @@ struct Kernels;
   struct Kernels<T> {                                                                                                  \
     static constexpr auto pack_linear = pack_linear_##suffix;                                                          \
     static constexpr auto linear = linear_##suffix;                                                                    \
+    static constexpr auto quantized_linear = quantized_linear_##suffix;                                                \
+    static constexpr auto add_adapters = add_adapters_##suffix;                                                        \
+    static constexpr auto fit_int4 = fit_int4_##suffix;                                                                \
+    static constexpr auto look_up = look_up_##suffix;                                                                  \
     static constexpr auto rms_norm = rms_norm_##suffix;                                                                \
     static constexpr auto add_rms_norm = add_rms_norm_##suffix;                                                        \
+    static constexpr auto layer_norm = layer_norm_##suffix;                                                            \
+    static constexpr auto gelu = gelu_##suffix;                                                                        \
     static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
     static constexpr auto gelu_mul = gelu_mul_##suffix;                                                                \
+    static constexpr auto clamped_mul = clamped_mul_##suffix;                                                          \
+    static constexpr auto mix_experts = mix_experts_##suffix;                                                          \
     static constexpr auto store_kv = store_kv_##suffix;                                                                \
     static constexpr auto rope_store = rope_store_##suffix;                                                            \
+    static constexpr auto sum_ranks = sum_ranks_##suffix;                                                              \
     static constexpr auto paged_attention = paged_attention_##suffix;                                                  \
   };
 KERNELS(f32, float)

@@ -6,3 +6,5 @@
 #include "exports.h"
 #include "layout.h"
 #include "parallel.h"
+
+#include "kv_codes.h"

@@ -3,6 +3,7 @@
 //   keys   [dim / pack][16 tokens]  one load gives the same dimension(s) of 16 keys, so a query scores all of them at
 //                                   once without a sum across lanes
 //   values [16 / pack][dim]         one load gives 16 dimensions of one token, or of two
+// Keys and values have equally large parts. Pages of 8-bit codes have a layout of their own (kv_codes.h).
 #pragma once
 
 #include <cstdint>
@@ -11,9 +12,6 @@ constexpr int kBlock = 16;
 
 template <class T>
 constexpr int kPack = 4 / static_cast<int>(sizeof(T));
-
-// Elements, not words, from the start of a page to the part of a KV head. Keys and values have equally large parts.
-INLINE long head_offset(int kv_head, int dim) { return static_cast<long>(kv_head) * kBlock * dim; }
 
 template <class T>
 INLINE void store_key(const T* key, T* head, int slot, int dim) {

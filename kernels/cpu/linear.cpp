@@ -7,16 +7,15 @@
 // the rows are multiplied with it, six at a time in 24 accumulators, and the next panel is prefetched meanwhile.
 #include "kernels.h"
 
+#include <algorithm>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "compress12.h"
+#include "panels.h"
 
 namespace {
 
-constexpr int kPanelColumns = kPanel / 16;
-constexpr long kRowBlock = 192;
 constexpr int kPrefetchSteps = 32;  // how far ahead to prefetch; with 4 rows or more a shorter distance is too late
                                     // (docs/cpu.md)
 
@@ -116,14 +115,6 @@ void multiply_compressed(const Linear<T, O>& l, long row, long panel, uint32_t* 
   finish_block<T, R, C>(l, row, panel * C, acc);
 }
 
-// Calls work with `count`, 1 to kRows, as a compile-time constant.
-template <int R = kRows, class Work>
-INLINE void with_rows(long count, const Work& work) {
-  if constexpr (R > 1)
-    if (count < R) return with_rows<R - 1>(count, work);
-  work(std::integral_constant<int, R>());
-}
-
 // Multiplies rows [begin, begin + count) with one panel. `next` is the panel to prefetch, or null.
 template <class T, class O>
 void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, const char* next) {
@@ -145,28 +136,6 @@ void multiply_rows(const Linear<T, O>& l, long begin, long count, long panel, co
     });
   }
 }
-
-// Divides panels and rows into work items for `threads` threads. If the panels cannot be divided evenly (`even`), each
-// thread gets the same number of whole panels, and the remaining panels are divided among all threads by rows.
-struct Shares {
-  long rows, panels, threads;
-  long blocks = (rows + kRowBlock - 1) / kRowBlock;
-  bool even = blocks == 1 && panels >= threads && panels % threads && rows >= 4 * threads;
-  long whole = panels / threads, cut = panels % threads;
-
-  long items() const { return even ? (whole + cut) * threads : panels * blocks; }
-
-  // Runs item i: calls work(panel, first row, one past the last row, the panel that this thread needs next or, if there
-  // is none, the number of panels).
-  template <class Work>
-  void run(long i, const Work& work) const {
-    if (!even) return work(i % panels, rows * (i / panels) / blocks, rows * (i / panels + 1) / blocks, i % panels + 1);
-    const long share = i / (whole + cut), at = i % (whole + cut);
-    const auto panel = [&](long k) { return k < whole ? share * whole + k : threads * whole + k - whole; };
-    if (at < whole) return work(panel(at), 0L, rows, panel(at + 1));
-    work(panel(at), rows * share / threads, rows * (share + 1) / threads, panel(at) + 1);
-  }
-};
 
 template <class T, class O>
 void multiply_all(const Linear<T, O>& l, long rows, int threads) {
@@ -193,12 +162,16 @@ void pack(const T* weight, T* packed, int in, int outs, int threads) {
   auto* to = reinterpret_cast<uint32_t*>(packed);
   const int steps = in / kPack<T>;
   parallel_for(threads, (outs + kPanel - 1) / kPanel, [&](long panel) {
-    for (int s = 0; s < steps; s += kTogether)
-      for (long o = 0; o < kPanel; ++o)
-        for (int i = s; i < s + kTogether && i < steps; ++i) {
-          const long out = panel * kPanel + o;
-          to[(panel * steps + i) * kPanel + o] = out < outs ? from[out * steps + i] : 0;
-        }
+    const long outputs = std::min<long>(kPanel, outs - panel * kPanel);
+    if (outputs < kPanel) std::fill_n(to + panel * steps * kPanel, static_cast<long>(steps) * kPanel, 0u);
+    for (int s = 0; s < steps; s += kTogether) {
+      const int count = std::min(kTogether, steps - s);
+      for (long o = 0; o < outputs; ++o) {
+        const uint32_t* row = from + (panel * kPanel + o) * steps + s;
+        uint32_t* column = to + (panel * steps + s) * kPanel + o;
+        for (int i = 0; i < count; ++i) column[i * kPanel] = row[i];
+      }
+    }
   });
 }
 
@@ -266,6 +239,8 @@ struct Compressor {
   }                                                                                                                    \
   EXPORTED void linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads,             \
                                 Fetch* meanwhile) {                                                                    \
+    if (linear->quantized) return quantized_linear_##suffix(linear, x, out, rows, threads, meanwhile);                 \
+    if (linear->float8) return float8_linear_##suffix(linear, x, out, rows, threads, meanwhile);                       \
     apply(*linear, x, out, rows, threads, meanwhile);                                                                  \
   }
 EXPORT(f32, float)

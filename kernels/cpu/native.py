@@ -12,16 +12,74 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quire.kernels.kv_codes import KVScales
+
 HERE = Path(__file__).parent
-ISAS = {"plain": "no vector extensions", "avx2": "AVX2", "avx512": "AVX-512", "avx512_bf16": "AVX-512 with bf16"}
+ISAS = {
+    "plain": "no vector extensions",
+    "avx2": "AVX2",
+    "avx2_vnni": "AVX2 with VNNI",
+    "avx512": "AVX-512",
+    "avx512_vnni": "AVX-512 with VNNI",
+    "avx512_bf16": "AVX-512 with bf16",
+    "neon_dot": "NEON with dot product",
+}
+"""The best last; in the order of isa.cpp's bits."""
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
 
-class PackedLinear(ctypes.Structure):
-    """Mirrors exports.h, which explains the fields."""
+class QuantizedPart(ctypes.Structure):
+    """Mirrors exports.h, which explains the fields, as do the next three."""
 
-    _fields_ = [("weight", _POINTER), ("bias", _POINTER), *[(n, _INT) for n in ("in_", "outs", "compressed", "wide")]]
+    _fields_ = [
+        *[(name, _POINTER) for name in ("packed", "factors")],
+        *[(name, _INT) for name in ("outs", "bits", "group", "scales", "offsets")],
+        ("table", ctypes.c_uint8 * 16),
+    ]
+
+
+class QuantizedLinear(ctypes.Structure):
+    _fields_ = [("parts", ctypes.POINTER(QuantizedPart)), ("order", _POINTER), ("count", _INT), ("block", _INT)]
+
+
+class KVFormat(ctypes.Structure):
+    _fields_ = [("held", _INT), *[(name, _FLOAT) for name in ("key_scale", "value_scale")]]
+
+
+class Float8Linear(ctypes.Structure):
+    _fields_ = [("packed", _POINTER), ("scales", _POINTER), ("block", _INT)]
+
+
+class PackedLinear(ctypes.Structure):
+    _fields_ = [
+        *[(name, _POINTER) for name in ("weight", "bias")],
+        *[(name, _INT) for name in ("in_", "outs", "compressed", "wide")],
+        ("quantized", ctypes.POINTER(QuantizedLinear)),
+        ("float8", ctypes.POINTER(Float8Linear)),
+    ]
+
+
+class Experts(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.POINTER(PackedLinear)) for name in ("router", "gate_up", "down")],
+        *[(name, _INT) for name in ("count", "chosen", "normalized")],
+        *[(name, _FLOAT) for name in ("alpha", "limit")],
+    ]
+
+
+class LoraPart(ctypes.Structure):
+    """Mirrors exports.h, as do the next two."""
+
+    _fields_ = [("up", _POINTER), *[(name, _INT) for name in ("first", "outs", "first_rank", "rank")]]
+
+
+class LoraAdapter(ctypes.Structure):
+    _fields_ = [("down", _POINTER), ("parts", ctypes.POINTER(LoraPart)), ("count", _INT), ("panels", _INT)]
+
+
+class LoraLinear(ctypes.Structure):
+    _fields_ = [("adapters", ctypes.POINTER(LoraAdapter)), *[(name, _INT) for name in ("slots", "in_", "outs", "wide")]]
 
 
 class DecoderLayer(ctypes.Structure):
@@ -31,10 +89,14 @@ class DecoderLayer(ctypes.Structure):
         *[(name, PackedLinear) for name in ("qkv", "out", "gate_up", "down")],
         *[(name, _POINTER) for name in ("input_norm", "output_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm")],
         *[(name, _POINTER) for name in ("cos_sin", "keys", "values")],
+        ("format", KVFormat),
         *[(name, _LONG) for name in ("key_stride", "value_stride")],
-        ("window", _INT),
+        *[(name, _INT) for name in ("window", "group")],
         *[(name, _FLOAT) for name in ("scale", "softcap")],
+        ("sinks", _POINTER),
         ("gelu", _INT),
+        ("experts", ctypes.POINTER(Experts)),
+        *[(f"{name}_adapters", ctypes.POINTER(LoraLinear)) for name in ("qkv", "out", "gate_up", "down")],
     ]
 
 
@@ -44,11 +106,32 @@ class DecoderShape(ctypes.Structure):
 
 class DecoderStep(ctypes.Structure):
     _fields_ = [
-        *[(name, _POINTER) for name in ("x", "residual", "starts", "contexts", "table")],
+        *[(name, _POINTER) for name in ("x", "residual", "starts", "contexts", "tables")],
         *[(name, _POINTER) for name in ("positions", "slots")],
         *[(name, _LONG) for name in ("table_stride", "tokens", "pages")],
         *[(name, _INT) for name in ("sequences", "starts_stream")],
+        *[(name, _POINTER) for name in ("adapters", "group")],
     ]
+
+
+class Collective(ctypes.Structure):
+    """Mirrors exports.h."""
+
+    _fields_ = [
+        ("memory", _POINTER),
+        ("capacity", _LONG),
+        *[(name, _INT) for name in ("rank", "count", "parent", "spins")],
+        ("steps", ctypes.c_uint32),
+    ]
+
+
+_HELD = {torch.int8: 1, torch.float8_e4m3fn: 2}
+
+
+def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
+    """How a cache holds keys or values; None: in the type of the kernel."""
+    held = _HELD.get(cache.dtype)
+    return None if held is None else KVFormat(held, scales.key, scales.value)
 
 
 _HUGE, _CHUNK = 2 << 20, 32 << 20
@@ -81,16 +164,27 @@ def _map(size: int) -> Tensor:
 
 
 _SIGNATURES = {
-    "paged_attention": [*[_POINTER] * 7, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT, _INT],
-    "store_kv": [*[_POINTER] * 5, *[_LONG] * 4, _INT, _INT],
-    "rope_store": [*[_POINTER] * 9, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
+    "paged_attention": [
+        *[*[_POINTER] * 8, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
+        *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
+    ],
+    "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
+    "rope_store": [*[_POINTER] * 10, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
+    "layer_norm": [*[_POINTER] * 5, _LONG, _INT, _FLOAT, _INT],
+    "gelu": [_POINTER, _LONG, _INT],
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "gelu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
+    "clamped_mul": [*[_POINTER] * 2, _LONG, _INT, _FLOAT, _FLOAT, _INT],
+    "mix_experts": [*[_POINTER] * 3, _LONG, _INT],
     "pack_linear": [*[_POINTER] * 2, _INT, _INT, _INT],
     "linear": [*[_POINTER] * 3, _LONG, _INT, _POINTER],
+    "add_adapters": [*[_POINTER] * 4, _LONG, _INT],
+    "look_up": [*[_POINTER] * 3, _LONG],
+    "fit_int4": [*[_POINTER] * 4, _LONG, _INT, _INT],
     "decoder_layers": [_POINTER, _INT, *[_POINTER] * 2, _INT],
+    "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
 }
 Table = dict[torch.dtype, Callable[..., int]]
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -106,24 +200,36 @@ class Native:
     rope_store: Table
     rms_norm: Table
     add_rms_norm: Table
+    layer_norm: Table
+    gelu: Table
     silu_mul: Table
     gelu_mul: Table
+    clamped_mul: Table
+    mix_experts: Table
     pack_linear: Table
     linear: Table
+    add_adapters: Table
+    look_up: Table
+    fit_int4: Table
     decoder_layers: Table
+    sum_ranks: Table
     compressed_size: Callable[..., int]
     """Bytes of a packed bfloat16 matrix when compressed; 0: compressing does not pay, or this instruction set cannot
     (compress12.h)."""
     compress: Callable[..., int]
+    quantized_size: Callable[..., int]
+    pack_quantized: Callable[..., int]
+    pack_float8: Callable[..., int]
     argmax: Callable[..., int]
     """Takes float32, as `draw` does."""
     draw: Callable[..., int]
+    gather_ranks: Callable[..., int]
 
     def __init__(self, isa: str) -> None:
         self.isa = isa
         self.weights = Arena()
         library = ctypes.CDLL(str(HERE / f"{isa}.so"))
-        sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.h")])
+        sources = sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
         library.sum_of_sources.restype = ctypes.c_uint32
         if sources and library.sum_of_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
             raise OSError("they were built from other sources; install Quire again, as `make` does")
@@ -136,8 +242,15 @@ class Native:
         self.compressed_size, self.compress = library.compressed_size, library.compress
         self.compressed_size.argtypes, self.compressed_size.restype = [_POINTER, *[_INT] * 3], _LONG
         self.compress.argtypes = [_POINTER, _POINTER, *[_INT] * 3]
+        self.quantized_size, self.pack_quantized = library.quantized_size, library.pack_quantized
+        self.quantized_size.argtypes, self.quantized_size.restype = [_POINTER, _INT], _LONG
+        self.pack_quantized.argtypes = [*[_POINTER] * 4, *[_INT] * 3]
+        self.pack_float8 = library.pack_float8
+        self.pack_float8.argtypes = [*[_POINTER] * 2, *[_INT] * 3]
         self.argmax = library.argmax_f32
         self.argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
+        self.gather_ranks = library.gather_ranks
+        self.gather_ranks.argtypes = [*[_POINTER] * 3, _LONG, _POINTER]
         self.draw = library.draw_f32
         self.draw.argtypes = [*[_POINTER] * 4, _LONG, _LONG, _INT]
 
@@ -157,8 +270,8 @@ def runnable() -> list[str]:
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
         return []
-    level = ctypes.CDLL(str(HERE / "plain.so")).isa_level()
-    usable = [isa for isa in list(ISAS)[: level + 1] if isa in built]
+    bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
+    usable = [isa for index, isa in enumerate(ISAS) if bits >> index & 1 and isa in built]
     wanted = os.environ.get("QUIRE_CPU_ISA", "")
     if not wanted:
         return usable

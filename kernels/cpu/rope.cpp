@@ -36,11 +36,28 @@ struct Projection {
   const float *q_norm, *k_norm;
   const float* cos_sin;  // null: no rotary embedding
   const int64_t *positions, *slots;
-  T *query, *keys, *values;
+  T* query;
+  void *keys, *values;
+  KVFormat format;
   long key_stride, value_stride;
   int heads, kv_heads, dim;
   float eps;
 };
+
+// Puts a head of one token into its slot.
+template <class T>
+INLINE void store_head(const T* key, const T* value, const Projection<T>& p, long slot, int kv_head, uint8_t* codes) {
+  const long part = kv_head * head_elements<T>(p.format, p.dim), size = element_bytes<T>(p.format),
+             page = slot / kBlock;
+  char* keys = static_cast<char*>(p.keys) + (page * p.key_stride + part) * size;
+  char* values = static_cast<char*>(p.values) + (page * p.value_stride + part) * size;
+  const int at = static_cast<int>(slot % kBlock);
+  if (p.format.held != kPlain)
+    return store_codes(key, value, p.format, reinterpret_cast<uint8_t*>(keys), reinterpret_cast<uint8_t*>(values), at,
+                       p.dim, codes);
+  store_key(key, reinterpret_cast<T*>(keys), at, p.dim);
+  store_value(value, reinterpret_cast<T*>(values), at, p.dim);
+}
 
 template <class T>
 void rope_token(const Projection<T>& p, long token) {
@@ -50,13 +67,11 @@ void rope_token(const Projection<T>& p, long token) {
   for (int h = 0; h < p.heads; ++h)
     norm_and_rotate(row + h * p.dim, p.q_norm, cosines, p.eps, p.dim, query + h * p.dim);
   const T *key = row + static_cast<long>(p.heads) * p.dim, *value = key + static_cast<long>(p.kv_heads) * p.dim;
-  const long page = p.slots[token] / kBlock;
-  const int slot = static_cast<int>(p.slots[token] % kBlock);
-  T* rotated = reinterpret_cast<T*>(scratch(p.dim * sizeof(T)));
+  T* rotated = reinterpret_cast<T*>(scratch(p.dim * (sizeof(T) + 1)));
+  auto* codes = reinterpret_cast<uint8_t*>(rotated + p.dim);
   for (int h = 0; h < p.kv_heads; ++h) {
     norm_and_rotate(key + h * p.dim, p.k_norm, cosines, p.eps, p.dim, rotated);
-    store_key(rotated, p.keys + page * p.key_stride + head_offset(h, p.dim), slot, p.dim);
-    store_value(value + h * p.dim, p.values + page * p.value_stride + head_offset(h, p.dim), slot, p.dim);
+    store_head(rotated, value + h * p.dim, p, p.slots[token], h, codes);
   }
 }
 
@@ -76,34 +91,35 @@ int rope_store(const Projection<T>& p, long tokens, long pages, int threads) {
 }
 
 template <class T>
-int store_kv(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride, long value_stride,
-             long tokens, long pages, int kv_heads, int dim) {
-  if (!slots_valid(slots, tokens, pages)) return 1;
+int store_kv(const T* k, const T* v, const Projection<T>& p, long tokens, long pages) {
+  if (!slots_valid(p.slots, tokens, pages)) return 1;
+  auto* codes = reinterpret_cast<uint8_t*>(scratch(p.dim));
   for (long t = 0; t < tokens; ++t)
-    for (int h = 0; h < kv_heads; ++h) {
-      const long from = (t * kv_heads + h) * dim, page = slots[t] / kBlock;
-      const int slot = static_cast<int>(slots[t] % kBlock);
-      store_key(k + from, keys + page * key_stride + head_offset(h, dim), slot, dim);
-      store_value(v + from, values + page * value_stride + head_offset(h, dim), slot, dim);
+    for (int h = 0; h < p.kv_heads; ++h) {
+      const long from = (t * p.kv_heads + h) * p.dim;
+      store_head(k + from, v + from, p, p.slots[t], h, codes);
     }
   return 0;
 }
 
 }  // namespace
 
-// Both return 1, and write nothing, if a slot is outside of the caches.
+// Both return 1, and write nothing, if a slot is outside of the caches. No format: pages hold the type itself.
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
-                                   const int64_t* positions, const int64_t* slots, T* query, T* keys, T* values,       \
-                                   long key_stride, long value_stride, long tokens, long pages, int heads,             \
-                                   int kv_heads, int dim, float eps, int threads) {                                    \
-    const Projection<T> p = {qkv,    q_norm,     k_norm,       cos_sin, positions, slots, query, keys,                 \
-                             values, key_stride, value_stride, heads,   kv_heads,  dim,   eps};                        \
+                                   const int64_t* positions, const int64_t* slots, T* query, void* keys, void* values, \
+                                   const KVFormat* format, long key_stride, long value_stride, long tokens,            \
+                                   long pages, int heads, int kv_heads, int dim, float eps, int threads) {             \
+    const Projection<T> p = {qkv,    q_norm,          k_norm,     cos_sin,      positions, slots,    query, keys,      \
+                             values, held_as(format), key_stride, value_stride, heads,     kv_heads, dim,   eps};      \
     return rope_store(p, tokens, pages, threads);                                                                      \
   }                                                                                                                    \
-  EXPORTED int store_kv_##suffix(const T* k, const T* v, T* keys, T* values, const int64_t* slots, long key_stride,    \
-                                 long value_stride, long tokens, long pages, int kv_heads, int dim) {                  \
-    return store_kv(k, v, keys, values, slots, key_stride, value_stride, tokens, pages, kv_heads, dim);                \
+  EXPORTED int store_kv_##suffix(const T* k, const T* v, void* keys, void* values, const KVFormat* format,             \
+                                 const int64_t* slots, long key_stride, long value_stride, long tokens, long pages,    \
+                                 int kv_heads, int dim) {                                                              \
+    const Projection<T> p = {nullptr, nullptr,         nullptr,    nullptr,      nullptr, slots,    nullptr, keys,     \
+                             values,  held_as(format), key_stride, value_stride, 0,       kv_heads, dim,     0.0f};    \
+    return store_kv(k, v, p, tokens, pages);                                                                           \
   }
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

@@ -11,6 +11,18 @@
 struct bf16 {
   uint16_t bits;
 };
+struct half {  // IEEE's 16-bit float
+  uint16_t bits;
+};
+struct float8 {  // four bits of exponent, three of fraction, no infinity: e4m3fn
+  uint8_t bits;
+};
+
+INLINE uint32_t word_at(const void* p) {
+  uint32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return word;
+}
 
 #ifdef __AVX512F__
 #include "simd_avx512.h"
@@ -18,8 +30,21 @@ struct bf16 {
 #include "simd_generic.h"
 #endif
 
+// What idot takes from each unsigned byte, so that sums need not: 128 where an instruction's factors are signed.
+#ifdef __ARM_FEATURE_DOTPROD
+constexpr uint32_t kCentre = 128;
+#else
+constexpr uint32_t kCentre = 0;
+#endif
+
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504088896340736f;
+
+INLINE float as_float(int32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, sizeof x);
+  return x;
+}
 
 INLINE void unpack(const float* from, float* to, int n) { __builtin_memcpy(to, from, n * sizeof(float)); }
 INLINE void unpack(const bf16* from, float* to, int n) {
@@ -79,6 +104,20 @@ INLINE Vec vsilu(Vec x) { return vdiv(x, vadd(vset(1.0f), vexp2(vmul(x, vset(-kL
 INLINE Vec vgelu(Vec x) {  // x (1 + tanh u) / 2 is x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
   const Vec bent = vfma(vmul(vmul(x, x), x), vset(0.044715f), x);
   return vdiv(x, vadd(vset(1.0f), vexp2(vmul(bent, vset(-1.5957691216057308f * kLog2E)))));
+}
+
+// x (1 + erf(x / sqrt(2))) / 2. For the error function, formula 7.1.26 of Abramowitz and Stegun (1964), whose absolute
+// error is 1.5e-7.
+INLINE Vec vgelu_exact(Vec x) {
+  const Vec z = vmul(vmax(x, vsub(vset(0.0f), x)), vset(0.70710678118654752f));
+  const Vec t = vdiv(vset(1.0f), vfma(z, vset(0.3275911f), vset(1.0f)));
+  Vec p = vfma(vset(1.061405429f), t, vset(-1.453152027f));
+  p = vfma(p, t, vset(1.421413741f));
+  p = vfma(p, t, vset(-0.284496736f));
+  p = vfma(p, t, vset(0.254829592f));
+  const Vec rest = vmul(vmul(p, t), vexp2_below(vmul(vmul(z, z), vset(-kLog2E))));  // 1 - erf(z)
+  const Vec half = vmul(vmul(x, rest), vset(0.5f));  // the result is x - half above 0, and half below it
+  return vsub(vmax(x, vset(0.0f)), vmax(half, vsub(vset(0.0f), half)));
 }
 
 // acc + a * b for each word. A word is a float, or a pair of bfloat16, whose two products are both added.

@@ -67,5 +67,70 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
 }
 #endif
 
+// The low byte of each integer.
+INLINE void store_bytes(int8_t* p, Words w) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(w));
+}
+
+// 16 integers of 32 bits, as Words. idot adds to each four products: of its word's bytes, which are unsigned, with four
+// integers of 8 bits, which are the same for all. These are stored as they are, or as 16 bits where that is what is
+// multiplied: first those of the even bytes, then of the odd.
+#ifdef __AVX512VNNI__
+constexpr int kCodeBytes = 1;
+using Four = Words;
+INLINE Four load_four(const int8_t* p) { return wset(word_at(p)); }
+INLINE Words idot(Words acc, Words a, Four b) { return _mm512_dpbusd_epi32(acc, a, b); }
+INLINE void store_codes(int8_t* p, Words w) { store_bytes(p, w); }
+#else
+constexpr int kCodeBytes = 2;
+struct Four {
+  Words even, odd;
+};
+INLINE Four load_four(const int8_t* p) { return {wset(word_at(p)), wset(word_at(p + 4))}; }
+INLINE Words idot(Words acc, Words a, Four b) {
+  const Words even = _mm512_madd_epi16(_mm512_and_si512(a, wset(0x00ff00ffu)), b.even);
+  const Words odd = _mm512_madd_epi16(_mm512_srli_epi16(a, 8), b.odd);
+  return _mm512_add_epi32(acc, _mm512_add_epi32(even, odd));
+}
+INLINE void store_codes(int8_t* p, Words w) {
+  const __m256i low = _mm256_shufflelo_epi16(_mm512_cvtepi32_epi16(w), _MM_SHUFFLE(3, 1, 2, 0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_shufflehi_epi16(low, _MM_SHUFFLE(3, 1, 2, 0)));
+}
+#endif
+INLINE Vec to_floats(Words w) { return _mm512_cvtepi32_ps(w); }
+INLINE Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }  // nearest; any, without a fault, where there is none
+INLINE Words wadd(Words a, Words b) { return _mm512_add_epi32(a, b); }
+INLINE Words wmax(Words a, Words b) { return _mm512_max_epi32(a, b); }
+INLINE int32_t wsum(Words w) { return _mm512_reduce_add_epi32(w); }
+INLINE int32_t wpeak(Words w) { return _mm512_reduce_max_epi32(w); }
+// The bits of |x|, which as integers have the order of the numbers; those of NaN are the largest.
+INLINE Words magnitude(Vec x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)); }
+
+// Bytes: those of a table of 16 at each code; a code is the low or the high half of a byte.
+INLINE Words wtable(const uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+INLINE Words look_up_low(Words table, Words codes) {
+  return _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(0x0f)));
+}
+INLINE Words look_up_high(Words table, Words codes) { return look_up_low(table, _mm512_srli_epi16(codes, 4)); }
+
+INLINE Vec vload(const int8_t* p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+// Finite numbers alone. As a half, which a shift makes of it, a number is 2^8 times smaller.
+INLINE Vec vload(const float8* p) {
+  const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 8);
+  const __m256i bits = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(static_cast<short>(0xbf80)));
+  return vmul(_mm512_cvtph_ps(bits), vset(256.0f));
+}
+// Pairs of bfloat16 of numbers that these hold exactly.
+INLINE Words exact_pairs(Vec low, Vec high) {
+  const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+  return _mm512_or_si512(first, _mm512_and_si512(_mm512_castps_si512(high), _mm512_set1_epi32(~0xffff)));
+}
+
+INLINE Vec vload(const half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+
 constexpr int kRows = 6;           // that are multiplied together
 constexpr int kAccumulators = 24;  // of the 32 registers

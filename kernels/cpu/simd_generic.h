@@ -6,6 +6,12 @@
 #include <immintrin.h>
 constexpr int kBytes = 32;
 #else
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
 constexpr int kBytes = 16;
 #endif
 
@@ -13,6 +19,8 @@ typedef float Lanes __attribute__((vector_size(kBytes)));
 typedef uint32_t Bits __attribute__((vector_size(kBytes)));
 typedef int32_t Mask __attribute__((vector_size(kBytes)));
 typedef uint16_t Halves __attribute__((vector_size(kBytes / 2)));
+typedef uint8_t Quarters __attribute__((vector_size(kBytes / 4)));
+typedef int8_t SignedQuarters __attribute__((vector_size(kBytes / 4)));
 
 constexpr int kParts = 64 / kBytes;
 constexpr int kLanes = kBytes / 4;
@@ -64,6 +72,8 @@ INLINE Vec vdiv(Vec a, Vec b) {
 INLINE Vec vfma(Vec a, Vec b, Vec c) {
 #ifdef __FMA__
   EACH c.part[i] = _mm256_fmadd_ps(a.part[i], b.part[i], c.part[i]);
+#elif defined(__aarch64__)
+  EACH c.part[i] = (Lanes)vfmaq_f32((float32x4_t)c.part[i], (float32x4_t)a.part[i], (float32x4_t)b.part[i]);
 #else
   EACH c.part[i] += a.part[i] * b.part[i];
 #endif
@@ -160,7 +170,176 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
   return vfma(high_halves(a), high_halves(b), vfma(low_halves(a), low_halves(b), acc));
 }
 
+// The low byte of each integer.
+INLINE void store_bytes(int8_t* p, Words w) {
+  uint32_t lanes[16];
+  wstore(lanes, w);
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(lanes[i]);
+}
+
+// 16 integers of 32 bits, as Words; see simd_avx512.h.
+typedef int16_t Shorts __attribute__((vector_size(kBytes)));
+INLINE Bits add_pairs(Shorts a, Shorts b) {  // the sums of neighbours' products
+#if defined(__AVX2__)
+  return (Bits)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (Bits)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+  const Mask low = ((Mask)((Bits)a << 16) >> 16) * ((Mask)((Bits)b << 16) >> 16);
+  return (Bits)(low + ((Mask)a >> 16) * ((Mask)b >> 16));
+#endif
+}
+#if defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr int kCodeBytes = 1;
+struct Four {
+  Bits part;  // of each
+};
+INLINE Four load_four(const int8_t* p) { return {Bits{} + word_at(p)}; }
+INLINE void store_codes(int8_t* p, Words w) { store_bytes(p, w); }
+INLINE Words idot(Words acc, Words a, Four b) {
+#ifdef __AVXVNNI__
+  EACH acc.part[i] = (Bits)_mm256_dpbusd_avx_epi32((__m256i)acc.part[i], (__m256i)a.part[i], (__m256i)b.part);
+#else
+  EACH {  // its factors are signed: kCentre is taken from the unsigned ones
+    const auto centred = (int8x16_t)(a.part[i] ^ 0x80808080u);
+    acc.part[i] = (Bits)vdotq_s32((int32x4_t)acc.part[i], centred, (int8x16_t)b.part);
+  }
+#endif
+  return acc;
+}
+#else
+constexpr int kCodeBytes = 2;
+struct Four {
+  Shorts even, odd;  // of each part
+};
+INLINE Four load_four(const int8_t* p) { return {(Shorts)(Bits{} + word_at(p)), (Shorts)(Bits{} + word_at(p + 4))}; }
+INLINE void store_codes(int8_t* p, Words w) {
+  uint32_t lanes[16];
+  wstore(lanes, w);
+  for (int i = 0; i < 16; ++i) {
+    const auto code = static_cast<int16_t>(lanes[i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i]);
+    __builtin_memcpy(p + 2 * i, &code, 2);
+  }
+}
+INLINE Words idot(Words acc, Words a, Four b) {
+  EACH {
+    const Shorts even = (Shorts)(a.part[i] & 0x00ff00ffu), odd = (Shorts)((a.part[i] >> 8) & 0x00ff00ffu);
+    acc.part[i] += add_pairs(even, b.even) + add_pairs(odd, b.odd);
+  }
+  return acc;
+}
+#endif
+INLINE Vec to_floats(Words w) {
+  Vec y;
+  EACH y.part[i] = __builtin_convertvector((Mask)w.part[i], Lanes);
+  return y;
+}
+INLINE Words to_integers(Vec x) {  // nearest, for numbers of at most 22 bits; any, without a fault, for others
+  EACH x.part[i] += kRounder;
+  Words y;
+  EACH y.part[i] = (Bits)x.part[i] - 0x4b400000u;
+  return y;
+}
+INLINE Words wadd(Words a, Words b) {
+  EACH a.part[i] += b.part[i];
+  return a;
+}
+INLINE Words wmax(Words a, Words b) {
+  EACH b.part[i] = (Bits)select((Mask)a.part[i] > (Mask)b.part[i], (Lanes)a.part[i], (Lanes)b.part[i]);
+  return b;
+}
+INLINE int32_t wsum(Words w) {
+  uint32_t lanes[16], sum = 0;
+  wstore(lanes, w);
+  for (int i = 0; i < 16; ++i) sum += lanes[i];
+  return static_cast<int32_t>(sum);
+}
+INLINE int32_t wpeak(Words w) {
+  int32_t lanes[16];
+  wstore(reinterpret_cast<uint32_t*>(lanes), w);
+  int32_t peak = lanes[0];
+  for (int i = 1; i < 16; ++i) peak = lanes[i] > peak ? lanes[i] : peak;
+  return peak;
+}
+// The bits of |x|, which as integers have the order of the numbers; those of NaN are the largest.
+INLINE Words magnitude(Vec x) {
+  Words y;
+  EACH y.part[i] = (Bits)x.part[i] & 0x7fffffffu;
+  return y;
+}
+
+// Bytes: those of a table of 16 at each code; a code is the low or the high half of a byte.
+INLINE Words wtable(const uint8_t* p) {
+  Words y;
+  for (int i = 0; i < 4; ++i) __builtin_memcpy(reinterpret_cast<char*>(&y) + 16 * i, p, 16);
+  return y;
+}
+INLINE Words look_up_low(Words table, Words codes) {
+#if defined(__AVX2__)
+  EACH codes.part[i] = (Bits)_mm256_shuffle_epi8((__m256i)table.part[i], (__m256i)(codes.part[i] & 0x0f0f0f0fu));
+  return codes;
+#elif defined(__aarch64__)
+  EACH codes.part[i] = (Bits)vqtbl1q_u8((uint8x16_t)table.part[i], (uint8x16_t)(codes.part[i] & 0x0f0f0f0fu));
+  return codes;
+#else
+  uint8_t from[64], entries[16];
+  __builtin_memcpy(from, &codes, sizeof from);
+  __builtin_memcpy(entries, &table, sizeof entries);
+  for (int b = 0; b < 64; ++b) from[b] = entries[from[b] & 15];
+  __builtin_memcpy(&codes, from, sizeof from);
+  return codes;
+#endif
+}
+INLINE Words look_up_high(Words table, Words codes) {
+  EACH codes.part[i] >>= 4;
+  return look_up_low(table, codes);
+}
+
+INLINE Vec vload(const int8_t* p) {
+  Vec y;
+  EACH y.part[i] =
+      __builtin_convertvector(__builtin_convertvector(read_as<SignedQuarters>(p + i * kLanes), Mask), Lanes);
+  return y;
+}
+// Finite numbers alone. The exponent's offset differs by 120.
+INLINE Vec vload(const float8* p) {
+  Vec y;
+  EACH {
+    const Bits bits = __builtin_convertvector(read_as<Quarters>(p + i * kLanes), Bits);
+    const Lanes size = (Lanes)((bits & 0x7fu) << 20) * 0x1p120f;
+    y.part[i] = (Lanes)((Bits)size | (bits & 0x80u) << 24);
+  }
+  return y;
+}
+// Pairs of bfloat16 of numbers that these hold exactly.
+INLINE Words exact_pairs(Vec low, Vec high) {
+  Words y;
+  EACH y.part[i] = (Bits)low.part[i] >> 16 | ((Bits)high.part[i] & ~0xffffu);
+  return y;
+}
+
+INLINE Vec vload(const half* p) {
+  Vec y;
+#ifdef __F16C__
+  EACH y.part[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * kLanes)));
+#elif defined(__aarch64__)
+  EACH y.part[i] = (Lanes)vcvt_f32_f16((float16x4_t)read_as<Halves>(p + i * kLanes));
+#else
+  EACH {  // the exponent's offset differs by 112; infinity and NaN do not occur
+    const Bits bits = __builtin_convertvector(read_as<Halves>(p + i * kLanes), Bits);
+    const Lanes size = (Lanes)((bits & 0x7fffu) << 13) * 0x1p112f;
+    y.part[i] = (Lanes)((Bits)size | (bits & 0x8000u) << 16);
+  }
+#endif
+  return y;
+}
+
 #undef EACH
 
-constexpr int kRows = kParts == 2 ? 6 : 3;  // one Vec accumulator each; with AVX2 they take 12 of 16 registers
+// One Vec accumulator each: with AVX2 they take 12 of 16 registers, with NEON 24 of 32.
+#ifdef __aarch64__
+constexpr int kRows = 6;
+#else
+constexpr int kRows = kParts == 2 ? 6 : 3;
+#endif
 constexpr int kAccumulators = kRows;

@@ -1,14 +1,24 @@
-"""The backend on flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, `pip install quire[flash]`."""
+"""The backend on flash-attn 2 (Dao, 2023): https://github.com/Dao-AILab/flash-attention, version 2.8 up to 2.8.3.
+
+Its later sources read the longest context on the host in every paged decode, which no CUDA graph can hold, and choose
+other splits by default. INSTALL is how it is installed: its build imports torch, which an isolated build does not have.
+"""
 
 from __future__ import annotations
 
+import re
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Softmax
-from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.gpu.paged import FlashPages, fresh
+
+REQUIREMENT = "flash-attn>=2.8,<2.8.4"
+"""What pyproject.toml asks for too."""
+INSTALL = f"pip install --no-build-isolation '{REQUIREMENT}'"
+_FIRST, _REFUSED = (2, 8), (2, 8, 4)
 
 
 class Flash(FlashPages):
@@ -34,28 +44,38 @@ class Flash(FlashPages):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        """One query per sequence goes to the split-KV decode kernel, everything else to the ragged one.
+        """One query per sequence goes to the split-KV decode kernel, everything else to the ragged one: with pages, or
+        where all keys are the step's own with copies of these in a row, for which it has a faster kernel.
 
         The decode kernel cuts a sequence's keys into as many parts as fill the GPU; a deterministic backend allows one
         part. Keys are then always reduced in the same order: both functions run the same kernel, over tiles aligned to
         position 0.
         """
+        window = softmax.window if self.deterministic else softmax.window_in(metadata.max_context_len)
         asked = {
             "softmax_scale": softmax.scale,
             "causal": True,
             # (left, right): a window counts the query itself; flash-attn counts the keys to its left, -1 is unlimited.
-            "window_size": (-1, -1) if softmax.window is None else (softmax.window - 1, 0),
+            "window_size": (-1, -1) if window is None else (window - 1, 0),
             "softcap": softmax.softcap or 0.0,
-            "block_table": metadata.block_table,
         }
         if metadata.max_query_len == 1:
-            lengths = {"cache_seqlens": metadata.context_lens, "num_splits": 1 if self.deterministic else 0}
-            out: Tensor = self._library.flash_attn_with_kvcache(q.unsqueeze(1), k_cache, v_cache, **lengths, **asked)
+            out: Tensor = self._library.flash_attn_with_kvcache(
+                q.unsqueeze(1),
+                k_cache,
+                v_cache,
+                cache_seqlens=metadata.context_lens,
+                block_table=metadata.block_table,
+                num_splits=1 if self.deterministic else 0,
+                **asked,
+            )
             return out.squeeze(1)
+        plain = metadata.whole and not self.deterministic
         out = self._library.flash_attn_varlen_func(
             q,
-            k_cache,
-            v_cache,
+            fresh(k_cache, metadata) if plain else k_cache,
+            fresh(v_cache, metadata) if plain else v_cache,
+            block_table=None if plain else metadata.block_table,
             cu_seqlens_q=metadata.query_start,
             cu_seqlens_k=metadata.key_start,
             max_seqlen_q=metadata.max_query_len,
@@ -70,8 +90,18 @@ def _load() -> ModuleType | str:
     try:
         import flash_attn
     except ModuleNotFoundError:
-        return "flash-attn is not installed (pip install 'quire[flash]')"
+        return f"flash-attn is not installed ({INSTALL})"
     except ImportError as error:  # built for another PyTorch or CUDA
         return f"flash-attn cannot be loaded, reinstall it for this PyTorch ({str(error).splitlines()[0]})"
+    if not hasattr(flash_attn, "flash_attn_with_kvcache"):  # flash-attn 4 shares the folder, as a namespace
+        return f"what is installed as flash_attn is not flash-attn 2 ({INSTALL})"
     module: ModuleType = flash_attn
-    return module
+    return _refused(module.__version__) or module
+
+
+def _refused(version: str) -> str | None:
+    """Why this version of flash-attn cannot be used; None where it can."""
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if _FIRST <= numbers < _REFUSED:
+        return None
+    return f"flash-attn {version} is not one of 2.8 to 2.8.3, whose paged decodes a CUDA graph can hold ({INSTALL})"

@@ -1,12 +1,17 @@
-"""What the backends on flash-attn's kernels share: pages of 256 tokens, laid out [page, token, KV head, head_dim], and
+"""What the backends on flash-attn's kernels share: large pages, laid out [page, token, KV head, head_dim], and
 everything beside attention: Triton's fused kernels on a GPU, where Triton is installed."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Backend, Rope
+from quire.kernels.backend import AttentionMetadata, Backend, Linear, Rope, Table
+from quire.kernels.kv_codes import UNSCALED, KVScales
+from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -20,7 +25,8 @@ class FlashPages(Reference):
     def __init__(self, *, deterministic: bool = False) -> None:
         super().__init__(deterministic=deterministic)
         self._plain: Backend = Reference()
-        self._fused = _fused()
+        self._fused = _fused(deterministic=deterministic)
+        self.keeps_bits = self._fused.keeps_bits
 
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
@@ -34,6 +40,9 @@ class FlashPages(Reference):
             return f"takes head sizes up to {_MOST_HEAD_DIM} in steps of 8, not {head_dim}"
         major, minor = torch.cuda.get_device_capability(device)
         return None if major >= 8 else f"needs compute capability 8.0, this GPU has {major}.{minor}"
+
+    def cannot_hold(self, kv_dtype: torch.dtype) -> str | None:
+        return "keeps keys and values in the model's type; --attention-backend triton holds them in 8 bits"
 
     def _for(self, x: Tensor) -> Backend:
         return self._fused if x.is_cuda else self._plain
@@ -50,19 +59,60 @@ class FlashPages(Reference):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return self._for(gate_up).gelu_mul(gate_up)
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        self._for(k).store_kv(k, v, k_cache, v_cache, slots)
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
+    ) -> None:
+        self._for(k).store_kv(k, v, k_cache, v_cache, slots, scales)
 
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return self._for(qkv).rope_store(qkv, rope, k_cache, v_cache, metadata)
 
+    def pack_quantized(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
+    ) -> Linear:
+        return self._for(weights[0].codes).pack_quantized(weights, bias, dtype=dtype, wide=wide)
 
-def _fused() -> Backend:
+    def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
+        return self._for(weight.codes).pack_table(weight, dtype=dtype, tied=tied)
+
+
+def fresh(cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """The keys or values of the step's own tokens [T, K, D], out of their pages."""
+    return cache.flatten(0, 1)[metadata.slots]
+
+
+def architecture_fault(device: torch.device, majors: tuple[int, ...]) -> str | None:
+    """Why kernels for these major versions of the compute capability alone do not run there."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major in majors:
+        return None
+    return f"needs compute capability {' or '.join(f'{each}.x' for each in majors)}, this GPU has {major}.{minor}"
+
+
+def built_for(capability: tuple[int, int], architectures: Iterable[str]) -> bool:
+    """Whether code built for these ("sm_90", "compute_120"; as `torch.cuda.get_arch_list`) runs on such a GPU.
+
+    Machine code (sm) runs on its own major version, from its minor version on; PTX (compute) on all later ones. A
+    suffix ties code to one version ("a") or to one major version ("f").
+    """
+    for kind, major, minor, suffix in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
+        of = (int(major), int(minor))
+        same_major = of[0] == capability[0] and of <= capability
+        if (
+            of == capability
+            or (same_major and suffix != "a")
+            or (of <= capability and (kind, suffix) == ("compute", ""))
+        ):
+            return True
+    return False
+
+
+def _fused(*, deterministic: bool) -> Backend:
     """What computes beside attention on a GPU."""
     try:
         from quire.kernels.gpu.triton_paged import Triton
     except ModuleNotFoundError:  # there is no Triton for this platform
-        return Reference()
-    return Triton()
+        return Reference(deterministic=deterministic)
+    return Triton(deterministic=deterministic)

@@ -1,5 +1,6 @@
 """The backend on PyTorch's own build of flash-attn 2, torch.nn.attention.varlen: what serves where flash-attn is not
-installed. It takes block tables from torch 2.13 on, and has no softcap."""
+installed. It takes block tables and a number of splits from torch 2.13 on (2.12 has the arguments, but its flash-attn 2
+refuses them), and has no softcap."""
 
 from __future__ import annotations
 
@@ -11,9 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Softmax
-from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.gpu.flash import INSTALL
+from quire.kernels.gpu.paged import FlashPages, built_for, fresh
 
-_NO_SOFTCAP = "PyTorch's varlen attention has no softcap; install flash-attn (pip install 'quire[flash]')"
+_FIRST = (2, 13)
+_NO_SOFTCAP = f"PyTorch's varlen attention has no softcap; install flash-attn ({INSTALL})"
 
 
 class TorchVarlen(FlashPages):
@@ -31,7 +34,12 @@ class TorchVarlen(FlashPages):
     ) -> str | None:
         if self._attend is None:
             return f"PyTorch {torch.__version__} has no paged attention, 2.13 has"
-        return super().cannot_serve(device, dtype, head_dim, softcap) or (_NO_SOFTCAP if softcap else None)
+        if (reason := super().cannot_serve(device, dtype, head_dim, softcap)) is not None:
+            return reason
+        capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+        if built and not built_for(capability, built):
+            return f"this build of PyTorch has no kernels for compute capability {capability[0]}.{capability[1]}"
+        return _NO_SOFTCAP if softcap else None
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
@@ -39,31 +47,40 @@ class TorchVarlen(FlashPages):
         """Raises NotImplementedError for a softcap.
 
         Keys are never split among thread blocks: paged and split, PyTorch leaves rows unwritten
-        (https://github.com/pytorch/pytorch/issues/194167). So no result depends on the batch, deterministic or not.
+        (https://github.com/pytorch/pytorch/issues/194167). One query per sequence fills few thread blocks then, and
+        a causal window keeps flash-attn from packing the query heads of a group, so such steps are Triton's. Not where
+        deterministic: a token must have the same bits in a step of its own as in a chunk of its prompt.
         """
         if softmax.softcap is not None:
             raise NotImplementedError(_NO_SOFTCAP)
+        beside = self._for(q)
+        if metadata.max_query_len == 1 and not self.deterministic and beside.name == "triton":
+            return beside.paged_attention(q, k_cache, v_cache, metadata, softmax)
         assert self._attend is not None
+        window = softmax.window if self.deterministic else softmax.window_in(metadata.max_context_len)
+        plain = metadata.whole and not self.deterministic  # then a faster kernel takes copies of the keys in a row
         return self._attend(
             q,
-            k_cache,
-            v_cache,
+            fresh(k_cache, metadata) if plain else k_cache,
+            fresh(v_cache, metadata) if plain else v_cache,
             metadata.query_start,
             metadata.key_start,
             metadata.max_query_len,
             metadata.max_context_len,
             scale=softmax.scale,
             # (left, right): -1 is unlimited, and a window counts the query itself, PyTorch the keys to its left.
-            window_size=(-1 if softmax.window is None else softmax.window - 1, 0),
+            window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k_cache.shape[2],
-            seqused_k=metadata.context_lens,
-            block_table=metadata.block_table,
-            num_splits=1,
+            seqused_k=None if plain else metadata.context_lens,
+            block_table=None if plain else metadata.block_table,
+            num_splits=None if plain else 1,
         )
 
 
 def _varlen_attn() -> Callable[..., Tensor] | None:
     """PyTorch's function, if it takes block tables."""
+    if tuple(int(number) for number in torch.__version__.split(".")[:2]) < _FIRST:
+        return None
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.gpu.triton_codes import numbers
+
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -62,14 +64,23 @@ def _rows_of_pages(cache, row, inside, d, D: tl.constexpr, D_PAD: tl.constexpr, 
 
 
 @triton.jit
+def _scales(at, inside, MASKED: tl.constexpr):
+    """[BLOCK_N] float32: what the codes of each key, or value, are multiplied by."""
+    if MASKED:
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    else:
+        return tl.load(at).to(tl.float32)
+
+
+@triton.jit
 def _tile(
     peak, total, acc, q, position, begin, end, cache, rules,
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: keys begin to begin + BLOCK_N, of them those before `end` where MASKED."""
-    k_cache, v_cache, table, k_stride, v_stride = cache
-    scale, softcap, window = rules
+    k_cache, v_cache, k_scales, v_scales, table, k_stride, v_stride = cache
+    scale, value_scale, softcap, window = rules
     d = tl.arange(0, D_PAD)
     key = begin + tl.arange(0, BLOCK_N)
     inside = key < end
@@ -82,7 +93,11 @@ def _tile(
     within = (key % PAGE) * KV_WIDTH
     k = _rows_of_pages(k_cache, page * k_stride + within, inside, d, D, D_PAD, MASKED)
     v = _rows_of_pages(v_cache, page * v_stride + within, inside, d, D, D_PAD, MASKED)
+    k, v = numbers(k, HELD, q), numbers(v, HELD, q)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if HELD == 1:
+        beside = PAGE * KV_WIDTH // 2 + (key % PAGE) * (KV_WIDTH // D)
+        scores *= _scales(k_scales + page * (k_stride // 2) + beside, inside, MASKED)[None, :]
     to_base2 = scale * _LOG2E
     if SOFTCAP:
         tanh = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * to_base2 / softcap)) + 1.0)
@@ -97,6 +112,13 @@ def _tile(
     keep = tl.exp2(peak - anchor)
     weights = tl.exp2(tl.fma(scores, to_base2, -anchor[:, None]))
     total = tl.fma(total, keep, tl.sum(weights, 1))
+    factors = value_scale + tl.zeros([BLOCK_N], tl.float32)
+    if HELD == 1:
+        factors = _scales(v_scales + page * (v_stride // 2) + beside, inside, MASKED)
+    if HELD and v.dtype == tl.float16:  # whose range small weights would leave
+        v = (v.to(tl.float32) * factors[:, None]).to(v.dtype)
+    elif HELD:
+        weights *= factors[None, :]
     acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
     return top, total, acc
 
@@ -105,7 +127,7 @@ def _tile(
 def _span(
     q, position, begin, full, end, cache, rules,
     KV_WIDTH: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Attention over keys begin, a multiple of BLOCK_N, to end; without a window, all rows see those before `full`."""
     peak = tl.full([q.shape[0]], float("-inf"), tl.float32)
@@ -117,12 +139,12 @@ def _span(
         for at in range(begin, masked, BLOCK_N):
             peak, total, acc = _tile(
                 peak, total, acc, q, position, at, end, cache, rules,
-                KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, MASKED=False,
+                KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, MASKED=False,
             )  # fmt: skip
     for at in range(masked, end, BLOCK_N):
         peak, total, acc = _tile(
             peak, total, acc, q, position, at, end, cache, rules,
-            KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, MASKED=True,
+            KV_WIDTH, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD, MASKED=True,
         )  # fmt: skip
     return peak, total, acc
 
@@ -166,11 +188,11 @@ def _query_tile(
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
 )
 def attend(
-    out, q, k_cache, v_cache, query_start, context_lens, block_table,
-    table_stride, k_stride, v_stride, num_seqs, scale, softcap, window,
+    out, q, k_cache, v_cache, k_scales, v_scales, query_start, context_lens, block_table,
+    table_stride, k_stride, v_stride, num_seqs, scale, value_scale, softcap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """out [T, HEADS, D]. Grid: tiles, KV_HEADS. SPLIT: keys in each part of the softmax; 0: it has one part."""
     seq, queried, position, row, filled, begin, full, end = _query_tile(
@@ -179,19 +201,21 @@ def attend(
     )  # fmt: skip
     head = tl.program_id(1) * D
     table = block_table + seq.to(tl.int64) * table_stride
-    cache = (k_cache + head, v_cache + head, table, k_stride, v_stride)
-    rules = (scale, softcap, window)
+    own = tl.program_id(1)
+    cache = (k_cache + head, v_cache + head, k_scales + own, v_scales + own, table, k_stride, v_stride)
+    rules = (scale, value_scale, softcap, window)
     if SPLIT == 0:
         _, total, acc = _span(
-            queried, position, begin, full, end, cache, rules, KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP
-        )
+            queried, position, begin, full, end, cache, rules,
+            KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
+        )  # fmt: skip
     else:
         peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total, acc = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, D_PAD], tl.float32)
         for origin in range(begin // SPLIT * SPLIT, end, SPLIT):
             peak2, total2, acc2 = _span(
                 queried, position, tl.maximum(begin, origin), full, tl.minimum(end, origin + SPLIT), cache, rules,
-                KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP,
+                KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
             )  # fmt: skip
             peak, total, acc = _merge(peak, total, acc, peak2, total2, acc2)
     at = out + row.to(tl.int64)[:, None] * D + tl.arange(0, D_PAD)[None, :]
@@ -203,11 +227,11 @@ def attend(
     do_not_specialize_on_alignment=["query_start", "context_lens", "block_table"],
 )
 def attend_splits(
-    weighted, peaks, totals, q, k_cache, v_cache, query_start, context_lens, block_table,
-    table_stride, k_stride, v_stride, num_seqs, splits, scale, softcap, window,
+    weighted, peaks, totals, q, k_cache, v_cache, k_scales, v_scales, query_start, context_lens, block_table,
+    table_stride, k_stride, v_stride, num_seqs, splits, scale, value_scale, softcap, window,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_TOKEN: tl.constexpr, WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Parts of the softmax, for reduce_even or reduce_fixed: peaks, totals [T * HEADS, splits], weighted [.., D].
 
@@ -220,7 +244,8 @@ def attend_splits(
     )  # fmt: skip
     head, d = tl.program_id(1) * D, tl.arange(0, D_PAD)
     table = block_table + seq.to(tl.int64) * table_stride
-    cache = (k_cache + head, v_cache + head, table, k_stride, v_stride)
+    own = tl.program_id(1)
+    cache = (k_cache + head, v_cache + head, k_scales + own, v_scales + own, table, k_stride, v_stride)
     if SPLIT:
         origin, length, first, count = 0, SPLIT, begin // SPLIT, tl.cdiv(end, SPLIT)
     else:
@@ -230,7 +255,7 @@ def attend_splits(
         low = origin + split * length
         peak, total, acc = _span(
             queried, position, tl.maximum(begin, low), full, tl.minimum(end, low + length), cache,
-            (scale, softcap, window), KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP,
+            (scale, value_scale, softcap, window), KV_HEADS * D, D, D_PAD, PAGE, BLOCK_N, WINDOWED, SOFTCAP, HELD,
         )  # fmt: skip
         at = row.to(tl.int64) * splits + split
         real = tl.max(filled.to(tl.int32), 1) > 0

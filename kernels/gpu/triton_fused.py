@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Rope
+from quire.kernels.gpu.triton_codes import held_in, integer_scale, to_float8, to_integer
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 
 _GATE_BLOCK = 1024
@@ -124,9 +125,10 @@ def _normed(half, inverse, weight, inside, chosen):
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _rope_kernel(
-    q, qkv, cos_sin, q_norm, k_norm, k_cache, v_cache, positions, slots, k_stride, v_stride, eps,
+    q, qkv, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scales, v_scales, positions, slots, k_stride, v_stride,
+    eps, key_scale, value_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF_PAD: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr,
+    BLOCK_H: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTATE: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token of qkv [T, HEADS + 2 * KV_HEADS, D]. Grid: T, blocks of heads."""
     token = tl.program_id(0).to(tl.int64)
@@ -157,6 +159,22 @@ def _rope_kernel(
     tl.store(to_q + HALF, second, mask=inside & is_q)
     slot = tl.load(slots + token)
     row = slot % PAGE * (KV_HEADS * D) + i
+    if HELD:
+        first = tl.where(is_v, first_raw, first).to(tl.float32)
+        second = tl.where(is_v, second_raw, second).to(tl.float32)
+    if HELD == 1:
+        most = tl.maximum(tl.max(tl.abs(first), 1), tl.max(tl.abs(second), 1))[:, None]
+        rounded = integer_scale(most)
+        first, second = to_integer(first, rounded.to(tl.float32)), to_integer(second, rounded.to(tl.float32))
+        within = PAGE * KV_HEADS * D // 2 + slot % PAGE * KV_HEADS + head - HEADS
+        tl.store(k_scales + slot // PAGE * (k_stride // 2) + within, rounded, mask=is_k)
+        inner = is_v & (head < HEADS + 2 * KV_HEADS)
+        tl.store(v_scales + slot // PAGE * (v_stride // 2) + within - KV_HEADS, rounded, mask=inner)
+    elif HELD == 2:
+        divisor = tl.where(is_v, value_scale, key_scale)
+        first, second = to_float8(tl.div_rn(first, divisor)), to_float8(tl.div_rn(second, divisor))
+    if HELD:
+        first_raw, second_raw = first, second
     to_k = k_cache + slot // PAGE * k_stride + row + (head - HEADS) * D
     tl.store(to_k, first, mask=inside & is_k)
     tl.store(to_k + HALF, second, mask=inside & is_k)
@@ -172,11 +190,14 @@ def rope_store(qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metada
     tokens, total = len(qkv), qkv.shape[1] // dim
     heads = total - 2 * kv_heads
     q = qkv.new_empty((tokens, heads, dim))
-    half = power_of_2(dim // 2)
+    half, scales = power_of_2(dim // 2), rope.kv_scales
+    held, keys, k_scales = held_in(k_cache)
+    _, values, v_scales = held_in(v_cache)
     if tokens:
         _rope_kernel[tokens, cdiv(total, _ROPE_HEADS)](
-            q, qkv, *(qkv if each is None else each for each in (cos_sin, q_norm, k_norm)), k_cache, v_cache,
-            metadata.positions, metadata.slots, k_cache.stride(0), v_cache.stride(0), rope.eps, heads, kv_heads, dim,
-            half, page, _ROPE_HEADS, q_norm is not None, k_norm is not None, cos_sin is not None, num_warps=2,
+            q, qkv, *(qkv if each is None else each for each in (cos_sin, q_norm, k_norm)), keys, values, k_scales,
+            v_scales, metadata.positions, metadata.slots, k_cache.stride(0), v_cache.stride(0), rope.eps, scales.key,
+            scales.value, heads, kv_heads, dim, half, page, _ROPE_HEADS, q_norm is not None, k_norm is not None,
+            cos_sin is not None, held, num_warps=2,
         )  # fmt: skip
     return q

@@ -1,7 +1,8 @@
 """Triton kernels that change logits in place, before a pick, without making the host wait.
 
-HostChanges in engine/worker/sampler.py does the same on the host and is the judge. `tokens` [slots, most tokens] int32
-are the token ids of every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so far.
+HostChanges in engine/worker/sampling/sampler.py does the same on the host and is the judge. `tokens` [slots, most
+tokens] int32 are the token ids of every slot; per row, [R]: `slot` and `position`, its slot and its number of tokens so
+far.
 """
 
 from __future__ import annotations

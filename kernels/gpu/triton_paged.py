@@ -3,11 +3,12 @@
 No call waits for the device, and every grid follows from shapes and from the metadata's two maxima. So a decode step
 replayed from a CUDA graph stays correct while its contexts grow. Tile sizes come from a table, not from autotuning: the
 first call of a kind compiles its kernel (this takes seconds; Triton then keeps it on disk), no later call does.
-Kernels: kernels/gpu/triton_attention.py, kernels/gpu/triton_fused.py.
+Kernels: kernels/gpu/triton_attention.py, kernels/gpu/triton_fused.py, kernels/gpu/quantization/triton_quantized.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -15,10 +16,14 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.backend import AttentionMetadata, Linear, Rope, Softmax, Table
 from quire.kernels.gpu import triton_fused
+from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
+from quire.kernels.gpu.triton_codes import held_in
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
+from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,10 +45,12 @@ class Tiles(NamedTuple):
 
 
 class Triton(Reference):
-    """Pages are [page, token, KV head, head_dim]: the layout of flash-attn, whose pages are larger."""
+    """Pages are [page, token, KV head, head_dim]: the layout of flash-attn, whose pages are larger. Of codes as
+    kernels/kv_codes.py says."""
 
     name = "triton"
     block_size = 16
+    keeps_bits = True
 
     def description(self) -> str:
         return f"Triton {triton.__version__}"
@@ -74,13 +81,28 @@ class Triton(Reference):
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
         return triton_fused.gelu_mul(gate_up)
 
-    def store_kv(self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
-        triton_fused.store_kv(k, v, k_cache, v_cache, slots)
+    def store_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
+    ) -> None:
+        if k_cache.dtype in KV_CODES:  # which no model does: rope_store stores
+            super().store_kv(k, v, k_cache, v_cache, slots, scales)
+        else:
+            triton_fused.store_kv(k, v, k_cache, v_cache, slots)
 
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
+
+    def pack_quantized(
+        self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
+    ) -> Linear:
+        packed = quantized.pack_quantized(weights, bias, wide=wide, fixed=self.deterministic)
+        return super().pack_quantized(weights, bias, dtype=dtype, wide=wide) if packed is None else packed
+
+    def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
+        packed = quantized.pack_table(weight, dtype=dtype, tied=tied, fixed=self.deterministic)
+        return super().pack_table(weight, dtype=dtype, tied=tied) if packed is None else packed
 
 
 def paged_attention(
@@ -91,7 +113,7 @@ def paged_attention(
     fixed: sums are split at fixed positions and all tiles have one size, so that a row's bits do not depend on the
     batch. Otherwise sums are split to fill the GPU, which depends on how many rows there are.
     """
-    q, window = q.contiguous(), softmax.window
+    q, window = q.contiguous(), softmax.window if fixed else softmax.window_in(metadata.max_context_len)
     out = torch.empty_like(q)
     tokens, heads, dim = q.shape
     page, kv_heads = k_cache.shape[1:3]
@@ -109,11 +131,14 @@ def paged_attention(
         splits = programs = even_splits(wanted_programs(count * kv_heads, q.device.index), seen, one_token)
     if tokens * heads * splits * dim > _MOST_PARTS:
         programs = 1
-    inputs = (q, k_cache, v_cache, metadata.query_start, metadata.context_lens, metadata.block_table)
+    held, keys, k_scales = held_in(k_cache)
+    _, values, v_scales = held_in(v_cache)
+    inputs = (q, keys, values, k_scales, v_scales, metadata.query_start, metadata.context_lens, metadata.block_table)
     strides = (metadata.block_table.stride(0), k_cache.stride(0), v_cache.stride(0), seqs)
-    rules = (softmax.scale, softmax.softcap or 0.0, window or 0)
+    scales = softmax.kv_scales
+    rules = (softmax.scale * scales.key, scales.value, softmax.softcap or 0.0, window or 0)
     shapes = (heads, kv_heads, dim, padded, page, tiles.block_m, tiles.block_n, one_token)
-    kinds = (window is not None, softmax.softcap is not None, split)
+    kinds = (window is not None, softmax.softcap is not None, split, held)
     compiled = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     if programs == 1:
         attend[count, kv_heads](out, *inputs, *strides, *rules, *shapes, *kinds, **compiled)

@@ -1,5 +1,5 @@
-"""Triton kernels that pick tokens without making the host wait and without sorting. engine/worker/sampler.py is the
-judge: the same logits, parameters, seed and position give the same token.
+"""Triton kernels that pick tokens without making the host wait and without sorting. The judge is
+engine/worker/sampling/sampler.py: the same logits, parameters, seed and position give the same token.
 
 A token's weight is e^(its scaled logit less the largest), in fixed point: sums of these are exact whatever their order,
 so that neither chunks nor batches can change a pick. A filter keeps the tokens from a least weight up: the largest at

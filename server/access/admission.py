@@ -17,6 +17,9 @@ from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 
 SHUTTING_DOWN = "The server is shutting down"
+ASLEEP = "The model sleeps and takes no requests: POST /wake_up wakes it"
+REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "asleep")
+"""Reasons for a 503; the first two have vLLM's names."""
 
 
 class Admission:
@@ -29,6 +32,8 @@ class Admission:
         """`keyed`: the server asks for API keys, so tenants compete for the queue."""
         self.draining = False
         """Whether the server is about to end, and takes no new generations."""
+        self.rejections = dict.fromkeys(REJECTIONS, 0)
+        """How many calls were answered 503, by reason."""
         self._client = client
         self._config = config
         self._keyed = keyed
@@ -40,7 +45,9 @@ class Admission:
     def check_open(self, tenant: Tenant) -> None:
         """Refuse what no body could make acceptable: an overloaded server should not read it. Raises Overloaded."""
         if self.draining:
-            raise Overloaded(SHUTTING_DOWN)
+            raise self._rejected("shutting_down", SHUTTING_DOWN)
+        if self._client.refusing:
+            raise self._rejected("asleep", ASLEEP)
         self._check_room(tenant, requests=1, tokens=1)
 
     def admit(
@@ -52,7 +59,7 @@ class Admission:
         not have and for more answers than can ever be queued, Overloaded when the queue is full, RateLimited.
         """
         tenant.check_priority(priority)
-        answers, most = prompts * n, self._config.max_num_seqs + self._config.max_queued_requests
+        answers, most = prompts * n, self._config.most_running + self._config.max_queued_requests
         if answers > most:
             param = "prompt" if prompts > 1 else "n"
             raise InvalidRequest(f"{prompts} prompts with n {n} are more than {most} answers", param=param)
@@ -66,16 +73,19 @@ class Admission:
         (Choudhury and Hahne, 1998, "Dynamic Queue Length Thresholds"); otherwise one tenant could lock out all others.
         """
         client, config = self._client, self._config
-        waiting = max(0, client.num_open + requests - config.max_num_seqs)
+        waiting = max(0, client.num_open + requests - config.most_running)
         room = config.max_queued_requests - waiting
         mine = min(waiting, client.num_open_of(tenant.name) + requests)
         if room < 0 or (self._keyed and mine > room + 1):
-            raise Overloaded(f"Too many requests wait already ({client.num_open} are open). Please try again later")
+            message = f"Too many requests wait already ({client.num_open} are open). Please try again later"
+            raise self._rejected("max_num_queued_reqs", message)
         if client.queued_tokens and client.queued_tokens + tokens > config.max_queued_tokens:
-            raise Overloaded(
-                f"Too many prompt tokens wait already ({client.queued_tokens} of {config.max_queued_tokens}). "
-                "Please try again later"
-            )
+            message = f"Too many prompt tokens wait already ({client.queued_tokens} of {config.max_queued_tokens})"
+            raise self._rejected("max_num_queued_tokens", f"{message}. Please try again later")
+
+    def _rejected(self, reason: str, message: str) -> Overloaded:
+        self.rejections[reason] += 1
+        return Overloaded(message)
 
 
 def admission_of(request: Request) -> Admission:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
+
 from starlette.datastructures import Headers
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.server.access.gateways import Gateways
 from quire.server.access.tenants import Tenant, Tenants
-from quire.server.errors import error_body
+from quire.server.errors import Failure, answer
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/live"})
 """Paths that need no key, because load balancers request them and have none."""
@@ -16,43 +18,79 @@ PAGE = "/web/"
 ADMIN_PREFIX = "/v1/engine/"
 """Routes for the server's operators: on a server with keys they need an admin's."""
 
+ADMIN_PATHS = frozenset(
+    {
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models/load", "/v1/models/unload"),
+        *("/sleep", "/wake_up", "/is_sleeping"),
+        *("/update_weights", "/init_weights_group", "/close_weights_group"),
+    }
+)
+"""More of these."""
+LOCAL_PATHS = ADMIN_PATHS - {"/is_sleeping"}
+"""Those of them that on a server without keys are this machine's alone, and no web page's."""
+
 
 def is_open(path: str) -> bool:
     return path in OPEN_PATHS or path == "/" or path.startswith(PAGE)
 
 
 class AuthenticationMiddleware:
-    """ASGI middleware that answers requests without a valid key (`Authorization: Bearer KEY`) with 401.
+    """ASGI middleware that answers requests without a valid key (`Authorization: Bearer KEY` or `x-api-key: KEY`) with
+    401.
 
-    It also answers 403 when another key than an admin's is used for ADMIN_PREFIX. It puts the key's owner into the
-    request's scope, where `tenant_of` finds it.
+    It also answers 403 when another key than an admin's is used for ADMIN_PREFIX or ADMIN_PATHS, and without keys when
+    another machine asks for LOCAL_PATHS. It puts the key's owner into the request's scope, where `tenant_of` finds it.
     """
 
-    def __init__(self, app: ASGIApp, tenants: Tenants) -> None:
+    def __init__(self, app: ASGIApp, tenants: Tenants, gateways: Gateways) -> None:
         self._app = app
         self._tenants = tenants
+        self._gateways = gateways
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
+        if not self._tenants.closed and scope["path"] in LOCAL_PATHS and not is_local(scope):
+            message = "Without API keys this route is for this machine's programs alone: see --admin-api-key"
+            told = Failure(403, message, "permission_error", None, "admin_key_needed")
+            return await answer(scope["path"], told, {})(scope, receive, send)
         if not self._tenants.closed or is_open(scope["path"]):
-            scope["tenant"] = self._tenants.anonymous
+            scope["tenant"] = self._gateways.tenant(self._tenants.anonymous, scope)
             return await self._app(scope, receive, send)
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        tenant = self._tenants.find(key.strip())
-        if scheme.lower() != "bearer" or tenant is None:
-            missing = "You didn't provide an API key: Authorization: Bearer KEY"
+        key = key_in(Headers(scope=scope))
+        tenant = self._tenants.find(key)
+        if not key or tenant is None:
+            missing = "You didn't provide an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             message = "Incorrect API key provided" if key else missing
-            refusal = _refusal(401, message, "authentication_error", "invalid_api_key")
-        elif scope["path"].startswith(ADMIN_PREFIX) and not tenant.admin:
+            told = Failure(401, message, "authentication_error", None, "invalid_api_key")
+        elif (scope["path"].startswith(ADMIN_PREFIX) or scope["path"] in ADMIN_PATHS) and not tenant.admin:
             message = "This route needs an admin's API key: see --admin-api-key"
-            refusal = _refusal(403, message, "permission_error", "admin_key_needed")
+            told = Failure(403, message, "permission_error", None, "admin_key_needed")
         else:
-            scope["tenant"] = tenant
+            scope["tenant"] = self._gateways.tenant(tenant, scope)
             return await self._app(scope, receive, send)
-        return await refusal(scope, receive, send)
+        headers = {"WWW-Authenticate": "Bearer"} if told.status == 401 else {}
+        return await answer(scope["path"], told, headers)(scope, receive, send)
+
+
+def is_local(scope: Scope) -> bool:
+    """Whether a program on this machine asks, and no web page: browsers let any page send a POST without a body to a
+    server on the loopback interface, and name the page's origin."""
+    if "origin" in Headers(scope=scope):
+        return False
+    client = scope.get("client")
+    try:
+        return client is None or not client[0] or ip_address(client[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def key_in(headers: Headers) -> str:
+    """The key of a request: that of OpenAI's header, or else of Anthropic's; empty where there is none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" and key.strip() else headers.get("x-api-key", "").strip()
 
 
 def tenant_of(scope: Scope) -> Tenant:
@@ -60,8 +98,3 @@ def tenant_of(scope: Scope) -> Tenant:
     tenant = scope["tenant"]
     assert isinstance(tenant, Tenant)
     return tenant
-
-
-def _refusal(status: int, message: str, kind: str, code: str) -> Response:
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
-    return Response(error_body(message, kind, None, code), status, headers, "application/json")

@@ -7,26 +7,31 @@ import logging
 import os
 import signal
 import ssl
-import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from functools import partial
-from pathlib import Path
 from socket import AF_UNIX, socket
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model
-from quire.engine.client.supervisor import ProcessClient
+from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model, stored_at
+from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, Overloaded
-from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.replicas.replicas import Processes, processes
+from quire.engine.text.no_tokenizer import load_tokenizer
 from quire.server.access.admission import SHUTTING_DOWN
+from quire.server.access.tenants import Tenants
 from quire.server.app import create_app
+from quire.server.bursts import Bursts
 from quire.server.config import ServerConfig
 from quire.server.connection import Bounds, Connection
 
@@ -46,14 +51,21 @@ class HttpServer(uvicorn.Server):
     sse-starlette finds a stopping server by its signal handlers, so it never ends a stream of this one.
     """
 
-    def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
-        """Raises ConfigError for certificates that cannot be used."""
-        bounds = Bounds(config.read_timeout, config.write_timeout, app.state.runtime.client)
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        on_ready: Callable[[], None],
+        models: Callable[[], Sequence[FastAPI]],
+    ) -> None:
+        """`models`: the app of each model that is loaded, at least one. Raises ConfigError for certificates that cannot
+        be used."""
+        bounds = Bounds(config.read_timeout, config.write_timeout, models()[0].state.runtime.client)
         tls = tls_context(config)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=partial(Connection, bounds),  # type: ignore[arg-type]
+                http=partial(Connection, bounds, Bursts()),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 ssl_context_factory=None if tls is None else lambda *_: tls,
@@ -66,7 +78,7 @@ class HttpServer(uvicorn.Server):
         )
         if not config.disable_access_log:
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # whatever --uvicorn-log-level says
-        self._app = app
+        self._models = models
         self._on_ready = on_ready
         self._patience = config.shutdown_timeout
 
@@ -83,18 +95,26 @@ class HttpServer(uvicorn.Server):
 
         Those still open after --shutdown-timeout end with an error.
         """
-        client = self._app.state.runtime.client
-        self._app.state.admission.drain()
+        apps = self._models()
         ends = time.monotonic() + self._patience
-        while client.num_open and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
+        for app in apps:
+            app.state.admission.drain()
+        while any(_busy(app) for app in apps) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(_DRAIN_SECONDS)
-        client.end_all(Overloaded(SHUTTING_DOWN))
+        for app in apps:
+            app.state.runtime.client.end_all(Overloaded(SHUTTING_DOWN))
+            app.state.runtime.workers.give_up(Overloaded(SHUTTING_DOWN))
         self.config.timeout_graceful_shutdown = max(1, round(ends - time.monotonic()))
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        self._app.state.runtime.live_view.close()
+        for app in self._models():
+            app.state.runtime.live_view.close()
         await super().shutdown(sockets)
+
+
+def _busy(app: FastAPI) -> bool:
+    return bool(app.state.runtime.client.num_open or app.state.runtime.workers.jobs)
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
@@ -122,31 +142,45 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 @asynccontextmanager
-async def running_app(config: ServerConfig, client: ProcessClient) -> AsyncIterator[FastAPI]:
-    """The app, with the engine of a launched client ready; both end with the block.
+async def running_app(
+    config: ServerConfig, client: Processes, tenants: Tenants | None = None
+) -> AsyncIterator[FastAPI]:
+    """The app, with the engine of a launched client ready; both end with the block. `tenants`: see create_app.
 
     The app's lifespan is entered here and not by uvicorn, which would log an error of the engine's start instead of
     raising it. Raises ConfigError for unusable certificates and keys before the model is loaded.
     """
     try:
         tls_context(config)
-        app = await asyncio.to_thread(_build, config, client)
+        app = await asyncio.to_thread(build_app, config, client, tenants)
         async with app.router.lifespan_context(app):
             yield app
     finally:
         await client.stop()
 
 
-def _build(config: ServerConfig, client: ProcessClient) -> FastAPI:
-    """Read the model files that the app needs, while the engine loads the weights. Raises ModelError."""
+def build_app(config: ServerConfig, client: Processes, tenants: Tenants | None = None) -> FastAPI:
+    """Read the model files that the app needs, while the engine loads the weights. Raises ModelError.
+
+    Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
+    them seconds later.
+    """
     path = resolve_model(config.model, config.revision)
+    model_config, defaults = read_model_config(path), read_generation_defaults(path)
+    vocab_size, (pooling, _) = model_config.vocab_size, read_tasks(path, model_config, config)
+    if config.load_format == "auto":
+        read_stored_weights(stored_at(config))
     tokenizer_path = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
+    skip = config.skip_tokenizer_init
+    tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, skip=skip)
+    modules = adaptable_modules(model_config) if config.enable_lora else None
     return create_app(
-        config,
-        client,
-        Tokenizer.load(tokenizer_path, config.chat_template),
-        vocab_size=read_model_config(path).vocab_size,
-        generation_defaults=read_generation_defaults(path),
+        *(config, client, tokenizer),
+        vocab_size=vocab_size,
+        generation_defaults=defaults,
+        pooling=pooling,
+        modules=modules,
+        tenants=tenants,
     )
 
 
@@ -158,10 +192,10 @@ def local_server(config: ServerConfig) -> Iterator[str]:
     """
     # The socket is in a directory that only this user can read, so no keys are needed.
     config = config.model_copy(update=PRIVATE_SERVER)
-    client = ProcessClient(config)
+    client = processes(config)
     client.launch()
-    with tempfile.TemporaryDirectory(prefix="quire-") as directory, socket(AF_UNIX) as listener:
-        path = str(Path(directory) / "http.sock")
+    with closing(SocketFolder()) as folder, socket(AF_UNIX) as listener:
+        path = str(folder.http)
         listener.bind(path)
         ready: Future[HttpServer] = Future()
         thread = threading.Thread(target=_host, args=(config, client, listener, ready), name="quire-server")
@@ -177,12 +211,12 @@ def local_server(config: ServerConfig) -> Iterator[str]:
             thread.join()
 
 
-def _host(config: ServerConfig, client: ProcessClient, listener: socket, ready: Future[HttpServer]) -> None:
+def _host(config: ServerConfig, client: Processes, listener: socket, ready: Future[HttpServer]) -> None:
     """Start the engine, serve on `listener`, stop both. Runs in a thread; `ready` gets the server or the error."""
 
     async def host() -> None:
         async with running_app(config, client) as app:
-            server = HttpServer(app, config, lambda: ready.set_result(server))
+            server = HttpServer(app, config, lambda: ready.set_result(server), lambda: [app])
             await server.serve(sockets=[listener])
 
     try:

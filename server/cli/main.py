@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from importlib import import_module
 
+from quire.engine.advice import nearest
 from quire.engine.errors import QuireError
+from quire.server.cli.environment import end_on_signals, give_up_closed_stderr, open_standard_streams
 from quire.server.version import VERSION
 
 COMMANDS = {
@@ -17,6 +19,7 @@ COMMANDS = {
     "chat": "chat in the terminal, with a running server or an engine of its own",
     "run": "answer a file of OpenAI batch requests offline",
     "plan": "what fits on a GPU or this machine, and how fast it can be at most, from config.json alone",
+    "quantize": "write a checkpoint in 8 or 4 bits, as compressed-tensors, which other programs read as well",
     "verify": "check that tokens do not depend on what else is running, here and with this model",
     "trace": "record some seconds of a running server's engine, for ui.perfetto.dev",
     "bench": "measure a server, Quire or another: throughput, latencies, time to start",
@@ -26,22 +29,33 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `quire argv`; the exit status is 0 for success, 1 for a failure and 2 for a mistake in the command."""
     started = time.perf_counter()
+    open_standard_streams()
     args = _parser().parse_args(argv)
     if args.command is None:
         _parser().print_help()
         return 0
-    command = import_module(f"quire.server.cli.{args.command}")
+    if args.command not in COMMANDS:
+        advice = nearest(args.command, COMMANDS) or "quire --help lists them"
+        print(f"quire: no command {args.command!r}; {advice}", file=sys.stderr)
+        return 2
+    if args.command == "serve":
+        end_on_signals()
     try:
-        status: int = command.main(args.rest, started)
+        status: int = import_module(f"quire.server.cli.{args.command}").main(args.rest, started)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has closed it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except QuireError as error:
         print(f"quire {args.command}: {error}", file=sys.stderr)
         return 1
+    except OSError as error:  # such as a full disk under what is written to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try it again when it exits
+        if not isinstance(error, BrokenPipeError):  # the reader of our output has closed it, as `head` does
+            where = "" if error.filename is None else f"{error.filename}: "
+            print(f"quire {args.command}: {where}{error.strerror or error}", file=sys.stderr)
+        return 1
+    finally:
+        give_up_closed_stderr()
     return status
 
 
@@ -56,6 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"quire {VERSION}")
-    parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser

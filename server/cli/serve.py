@@ -9,31 +9,39 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import json
 import logging
+import os
 import signal
 import socket
+import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.types import EngineInfo
-from quire.server.cli.plan.estimate import predicted_tokens
+from quire.engine.replicas.replicas import processes
+from quire.server.cli.announcement import announcement, url
+from quire.server.cli.environment import raise_file_limit
+from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine, this_machine
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 from quire.server.observe import logs
-from quire.server.version import VERSION
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.types import ASGIApp
+
     from quire.server.cli.hosting import HttpServer
+    from quire.server.cli.several import SeveralModels
 
 log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
@@ -51,10 +59,19 @@ def main(argv: Sequence[str], started: float) -> int:
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="local directory or hub id; default: the embedded one")
     add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
-    _, config = parse(parser, argv, ServerConfig, "name")
+    parser.add_argument(
+        "--models", type=Path, metavar="FILE", help="TOML file of several models to serve; see the docs"
+    )
+    args, config = parse(parser, argv, ServerConfig, "name")
+    models: OneModel | SeveralModels = OneModel(config)
+    if args.models is not None:
+        if "model" in config.model_fields_set:
+            parser.error("MODEL and --models are two ways to say what is served: give one of them")
+        models = import_module("quire.server.cli.several").SeveralModels(config, args.models)
     logs.set_up(config)
+    raise_file_limit()
     with bind(config.host, config.port) as listener:
-        return uvloop.run(Service(config, listener, started).run())
+        return uvloop.run(Service(config, models, listener, started).run())
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -67,21 +84,68 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host"
-        ) from None
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no valid name"
+        shown = host if host.isprintable() else repr(host)
+        raise ConfigError(f"cannot listen on {shown}:{port}: {why}; choose another --port or --host") from None
     return listener
+
+
+class OneModel:
+    """What a server serves: a model, from its engine's launch to its end."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._client = processes(config)
+        self._machine: Machine | None = None
+        self._app: FastAPI | None = None
+
+    @property
+    def alive(self) -> bool:
+        """False when its engine cannot be brought back."""
+        return self._client.alive
+
+    @property
+    def num_open(self) -> int:
+        return self._client.num_open
+
+    @property
+    def apps(self) -> list[FastAPI]:
+        return [] if self._app is None else [self._app]
+
+    def launch(self) -> None:
+        self._machine = this_machine(gpu=self._config.device != "cpu")
+        self._client.launch()
+
+    @asynccontextmanager
+    async def running(self, hosting: Any) -> AsyncIterator[ASGIApp]:
+        """The app, ready. `hosting` is the module, which takes long to import."""
+        async with hosting.running_app(self._config, self._client) as self._app:
+            self._app.state.runtime.workers.start()  # so that the first large request does not wait for it
+            yield self._app
+
+    async def stop(self) -> None:
+        await self._client.stop()
+
+    def announcement(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
+        assert self._app is not None
+        assert self._machine is not None
+        formats, info = self._app.state.model.formats, self._app.state.runtime.info
+        planned = predicted_tokens(self._config, self._machine)
+        tools, chats = formats.tools_from, formats.renderer.has_template
+        return announcement(self._config, info, base, seconds, planned, tools=tools, tls=tls, chats=chats)
 
 
 class Service:
     """One run of the server: start, serve, drain. `run()` returns the exit status."""
 
-    def __init__(self, config: ServerConfig, listener: socket.socket, started: float) -> None:
+    def __init__(
+        self, config: ServerConfig, models: OneModel | SeveralModels, listener: socket.socket, started: float
+    ) -> None:
         self._config = config
         self._listener = listener
         self._started = started
-        self._client = ProcessClient(config)
+        self._models = models
         self._server: HttpServer | None = None
         self._signals = 0
         self._draining: asyncio.Task[None] | None = None
@@ -92,26 +156,33 @@ class Service:
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             numbers.append(signal.SIGHUP)
+        loop = asyncio.get_running_loop()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(self._on_signal, number, main_task)
+
+        # Not the loop's own handlers: it restores the default when it closes, and one more SIGHUP would be the end.
         for number in numbers:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number, main_task)
-        machine = this_machine(gpu=self._config.device != "cpu")
-        self._client.launch()
+            signal.signal(number, handle)
+        self._models.launch()
         try:
             hosting = await asyncio.to_thread(import_module, "quire.server.cli.hosting")
-            async with hosting.running_app(self._config, self._client) as app:
-                announce = partial(self._announce, app.state.runtime.info, machine)
-                self._server = hosting.HttpServer(app, self._config, announce)
+            async with self._models.running(hosting) as app:
+                announce = partial(self._announce, hosting.tls_context(self._config))
+                self._server = hosting.HttpServer(app, self._config, announce, lambda: self._models.apps)
                 return await self._serve(self._server)
         except asyncio.CancelledError:
             return 0
         finally:
-            await self._client.stop()
+            await self._models.stop()
+            for number in numbers:
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else _end_now)
 
     async def _serve(self, server: HttpServer) -> int:
         watcher = asyncio.create_task(self._watch(server))
         await server.serve(sockets=[self._listener])
         watcher.cancel()
-        if not self._client.alive:
+        if not self._models.alive:
             raise EngineError("the engine ended and could not be brought back; see the log above")
         if server.force_exit:
             return INTERRUPTED
@@ -119,55 +190,35 @@ class Service:
 
     async def _watch(self, server: HttpServer) -> None:
         """Stop the server when its engine cannot be brought back, so that a process manager restarts both."""
-        while self._client.alive:  # noqa: ASYNC110 - a poll is soon enough
+        while self._models.alive:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(WATCH_SECONDS)
         server.should_exit = True
 
-    def _on_signal(self, number: signal.Signals, main_task: asyncio.Task[int]) -> None:
+    def _on_signal(self, number: int, main_task: asyncio.Task[int]) -> None:
         if number == signal.SIGHUP and self._signals:
             return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
         self._signals += 1
         if self._server is None:
+            if self._signals > 1:
+                os._exit(INTERRUPTED)  # the engine ends with this process
             main_task.cancel()
         elif self._signals == 1:
             self._draining = asyncio.create_task(self._server.drain())
-            if self._client.num_open:
-                count, seconds = self._client.num_open, self._config.shutdown_timeout
+            if self._models.num_open:
+                count, seconds = self._models.num_open, self._config.shutdown_timeout
                 log.info("draining: %d open, at most %g s; Ctrl-C again ends them at once", count, seconds)
         else:
             self._server.force_exit = self._server.should_exit = True
 
-    def _announce(self, info: EngineInfo, machine: Machine) -> None:
+    def _announce(self, tls: ssl.SSLContext | None) -> None:
         host, port = self._listener.getsockname()[:2]
-        planned = predicted_tokens(self._config, machine)
         seconds = time.perf_counter() - self._started
-        base = url(host, port, tls=self._config.ssl_certfile is not None)
-        print(announcement(self._config, info, base, seconds, planned), flush=True)
+        base = url(host, port, tls=tls is not None)
+        with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
+            print(self._models.announcement(base, seconds, tls), flush=True)
         gc.freeze()  # exempts what lives as long as the process from every later collection
 
 
-def url(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL of a server that listens on `host`; for a wildcard address that of the loopback interface."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
-
-
-def announcement(config: ServerConfig, info: EngineInfo, base: str, seconds: float, planned: int | None = None) -> str:
-    """The text that says what was loaded and how the memory is used, with a first request to paste."""
-    names = ", ".join(config.model_names)
-    body = {"model": config.model_names[0], "prompt": "Once upon a time", "max_tokens": 100, "stream": True}
-    weights = info.weight_bytes / 2**20
-    plan = ""
-    if planned:
-        got = info.num_blocks * info.block_size
-        plan = f"\n  plan       {planned:,} tokens of KV foreseen, {got:,} are there ({got / planned - 1:+.1%})"
-    return f"""\
-quire {VERSION}
-  model      {names}: {info.dtype} on {info.device}, {weights:.1f} MiB loaded in {info.load_seconds:.1f} s
-  attention  {info.backend}
-  memory     {info.arithmetic}{plan}
-  ready      {base} after {seconds:.1f} s; Ctrl-C ends it
-
-curl -N {base}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'
-"""
+def _end_now(number: int, frame: FrameType | None) -> None:
+    """A signal for haste, which arrives when nothing is left to be done but to exit."""
+    os._exit(INTERRUPTED)

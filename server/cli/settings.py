@@ -13,19 +13,25 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from quire.engine.config import PREFIX, Settings, is_list, load, presets, split
+from quire.engine.config import Settings, is_list, load, presets, split
 from quire.engine.errors import ConfigError
 from quire.server.cli.unknown_flags import dashed, unknown_arguments
+from quire.server.config import ServerConfig
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> None:
-    """Add --config and one flag per field of `model`, under the title of the first class in `titles` that has it.
-
-    Fields of none of these classes get no flag.
-    """
+    """Add --config and the flags of `add_fields`."""
     parser.add_argument(
         "--config", metavar="FILE", help=f"TOML file of settings, or a preset: {', '.join(presets()) or 'none'}"
     )
+    add_fields(parser, model, titles)
+
+
+def add_fields(parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> None:
+    """Add one flag per field of `model`, under the title of the first class in `titles` that has it.
+
+    Fields of none of these classes get no flag.
+    """
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
     for name, field in model.model_fields.items():
         section = next((group for base, group in sections.items() if name in base.model_fields), None)
@@ -52,14 +58,10 @@ def parse(
         if "model" in flags:
             parser.error("the model is given twice, as an argument and by --model")
         flags["model"] = given
-    known = {PREFIX + name.upper() for name in model.model_fields}
-    for name in sorted(set(os.environ) - known):
-        if name.startswith(PREFIX):
-            print(f"{parser.prog}: environment variable {name} is not a setting, ignored", file=sys.stderr)
     if os.environ.get("VLLM_API_KEY"):  # who set it believes that the server asks for a key
         print(f"{parser.prog}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
     try:
-        return args, load(model, flags, args.config)
+        return args, load(model, flags, args.config, others=ServerConfig.model_fields)
     except ConfigError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 

@@ -73,6 +73,8 @@ def main(argv: Sequence[str], started: float) -> int:
     args, config = parse(parser, argv, EngineConfig, "name")
     if args.requests < 2:
         raise ConfigError("--requests must be at least 2: one alone shares no batch")
+    if config.data_parallel_size > 1:
+        raise ConfigError("data_parallel_size: what is verified is one engine, and replicas compute as it does")
     info, checks = uvloop.run(Verification(config, args.requests, ProcessClient).run())
     passed = all(check.passed for check in checks)
     if args.json:

@@ -8,27 +8,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.config import ServerConfig
-from quire.server.formats.reasoning import ReasoningFormat, ReasoningParser, reasoning_format
+from quire.server.formats.frame import ContentFrame, FrameParser
+from quire.server.formats.reasoning import ReasoningFormat, ReasoningParser
 from quire.server.formats.tools.format import Tool, ToolFormat, ToolParser
 from quire.server.formats.tools.sink import CallDelta
-from quire.server.formats.tools.table import tool_format
-
-
-@dataclass(frozen=True, slots=True)
-class ChatFormats:
-    """How the model writes the parts of an answer that are not content."""
-
-    template: str
-    """The text of all its chat templates."""
-    reasoning: ReasoningFormat | None
-    tools: ToolFormat | None
-
-    @classmethod
-    def chosen(cls, config: ServerConfig, chat_templates: Mapping[str, str]) -> ChatFormats:
-        template = "\n".join(chat_templates.values())
-        reasoning = reasoning_format(config.reasoning_parser, template)
-        return cls(template, reasoning, tool_format(config.tool_call_parser, template))
 
 
 class MessageDelta(msgspec.Struct, frozen=True):
@@ -53,14 +36,21 @@ class MessageFormat:
     known: Mapping[str, Tool] = field(default_factory=dict)
     parallel: bool = True
     """False: only the first call is kept."""
+    calls_only: bool = False
+    """A call must be made: what is no call is the beginning of one, and no content."""
+    frame: ContentFrame | None = None
 
     def shown_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The special tokens that the parsers read."""
-        markers = [] if self.reasoning is None else [self.reasoning.begin, self.reasoning.end]
+        """The special tokens that the parsers read. Those that end an answer are none."""
+        marks: list[str] = []
+        if self.reasoning is not None:
+            marks += [self.reasoning.begin, self.reasoning.end, self.reasoning.again]
         if self.tools is not None:
-            markers += [*self.tools.markers, *self.tools.other_markers]
-        ids = {tokenizer.backend.token_to_id(marker) for marker in markers}
-        return frozenset(token_id for token_id in ids if token_id in tokenizer.special_ids)
+            marks += self.tools.literals
+        if self.frame is not None:
+            marks += [self.frame.begin, *self.frame.others, *self.frame.again, *self.frame.ends]
+        found = {token_id for mark in marks for _, token_id in tokenizer.special_parts(mark)}
+        return frozenset(token_id for token_id in found if token_id is not None) - frozenset(tokenizer.eos_token_ids)
 
 
 class MessageParser:
@@ -68,7 +58,10 @@ class MessageParser:
 
     def __init__(self, format: MessageFormat) -> None:
         self._include_reasoning = format.include_reasoning
-        self._reasoning = None if format.reasoning is None else ReasoningParser(format.reasoning, format.begun)
+        stops = () if format.tools is None else format.tools.markers
+        self._reasoning = None if format.reasoning is None else ReasoningParser(format.reasoning, format.begun, stops)
+        self._frame = None if format.frame is None else FrameParser(format.frame)
+        self._calls_only = format.calls_only
         self._tools = None
         if format.tools is not None:
             self._tools = ToolParser(format.tools, format.known, None if format.parallel else 1)
@@ -86,6 +79,10 @@ class MessageParser:
             reasoning, text = self._reasoning.push(text, offsets, final)
         if self._tools is not None:
             text, calls = self._tools.push(text, final)
+        if self._frame is not None:
+            text = self._frame.push(text, final)
+        if self._calls_only:
+            text = ""
         return MessageDelta(text, reasoning if self._include_reasoning else "", calls)
 
     def finish_reason(self, reason: str | None) -> str | None:

@@ -9,16 +9,22 @@ from dataclasses import dataclass
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import ThinkingBudget
-from quire.server.formats.tools.source import Source, Steps, held_back
+from quire.server.formats.tools.source import Source, Steps, first_of, held_back
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks around the thinking, which comes first in an answer."""
+    """The marks around thinking, which comes first in an answer, and may come again."""
 
     name: str
     begin: str
     end: str
+    space: str = ""
+    """White space in front of `begin`."""
+    lead: str = ""
+    """What the prompt ends with, if it stands again before each part of an answer: <|start|>assistant."""
+    later: str = ""
+    """What a span behind the first begins with, if not with `begin`."""
 
     def begun(self, prompt: str) -> bool | None:
         """Whether the answer to this prompt begins inside the thinking; None where the model decides.
@@ -29,6 +35,11 @@ class ReasoningFormat:
         if text.endswith(self.begin):
             return True
         return False if text.endswith(self.end) else None
+
+    @property
+    def again(self) -> str:
+        """What a span behind the first begins with."""
+        return self.later or self.begin
 
 
 TABLE = (
@@ -60,7 +71,9 @@ def thinking_budget(
         return None
     begin = end = None
     if format is not None:
-        begin, end = (tokenizer.backend.token_to_id(mark) for mark in (format.begin, format.end))
+        begin, end = (_token_of(mark, tokenizer) for mark in (format.begin, format.end))
+        if format.lead and begin != tokenizer.backend.token_to_id(format.begin):
+            begin = None  # content may begin with the same token
     if end is None or (begin is None and begun is None):
         raise InvalidRequest(
             "thinking_token_budget is not available: this model has no tokens known here that begin and end thinking",
@@ -69,54 +82,113 @@ def thinking_budget(
     return ThinkingBudget(tokens, end, None if begun else begin)
 
 
-class ReasoningParser:
-    """Splits one answer while its text comes. White space around the thinking is dropped."""
+def _token_of(mark: str, tokenizer: Tokenizer) -> int | None:
+    """The token of a mark, or the special token that it begins with."""
+    parts = tokenizer.special_parts(mark)
+    return parts[0][1] if parts and parts[0][1] is not None else tokenizer.backend.token_to_id(mark)
 
-    def __init__(self, format: ReasoningFormat, begun: bool | None) -> None:
+
+QUOTES = ("`", "'", '"')
+"""A mark behind one of these is spoken of, and begins nothing."""
+
+
+class ReasoningParser:
+    """Splits one answer while its text comes. White space around the thinking is dropped.
+
+    Behind a first span others may come. They are looked for up to the first of `stops`, which are the beginnings of
+    tool calls: what stands in arguments is none.
+    """
+
+    def __init__(self, format: ReasoningFormat, begun: bool | None, stops: tuple[str, ...] = ()) -> None:
         self._source = Source()
         self._format = format
+        self._stops = tuple(stop for stop in stops if not format.again.startswith(stop))
         self._reasoning: list[str] = []
+        self._content: list[str] = []
         self._read = 0
-        self._began = bool(begun)
-        self._over: int | None = 0 if begun is False else None
+        self._spans: list[tuple[int, int | None]] = [(0, None)] if begun else []
+        self._over = begun is False
         self._offsets: list[int] = []
         self._strip = begun is False
-        self._steps = self._parse()
+        self._steps = self._parse(begun=bool(begun))
 
     @property
     def tokens(self) -> int:
         """Number of tokens so far that begin in the thinking or its marks."""
-        if not self._began:
-            return 0
-        return len(self._offsets) if self._over is None else bisect_left(self._offsets, self._over)
+        total = len(self._offsets)
+        return sum(
+            (total if end is None else bisect_left(self._offsets, end)) - bisect_left(self._offsets, begin)
+            for begin, end in self._spans
+        )
 
     def push(self, text: str, offsets: Sequence[int], final: bool = False) -> tuple[str, str]:
         """The reasoning and the content that this text completes. `offsets` are the places in the answer where its
         tokens begin."""
-        if self._over is None:
+        if not self._over:
             self._offsets += offsets
             self._source.text += text
             self._source.closed = final
             for _ in self._steps:
                 break  # it needs more text
-            text = "" if self._over is None else self._source.take(len(self._source.text))
-        reasoning = "".join(self._reasoning)
-        self._reasoning = []
+            else:
+                self._over = True
+                self._show(self._source.take(len(self._source.text)))
+        else:
+            self._show(text)
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        self._reasoning, self._content = [], []
+        return reasoning, content
+
+    def _show(self, text: str) -> None:
         if self._strip:
             text = text.lstrip()
             self._strip = not text
-        return reasoning, text
+        self._content.append(text)
 
-    def _parse(self) -> Steps[None]:
-        """Read up to the end of the thinking; the rest of the text is content."""
-        begun = yield from self._source.follows(
-            self._format.begin
-        )  # some models repeat the mark at the end of the prompt
-        if begun or self._began:
-            self._began = True
+    def _parse(self, *, begun: bool) -> Steps[None]:
+        """Read spans of thinking, and the content between them; what is left is content."""
+        repeated = yield from self._source.follows(self._format.begin)  # some models repeat the prompt's last mark
+        if repeated or begun:
+            if not begun:
+                self._spans.append((0, None))
             yield from self._read_thinking()
+        elif (yield from self._source.follows(self._format.end)):  # it says that it does not think
+            self._spans.append((0, self._place()))
             self._strip = True
-        self._over = self._read + len(self._source.taken)
+        elif not self._format.lead:
+            return
+        while (yield from self._pass_content()):
+            yield from self._read_thinking()
+
+    def _pass_content(self) -> Steps[bool]:
+        """Pass on content up to the next span, whose mark is taken. False: there is none."""
+        source, again = self._source, self._format.again
+        marks = (again, *self._stops)
+        last = ""
+        while True:
+            found = first_of(source.text, marks)
+            if found is not None and found[1] != again:
+                return False
+            if found is not None:
+                last = self._pass(found[0]) or last
+                if last in QUOTES:
+                    last = self._pass(len(again))
+                    continue
+                self._spans.append((self._place(), None))
+                source.take(len(again))
+                return True
+            keep = 0 if source.closed else held_back(source.text, marks)
+            last = self._pass(len(source.text) - keep) or last
+            if source.closed:
+                return False
+            yield
+
+    def _pass(self, count: int) -> str:
+        """Show this many characters as content, and give the last."""
+        text = self._source.take(count)
+        self._show(text)
+        self._forget()
+        return text[-1:]
 
     def _read_thinking(self) -> Steps[None]:
         source, end = self._source, self._format.end
@@ -132,9 +204,17 @@ class ReasoningParser:
             self._reasoning.append(text.rstrip())
             if place >= 0:
                 source.take(len(end))
+                begin, _ = self._spans[-1]
+                self._spans[-1] = begin, self._place()
+                self._strip = True
             if place >= 0 or source.closed:
                 return
             yield
+
+    def _place(self) -> int:
+        """The place in the answer up to which text was read."""
+        self._forget()
+        return self._read
 
     def _forget(self) -> None:
         self._read += len(self._source.taken)

@@ -1,9 +1,7 @@
 """Beam search over the engine client: each step asks for one more token of every beam, with its alternatives.
 
-The rule is vLLM's: the 2 * width most likely tokens of every beam are candidates; those that end a sequence complete
-it, the width best of the others go on. A hypothesis scores its summed log probability over length ** length_penalty
-(Wu et al., 2016); the length is what was generated, as in transformers. Beams share all but their last tokens with the
-prefix cache, so a step costs about one token per beam.
+engine/client/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
+one token per beam.
 """
 
 from __future__ import annotations
@@ -11,44 +9,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
+from quire.engine.client.beams import Beam, Scores, continued
 from quire.engine.client.client import EngineClient, OutputStream
 from quire.engine.errors import EngineError, Timeout
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from quire.engine.types import FinishReason, RequestOutput, SamplingParams
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec, Prompt
+from quire.server.generation.turns import Turns
 from quire.server.observe.metrics import Metrics
-
-
-@dataclass(frozen=True, slots=True)
-class Beam:
-    """A hypothesis: its tokens behind the prompt."""
-
-    ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
-    total: float = 0.0
-    """The sum of the log probabilities."""
-    ended: bool = False
-
-    def then(self, logprob: TokenLogprob, ended: bool) -> Beam:
-        total = self.total + logprob.logprob
-        return Beam((*self.ids, logprob.token_id), (*self.logprobs, logprob), total, ended)
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    length_penalty: float
-    longest: int
-
-    def of(self, beam: Beam) -> float:
-        return beam.total / max(1, len(beam.ids)) ** self.length_penalty
-
-    def bound(self, beam: Beam) -> float:
-        """A score that no continuation of the beam can exceed: each token adds a log probability, at most 0."""
-        return max(beam.total / length**self.length_penalty for length in (len(beam.ids) + 1, self.longest))
 
 
 class BeamSearch(Generation):
@@ -60,14 +31,18 @@ class BeamSearch(Generation):
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
+        turns: Turns,
         *,
         context_length: int,
     ) -> None:
         super().__init__(spec, tokenizer, metrics)
         self._client = client
+        self._turns = turns
         self._context_length = context_length
         ends = () if spec.params.ignore_eos else tokenizer.eos_token_ids
         self._ends = frozenset((*spec.params.stop_token_ids, *ends))
+        self._version = client.weights_version
+        self._call = client.begin_call(spec.answer_id, spec.tenant)
         self._cancelled: set[int] = set()
         """Indices of prompts whose search was cancelled through `EngineClient.cancel`."""
         self._streams: set[OutputStream] = set()
@@ -94,12 +69,17 @@ class BeamSearch(Generation):
         if not self._cut_short:
             yield [self._answer(choice, found[choice.index // n][choice.index % n]) for choice in self._choices]
 
+    @property
+    def weights_version(self) -> str:
+        return self._version
+
     def close(self) -> None:
         """Abort what still runs; `deltas` ends."""
         self._stop()
         self._cut_off("abort")
 
     def _stop(self) -> None:
+        self._client.end_call(self._call)
         for stream in list(self._streams):
             stream.close()
 
@@ -113,18 +93,13 @@ class BeamSearch(Generation):
         running, completed = [Beam()], list[Beam]()
         for step in range(longest):
             outputs = await self._step(index, step, prompt, running)
+            if self._call.cancelled:
+                self._cancelled.add(index)
             if self._cut_short or index in self._cancelled:
                 break
-            candidates = [
-                beam.then(logprob, logprob.token_id in self._ends)
-                for beam, output in zip(running, outputs, strict=True)
-                for logprob in alternatives(output, 2 * width, params.logprobs or 0)
-            ]
-            completed += [beam for beam in candidates if beam.ended]
-            completed = sorted(completed, key=scores.of, reverse=True)[:width]
-            # All of this step's candidates are equally long: the penalty does not change their order.
-            going_on = [beam for beam in candidates if not beam.ended]
-            running = sorted(going_on, key=lambda beam: beam.total, reverse=True)[:width]
+            async with self._turns:
+                running, ended = continued(running, outputs, width, params.logprobs or 0, self._ends)
+                completed = sorted(completed + ended, key=scores.of, reverse=True)[:width]
             worst = scores.of(completed[-1]) if len(completed) == width else -math.inf
             if all(scores.bound(beam) <= worst for beam in running):
                 running = []
@@ -137,12 +112,15 @@ class BeamSearch(Generation):
         spec = self._spec
         top = max(2 * spec.params.n, spec.params.logprobs or 0)
         params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, ignore_eos=True)
-        requests = [
-            spec.request(f"{spec.id}-{index}-{step}-{i}", [*prompt.ids, *beam.ids], params, seed=0)
-            for i, beam in enumerate(beams)
-        ]
         outputs: dict[str, RequestOutput] = {}
-        stream = self._client.submit(requests, spec.id)
+        async with self._turns:
+            if self._call.cancelled or self._cut_short:
+                return []
+            requests = [
+                spec.request(f"{spec.id}-{index}-{step}-{i}", [*prompt.ids, *beam.ids], params, seed=0)
+                for i, beam in enumerate(beams)
+            ]
+            stream = self._client.submit(requests, spec.answer_id)
         self._streams.add(stream)
         try:
             async for some in stream:
@@ -155,6 +133,7 @@ class BeamSearch(Generation):
         finally:
             stream.close()
             self._streams.discard(stream)
+            self._version = stream.weights_version
         self._metrics.rolling.now()
         if step == 0:
             first = self._choices[index * spec.params.n]
@@ -176,10 +155,3 @@ class BeamSearch(Generation):
         assert delta is not None, "a terminal output has a delta"
         self._end(choice, delta.finish_reason or reason)
         return delta
-
-
-def alternatives(output: RequestOutput, count: int, shown: int) -> list[TokenLogprob]:
-    """The `count` most likely next tokens, each as if it had been picked, with `shown` alternatives beside it."""
-    assert output.logprobs is not None, "beams ask for them"
-    top = output.logprobs[0].top
-    return [TokenLogprob(token, value, rank, top[:shown]) for rank, (token, value) in enumerate(top[:count], 1)]

@@ -16,7 +16,7 @@ from quire.server.generation.repetition import STOP_REASON, RepetitionDetector
 from quire.server.generation.spec import GenerationSpec, Prompt
 
 
-class TokenText(msgspec.Struct, frozen=True):
+class TokenText(msgspec.Struct, frozen=True, gc=False):
     """A token of an answer. Only the first token of an echoed prompt has no log probability."""
 
     token_id: int
@@ -61,7 +61,6 @@ class Choice:
         """When the first token came; this and last_at are times of time.monotonic()."""
         self.last_at = 0.0
         self._params = params
-        self._tokenizer = tokenizer
         self._echo = spec.echo
         self._echo_only = spec.echo_only
         self._text = TextStream(
@@ -77,7 +76,8 @@ class Choice:
         rule = spec.repetition
         self._repetition = None if rule is None else RepetitionDetector(rule, params.min_tokens)
         self._logprobs: deque[TokenLogprob] = deque()
-        self._base = len(prompt.text) if spec.echo else 0
+        self._shown = (prompt.text or "") if spec.echo else ""
+        """The prompt, where it is echoed."""
         self._ids: list[int] | None = [] if spec.token_ids else None
         self._prompt_ids = prompt.ids if spec.token_ids else None
         self._prompt_logprobs: Sequence[TokenLogprob | None] | None = None
@@ -104,27 +104,27 @@ class Choice:
             self.logprob_sum += sum(logprob.logprob for logprob in output.logprobs[: delta.used])
         if self._logprobs:
             tokens = [self._token(offset) for offset in delta.offsets]
+        echoed = ""
         if self._echo:
-            self._echo = False
-            text = self.prompt.text + text
-            if output.prompt_logprobs is not None and self._params.logprobs is not None:
+            self._echo, echoed = False, self._shown
+            if self.prompt.offsets and output.prompt_logprobs is not None and self._params.logprobs is not None:
                 tokens = self._prompt_tokens(output.prompt_logprobs) + tokens
         if self._ids is not None:
             self._ids += output.new_ids[: delta.used]
         if self._prompt_top is not None and output.prompt_logprobs is not None:
             self._prompt_logprobs = [at_most(logprob, self._prompt_top) for logprob in output.prompt_logprobs]
-        message = MessageDelta(text)
+        message: MessageDelta | None = None
         if self._message is not None:
             message = self._message.push(text, delta.offsets, final=reason is not None)
-            reason = self._message.finish_reason(reason)
+            text, reason = message.content, self._message.finish_reason(reason)
         # A token without text, such as a part of a character, makes a delta too: clients time tokens by chunks.
-        silent = not output.new_ids or self._message is not None
-        if silent and not message and not tokens and reason is None:
+        silent = not output.new_ids or message is not None
+        if silent and not (message or text or tokens or echoed) and reason is None:
             return None
-        shown = ChoiceDelta(self.index, message.content, tokens, reason, stop_reason)
-        if message.reasoning or message.calls:
+        shown = ChoiceDelta(self.index, echoed + text, tokens, reason, stop_reason)
+        if message is not None and (message.reasoning or message.calls):
             shown = msgspec.structs.replace(shown, reasoning=message.reasoning, calls=message.calls)
-        return self._with_extras(shown)
+        return shown if self._ids is None and self._prompt_logprobs is None else self._with_extras(shown)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -132,8 +132,6 @@ class Choice:
 
     def _with_extras(self, delta: ChoiceDelta) -> ChoiceDelta:
         """The delta with the ids and prompt log probabilities gathered since the last one."""
-        if self._ids is None and self._prompt_logprobs is None:
-            return delta
         ids, self._ids = self._ids, None if self._ids is None else []
         prompt_ids, self._prompt_ids = self._prompt_ids, None
         logprobs, self._prompt_logprobs = self._prompt_logprobs, None
@@ -141,15 +139,13 @@ class Choice:
 
     def _token(self, offset: int) -> TokenText:
         logprob = self._logprobs.popleft()
-        return TokenText(logprob.token_id, logprob, self._base + offset)
+        return TokenText(logprob.token_id, logprob, len(self._shown) + offset)
 
     def _prompt_tokens(self, logprobs: Sequence[TokenLogprob | None]) -> list[TokenText]:
-        stream = TextStream(self._tokenizer, skip_special_tokens=self._params.skip_special_tokens)
-        offsets = stream.push(self.prompt.ids, final=True).offsets
         cut = [at_most(logprob, self._params.logprobs or 0) for logprob in logprobs]
         return [
             TokenText(token_id, logprob, offset)
-            for token_id, logprob, offset in zip(self.prompt.ids, cut, offsets, strict=True)
+            for token_id, logprob, offset in zip(self.prompt.ids, cut, self.prompt.offsets, strict=True)
         ]
 
 

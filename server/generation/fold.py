@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from quire.engine.errors import InvalidRequest, Overloaded
 from quire.engine.types import TokenLogprob
-from quire.server.formats.tools.sink import CallDelta
 from quire.server.generation.choice import ChoiceDelta, TokenText
+from quire.server.generation.parts import Parts
+
+MAX_LOGPROBS = 2**20
+"""Log probabilities that one whole answer may hold: a stream has no such bound. This many take some 140 MB."""
+MAX_LOGPROBS_IN_ALL = 2**21
+"""Of all whole answers together."""
 
 
 @dataclass(slots=True)
@@ -15,35 +22,66 @@ class Answer:
     """A whole choice. `fold` fills it in delta by delta."""
 
     index: int
-    pieces: list[str] = field(default_factory=list)
+    parts: Parts = field(default_factory=Parts)
     tokens: list[TokenText] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] = field(default_factory=list)
     prompt_ids: Sequence[int] | None = None
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
-    reasoning_pieces: list[str] = field(default_factory=list)
-    calls: list[CallDelta] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return self.parts.text("text")
 
     @property
     def reasoning(self) -> str:
-        return "".join(self.reasoning_pieces)
+        return self.parts.text("reasoning")
 
 
-async def fold(steps: AsyncIterator[list[ChoiceDelta]]) -> list[Answer]:
-    """The whole answers, by index."""
+class Kept:
+    """Counts the log probabilities that whole answers hold in this process, until they are sent."""
+
+    def __init__(self) -> None:
+        self._calls: dict[object, int] = {}
+        self._total = 0
+
+    @contextmanager
+    def call(self) -> Iterator[Callable[[Sequence[ChoiceDelta]], None]]:
+        """Gives a function that counts a step of one call. It raises InvalidRequest for a call that holds too many,
+        and Overloaded for the one that holds most when all together do."""
+        call = object()
+        self._calls[call] = 0
+
+        def count(step: Sequence[ChoiceDelta]) -> None:
+            tokens = [token for delta in step for token in delta.tokens]
+            more = sum(1 + len(token.logprob.top) for token in tokens if token.logprob is not None)
+            self._calls[call] += more
+            self._total += more
+            if self._calls[call] > MAX_LOGPROBS:
+                raise InvalidRequest(
+                    f"the answer came to more than {MAX_LOGPROBS} log probabilities: stream it, or ask for fewer",
+                    param="logprobs",
+                )
+            if self._total > MAX_LOGPROBS_IN_ALL and self._calls[call] == max(self._calls.values()):
+                raise Overloaded("Other answers with log probabilities take the memory that is set aside for them")
+
+        try:
+            yield count
+        finally:
+            self._total -= self._calls.pop(call)
+
+
+async def fold(steps: AsyncIterator[list[ChoiceDelta]], count: Callable[[Sequence[ChoiceDelta]], None]) -> list[Answer]:
+    """The whole answers, by index. `count` is called with each step, and may raise."""
     answers: dict[int, Answer] = {}
     async for step in steps:
+        count(step)
         for delta in step:
             answer = answers.setdefault(delta.index, Answer(delta.index))
-            answer.pieces.append(delta.text)
+            for _ in answer.parts.add(delta):
+                pass
             answer.tokens += delta.tokens
-            answer.reasoning_pieces.append(delta.reasoning)
-            answer.calls += delta.calls
             answer.finish_reason = delta.finish_reason
             answer.stop_reason = delta.stop_reason
             answer.token_ids += delta.token_ids

@@ -69,6 +69,11 @@ class Generation(ABC):
         return not self._cut_short and all(choice.finished for choice in self._choices)
 
     @property
+    @abstractmethod
+    def weights_version(self) -> str:
+        """Of the weights that computed the last token so far."""
+
+    @property
     def usage(self) -> Usage:
         """The usage so far."""
         first_of_prompts = self._choices[:: self._spec.params.n]

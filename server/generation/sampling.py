@@ -15,13 +15,16 @@ from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.deadlines import Deadlines
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
+from quire.server.generation.turns import Turns
 from quire.server.observe.metrics import Metrics
 
 
 class Sampling(Generation):
     """Each choice is one request to the engine."""
 
-    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(
+        self, spec: GenerationSpec, tokenizer: Tokenizer, client: EngineClient, metrics: Metrics, turns: Turns
+    ) -> None:
         """Submits the requests. Raises EngineError when the engine is gone."""
         super().__init__(spec, tokenizer, metrics)
         params = spec.params
@@ -31,14 +34,18 @@ class Sampling(Generation):
             spec.request(request_id, choice.prompt.ids, single, params.choice_seed(choice.index % params.n))
             for request_id, choice in self._by_id.items()
         ]
-        self._stream = client.submit(requests, spec.id)
+        self._stream = client.submit(requests, spec.answer_id)
+        self._turns = turns
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         try:
             async for outputs in self._stream:
                 now = time.monotonic()
-                step = [delta for output in outputs if (delta := self._push(output, now)) is not None]
+                if self._spec.params.prompt_logprobs is None:
+                    step = [delta for output in outputs if (delta := self._push(output, now)) is not None]
+                else:
+                    step = [delta async for delta in self._pushed_in_turn(outputs, now)]
                 if step:
                     yield step
         except EngineError:
@@ -46,6 +53,14 @@ class Sampling(Generation):
             raise
         finally:
             self.close()
+
+    async def _pushed_in_turn(self, outputs: list[RequestOutput], now: float) -> AsyncIterator[ChoiceDelta]:
+        """The deltas of outputs that may hold the log probabilities of a whole prompt."""
+        for output in outputs:
+            async with self._turns:
+                delta = self._push(output, now)
+            if delta is not None:
+                yield delta
 
     def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
         """Add an output to its choice. Returns the delta, or None when there is nothing to show yet."""
@@ -68,6 +83,10 @@ class Sampling(Generation):
             self._stream.abort(output.id, delta.finish_reason)  # Does nothing when the engine has ended it.
             self._end(choice, delta.finish_reason)
         return delta
+
+    @property
+    def weights_version(self) -> str:
+        return self._stream.weights_version
 
     def close(self) -> None:
         self._deadlines.cancel()

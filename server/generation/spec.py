@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.types import Request, SamplingParams
+from quire.engine.types import Adapter, Request, SamplingParams
 from quire.server.formats.message import MessageFormat
+from quire.server.generation.questions import Question
+from quire.server.generation.response_fields import ResponseFields
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
-    text: str
-    """What `echo` repeats."""
+    text: str | None = None
+    """What `echo` repeats; None where the prompt is known by its ids alone."""
+    offsets: Sequence[int] = ()
+    """Where each of the ids begins in that text, in characters; empty where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,9 @@ class GenerationSpec:
     """What to generate and how to answer it: n choices for each prompt. Choice i of prompt p has index p * n + i."""
 
     id: str
-    """The answer's. The ids of its sequences begin with it."""
+    """No other call has it. The ids of its sequences begin with it."""
+    id_prefix: str = ""
+    """What its id begins with, as every answer's of this endpoint."""
     model: str
     """The name that the answer gives the model."""
     prompts: Sequence[Prompt]
@@ -39,6 +45,8 @@ class GenerationSpec:
     """n is the number of choices that are generated for each prompt."""
     keep: int
     """Choices for each prompt that a whole answer shows, the most likely ones; n at most."""
+    name: str = ""
+    """The answer's id, if its caller chose one; another call may have the same."""
 
     tenant: str = ""
     """The tenant charged."""
@@ -46,6 +54,8 @@ class GenerationSpec:
     """The tenant's share."""
     priority: int = 0
     cache_salt: str = ""
+    adapter: Adapter | None = None
+    """What its model's name stands for, where that is an adapter's."""
     timeout: float | None = None
     """Seconds in which the answer must be complete."""
     queue_timeout: float | None = None
@@ -65,7 +75,7 @@ class GenerationSpec:
     continuous_usage: bool = False
     """Every event of a stream gives the usage so far."""
     echo: bool = False
-    """Answers begin with their prompt."""
+    """Answers begin with their prompt's text."""
     echo_only: bool = False
     """Answers are their prompt alone: the one token that the engine must generate is dropped."""
     logprobs: bool = False
@@ -76,8 +86,16 @@ class GenerationSpec:
     """Answers give the token ids of prompt and answer."""
     tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`."""
+    response: ResponseFields | None = None
+    """Of a call of the Responses API."""
+    questions: Sequence[Question] = ()
+    """Of a call of the Decisions API, one for each prompt."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of the response."""
+
+    @property
+    def answer_id(self) -> str:
+        return self.name or self.id
 
     @property
     def num_choices(self) -> int:
@@ -87,6 +105,11 @@ class GenerationSpec:
     def prompt_tokens(self) -> int:
         """Of all prompts together. A prompt counts once, however many choices continue it."""
         return sum(len(prompt.ids) for prompt in self.prompts)
+
+    def fingerprint(self, model: str) -> str:
+        """ServedModel.fingerprint, with the content of the adapter, which decides the tokens too."""
+        known, _, promise = model.rpartition("_")
+        return model if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
     def request(self, id: str, prompt_ids: list[int], params: SamplingParams, seed: int) -> Request:
         """The engine's request for one sequence."""
@@ -99,4 +122,5 @@ class GenerationSpec:
             priority=self.priority,
             tenant=self.tenant,
             weight=self.weight,
+            adapter=self.adapter,
         )

@@ -19,6 +19,7 @@ from quire.server.version import VERSION
 ENGINE, REQUESTS = 1, 2
 """Process ids, which a viewer shows as groups of tracks."""
 STEPS = 1
+"""The first engine's track; those of others follow."""
 Event = dict[str, Any]
 
 
@@ -36,14 +37,19 @@ async def record(history: History, seconds: float) -> bytes:
         history.listeners.remove(steps.append)
     timelines = [replace(each, marks=[*each.marks]) for each in (*history.ended, *history.open)]
     ended = time.monotonic()
-    return await asyncio.to_thread(lambda: encode_json(trace(steps, timelines, began, ended)))
+    replicas = history.replicas
+    return await asyncio.to_thread(lambda: encode_json(trace(steps, timelines, began, ended, replicas)))
 
 
-def trace(steps: Sequence[Step], timelines: Sequence[Timeline], began: float, ended: float) -> dict[str, Any]:
-    """A trace of what happened between `began` and `ended`, times of time.monotonic()."""
+def trace(
+    steps: Sequence[Step], timelines: Sequence[Timeline], began: float, ended: float, replicas: int = 1
+) -> dict[str, Any]:
+    """A trace of what happened between `began` and `ended`, times of time.monotonic(), in engines beside each other."""
     seen = [each for each in timelines if (each.ended or ended) > began and each.submitted < ended]
     window = _Window(began, ended)
-    events = [*_names(), *_engine(steps, window), *_requests(seen, window)]
+    events = [*_names(replicas), *_requests(seen, window)]
+    for replica in range(replicas):
+        events += _engine([step for step in steps if step.replica == replica], window, STEPS + replica)
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -56,7 +62,7 @@ def trace(steps: Sequence[Step], timelines: Sequence[Timeline], began: float, en
 
 
 def phase_totals(events: Sequence[Event]) -> dict[str, float]:
-    """Microseconds of each phase of the engine; they sum to the recording's length."""
+    """Microseconds of each phase of all engines; they sum to the recording's length, times the engines."""
     found: dict[str, float] = {}
     for event in events:
         if event["ph"] == "X" and event["cat"] == "phase":
@@ -75,19 +81,17 @@ class _Window:
         return round((min(max(when, self.began), self.ended) - self.began) * 1e6, 3)
 
 
-def _names() -> list[Event]:
-    found = [
-        ("process_name", ENGINE, "engine"),
-        ("process_name", REQUESTS, "requests"),
-        ("thread_name", ENGINE, "steps"),
-    ]
+def _names(replicas: int) -> list[Event]:
+    found = [("process_name", ENGINE, STEPS, "engine"), ("process_name", REQUESTS, STEPS, "requests")]
+    for replica in range(replicas):
+        found.append(("thread_name", ENGINE, STEPS + replica, "steps" if replicas == 1 else f"steps of {replica}"))
     return [
-        {"ph": "M", "name": kind, "pid": pid, "tid": STEPS, "ts": 0, "args": {"name": name}}
-        for kind, pid, name in found
+        {"ph": "M", "name": kind, "pid": pid, "tid": track, "ts": 0, "args": {"name": name}}
+        for kind, pid, track, name in found
     ]
 
 
-def _engine(steps: Sequence[Step], window: _Window) -> list[Event]:
+def _engine(steps: Sequence[Step], window: _Window, track: int) -> list[Event]:
     """Slices for the steps, the phases of each, and the time between steps.
 
     Steps overlap on a GPU: a step's slice then begins when the step before it has ended.
@@ -99,27 +103,27 @@ def _engine(steps: Sequence[Step], window: _Window) -> list[Event]:
         began = max(record.began, last)
         if record.ended <= window.began or began >= window.ended:
             continue
-        events += _slice("between steps", "phase", last, began, window, {})
+        events += _slice("between steps", "phase", last, began, window, {}, track)
         args = {"rows": record.rows, "tokens": record.tokens, "chunks": len(record.chunks)}
         args |= {"preempted": len(record.preempted), "engine": step.engine}
-        events += _slice(f"step {record.number}", "step", began, record.ended, window, args)
+        events += _slice(f"step {record.number}", "step", began, record.ended, window, args, track)
         times = [began, *(max(at, began) for at in (record.decided, record.computed, record.ended))]
         for name, begin, end in zip(("schedule", "compute", "apply"), times, times[1:], strict=False):
-            events += _slice(name, "phase", begin, end, window, {})
-        for name, value in (("requests in the step", record.rows), ("tokens in the step", record.tokens)):
-            events.append(
-                {"ph": "C", "name": name, "pid": ENGINE, "tid": STEPS, "ts": window.at(began), "args": {"count": value}}
-            )
+            events += _slice(name, "phase", begin, end, window, {}, track)
+        which = f" of {step.replica}" if step.replica else ""
+        for what, value in (("requests", record.rows), ("tokens", record.tokens)):
+            place = {"pid": ENGINE, "tid": track, "ts": window.at(began)}
+            events.append({"ph": "C", "name": f"{what} in the step{which}", **place, "args": {"count": value}})
         last = record.ended
-    return [*events, *_slice("between steps", "phase", last, window.ended, window, {})]
+    return [*events, *_slice("between steps", "phase", last, window.ended, window, {}, track)]
 
 
-def _slice(name: str, kind: str, begin: float, end: float, window: _Window, args: Event) -> list[Event]:
+def _slice(name: str, kind: str, begin: float, end: float, window: _Window, args: Event, track: int) -> list[Event]:
     at, until = window.at(begin), window.at(end)
     if until <= at:
         return []
     duration = round(until - at, 3)
-    place = {"pid": ENGINE, "tid": STEPS, "ts": at, "dur": duration}
+    place = {"pid": ENGINE, "tid": track, "ts": at, "dur": duration}
     return [{"ph": "X", "name": name, "cat": kind, **place, "args": args}]
 
 

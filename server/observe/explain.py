@@ -4,29 +4,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from quire.engine.client.history import History, Step, Timeline
 from quire.server.observe.request_log import RequestRecord
 
+MAX_STEPS = 4000
+"""Most steps that one explanation looks at, shared by its sequences: more than are kept of two."""
+MAX_NAMES = 10_000
+"""Most batch mates that one explanation looks up; others are only counted."""
+
+
+@dataclass(slots=True)
+class _Mates:
+    """Looks batch mates up."""
+
+    is_mine: Callable[[str], bool]
+    left: int = MAX_NAMES
+
+    def known(self, ids: Sequence[str], sequence: str) -> list[str]:
+        """Those of a batch that the caller may see, beside the sequence itself."""
+        seen = ids[: self.left]
+        self.left -= len(seen)
+        return [each for each in seen if each != sequence and self.is_mine(each)]
+
 
 def explanation(record: RequestRecord, history: History, is_mine: Callable[[str], bool]) -> dict[str, Any]:
-    """`is_mine` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted."""
+    """`is_mine` tells whether a sequence's id may be shown to the caller. Other batch mates are only counted.
+
+    What it costs is bounded, whatever ran beside an answer of many sequences: see MAX_STEPS and MAX_NAMES.
+    """
     now = time.monotonic() if record.ended is None else record.ended
     timelines = sorted(history.of(record.job or ""), key=lambda each: each.submitted)
+    mates, steps = _Mates(is_mine), max(1, MAX_STEPS // max(1, len(timelines)))
     return {
         "object": "request.explanation",
-        "id": record.job,
+        "id": record.answer,
         "request_id": record.request_id,
         "path": record.path,
         "model": record.model,
         "created": int(record.created),
         "status": record.status,
         "state": "open" if record.ended is None else "ended",
-        "wall_ms": _ms(now - record.arrived),
-        "phases_ms": {name: _ms(seconds) for name, seconds in phases(record, timelines, now).items()},
-        "sequences": [_sequence(each, record, now, is_mine) for each in timelines],
+        "wall_ms": ms(now - record.arrived),
+        "phases_ms": {name: ms(seconds) for name, seconds in phases(record, timelines, now).items()},
+        "sequences": [_sequence(each, record, now, mates, steps) for each in timelines],
     }
 
 
@@ -46,9 +70,9 @@ def phases(record: RequestRecord, timelines: Sequence[Timeline], now: float) -> 
     return found
 
 
-def _sequence(timeline: Timeline, record: RequestRecord, now: float, is_mine: Callable[[str], bool]) -> dict[str, Any]:
+def _sequence(timeline: Timeline, record: RequestRecord, now: float, mates: _Mates, steps: int) -> dict[str, Any]:
     def since(at: float) -> float:
-        return _ms(at - record.arrived)
+        return ms(at - record.arrived)
 
     first = timeline.first_token
     return {
@@ -57,15 +81,21 @@ def _sequence(timeline: Timeline, record: RequestRecord, now: float, is_mine: Ca
         "prompt_tokens": timeline.prompt_tokens,
         "cached_tokens": timeline.cached_tokens,
         "output_tokens": timeline.output_tokens,
+        "draft_tokens": timeline.draft_tokens,
+        "accepted_draft_tokens": timeline.accepted_tokens,
         "first_token_ms": None if first is None else since(first),
-        "phases_ms": {name: _ms(seconds) for name, seconds in timeline.phases(now).items()},
+        "phases_ms": {name: ms(seconds) for name, seconds in timeline.phases(now).items()},
         "events": [{"at_ms": since(at), "phase": phase} for at, phase in timeline.marks],
         "preemptions": timeline.count("preempted"),
         "replays": timeline.count("recovering"),
+        "fetched": [
+            {"at_ms": since(began), "tier": tier, "tokens": tokens, "ms": ms(ended - began)}
+            for tier, tokens, began, ended in timeline.fetched
+        ],
         "chunks": [
             {
                 "at_ms": since(step.record.began),
-                "ms": _ms(step.record.ended - step.record.began),
+                "ms": ms(step.record.ended - step.record.began),
                 "engine": step.engine,
                 "step": step.record.number,
                 "first_token": start,
@@ -73,37 +103,47 @@ def _sequence(timeline: Timeline, record: RequestRecord, now: float, is_mine: Ca
                 "batch_tokens": step.record.tokens,
                 "batch_requests": step.record.rows,
             }
-            for step, start, count in timeline.chunks
+            for step, start, count in timeline.chunks[:steps]
         ],
-        "batches": _batches(timeline, since, is_mine),
-        "steps_not_listed": timeline.more_steps,
+        "adapter_loads": [
+            {
+                "at_ms": since(step.record.began),
+                "engine": step.engine,
+                "step": step.record.number,
+                "adapter": name,
+                "held_ms": ms(seconds),
+            }
+            for step in timeline.steps[:steps]
+            for name, seconds in step.record.loads
+        ],
+        "batches": _batches(timeline.id, timeline.steps[:steps], since, mates),
+        "steps_not_listed": timeline.more_steps + len(timeline.steps[steps:]),
     }
 
 
 def _batches(
-    timeline: Timeline, since: Callable[[float], float], is_mine: Callable[[str], bool]
+    sequence: str, listed: Sequence[Step], since: Callable[[float], float], mates: _Mates
 ) -> list[dict[str, Any]]:
     """The steps of a sequence; successive steps with the same batch mates are one entry."""
     found = []
-    for (engine, ids), steps in groupby(timeline.steps, key=lambda step: (step.engine, step.ids)):
+    for (engine, ids), steps in groupby(listed, key=lambda step: (step.engine, step.ids)):
         run: list[Step] = list(steps)
-        mates = [each for each in ids if each != timeline.id]
-        known = [each for each in mates if is_mine(each)]
+        known = mates.known(ids, sequence)
         found.append(
             {
                 "at_ms": since(run[0].record.began),
-                "ms": _ms(run[-1].record.ended - run[0].record.began),
+                "ms": ms(run[-1].record.ended - run[0].record.began),
                 "engine": engine,
                 "first_step": run[0].record.number,
                 "steps": len(run),
                 "tokens": sum(step.record.tokens for step in run),
-                "slowest_step_ms": _ms(max(step.record.ended - step.record.began for step in run)),
+                "slowest_step_ms": ms(max(step.record.ended - step.record.began for step in run)),
                 "mates": known,
-                "other_mates": len(mates) - len(known),
+                "other_mates": len(ids) - 1 - len(known),
             }
         )
     return found
 
 
-def _ms(seconds: float) -> float:
+def ms(seconds: float) -> float:
     return round(seconds * 1000, 3)

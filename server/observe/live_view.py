@@ -81,12 +81,15 @@ class LiveView:
         return {
             "now": now,
             "responsive": client.responsive,
+            "asleep": client.asleep,
+            "weights_version": client.weights_version,
             "open": client.num_open,
             "deaths": client.deaths,
             "replays": client.replays,
             "quarantined": client.quarantined,
             "resident_bytes": resident_bytes(),
-            "stats": msgspec.structs.asdict(client.stats),
+            "stats": msgspec.structs.asdict(client.stats)
+            | {"tiers": [msgspec.structs.asdict(tier) for tier in client.stats.tiers]},
             "history": [each.as_dict() for each in self._rolling.since(int(now) - OVERLAP_SECONDS)],
             "engine": None if snapshot is None else self._engine(snapshot),
         }

@@ -48,7 +48,7 @@ def log_request(record: RequestRecord) -> None:
         return
     extra = {
         "request_id": record.request_id,
-        "answer_id": record.job,
+        "answer_id": record.answer,
         "tenant": record.owner or None,
         "method": record.method,
         "path": record.path,

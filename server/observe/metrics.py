@@ -1,17 +1,25 @@
-"""Prometheus metrics under vLLM's names, so that its dashboards work here."""
+"""Prometheus metrics under vLLM's names, so that its dashboards work here, and some under OpenTelemetry's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from bisect import bisect_left
+from collections import Counter as Counted
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from quire.engine.client.client import EngineClient
-from quire.engine.client.history import Timeline, TimelinePhase
+from quire.engine.client.history import Step, Timeline, TimelinePhase
 from quire.engine.config import EngineConfig
-from quire.engine.types import EngineInfo
+from quire.engine.types import EngineInfo, TierStats
+from quire.server.observe.gen_ai import GenAiHistograms
 from quire.server.observe.rolling_stats import RollingStats
 
 FIRST_TOKEN_SECONDS = (
@@ -26,6 +34,7 @@ REQUEST_SECONDS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 PHASES: tuple[tuple[str, str, tuple[TimelinePhase, ...]], ...] = (
     ("vllm:request_queue_time_seconds", "Seconds until its first step.", ("queued",)),
@@ -46,12 +55,32 @@ FINISH_REASONS = ("stop", "length", "tool_calls", "abort", "error", "repetition"
 GAUGES = (
     ("vllm:num_requests_running", "Requests in the running batch.", "running"),
     ("vllm:num_requests_waiting", "Requests waiting for a place in the batch.", "waiting"),
+    ("quire:kv_pages_used", "Pages of KV in use, of single groups of layers.", "used_blocks"),
+    ("quire:kv_pages_saved", "Pages that requests would use besides, but for sliding windows.", "saved_blocks"),
 )
 COUNTERS = (
     ("vllm:generation_tokens", "Tokens generated since the engine's start.", "generation_tokens"),
     ("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "prefix_queries"),
     ("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "prefix_hits"),
     ("vllm:num_preemptions", "Requests preempted for want of KV blocks.", "preemptions"),
+    ("vllm:spec_decode_num_drafts", "Times that a sequence's next tokens were guessed and verified.", "drafts"),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "draft_tokens"),
+    ("quire:kv_load_seconds", "Seconds that requests waited for KV from tiers.", "load_seconds"),
+    ("quire:kv_pages_lost", "Pages of KV that no tier kept: they came faster than they were written.", "pages_lost"),
+)
+STATES = (
+    ("quire:engine_asleep", "1 while weights and KV cache are let go.", "asleep"),
+    ("quire:engine_responsive", "1 while the engine can compute; 0 while it is replaced or sleeps.", "responsive"),
+)
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+TIERS: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], str, str, str], ...] = (
+    (GaugeMetricFamily, "quire:kv_tier_pages", "Pages of KV in a tier below the KV cache.", "pages"),
+    (GaugeMetricFamily, "quire:kv_tier_bytes", "Bytes of KV in a tier.", "bytes"),
+    (GaugeMetricFamily, "quire:kv_tier_off", "1 where a tier hung, and is not used any more.", "off"),
+    (CounterMetricFamily, "quire:kv_tier_hit_tokens", "Tokens whose KV came from a tier.", "fetched_tokens"),
+    (CounterMetricFamily, "quire:kv_tier_fetched_bytes", "Bytes that came from a tier.", "fetched_bytes"),
+    (CounterMetricFamily, "quire:kv_tier_fetch_seconds", "Seconds that fetching pages took.", "fetch_seconds"),
+    (CounterMetricFamily, "quire:kv_tier_stored_bytes", "Bytes that were put into a tier.", "stored_bytes"),
 )
 SUPERVISION = (
     ("quire:engine_deaths", "Engines that died under way.", "deaths"),
@@ -61,27 +90,38 @@ SUPERVISION = (
 )
 
 
-class Metrics:
-    """A server's metrics, in a registry of their own. The label is the model's name."""
+ENGINE = "0"
+"""vLLM numbers its engines, and dashboards made for it ask for the number. What is measured of requests, whichever
+engine computed them, has this one."""
 
-    def __init__(self, client: EngineClient, model_name: str, max_model_len: int) -> None:
+
+class Metrics:
+    """A server's metrics, in a registry of their own. Labels are the model's name and vLLM's number of the engine."""
+
+    def __init__(
+        self, client: EngineClient, model_name: str, max_model_len: int, rejections: Mapping[str, int]
+    ) -> None:
+        """`rejections` counts the calls that were not admitted, by reason."""
         self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(client, model_name))
-        self.rolling = RollingStats(client)
-        labels = ("model_name",)
+        self._registry.register(EngineCollector(client, model_name, rejections))
+        self._between = SpanCollector(
+            "vllm:inter_token_latency_seconds", "Seconds between the steps of one stream.", model_name, TOKEN_SECONDS
+        )
+        self._registry.register(self._between)
+        self.rolling = RollingStats(client, self._between.add)
+        self.next_token = self.rolling.next_token
+        """Count a token that came so many seconds after the last one of its stream."""
+        labels = ("model_name", "engine")
         lengths = length_buckets(max_model_len)
 
         def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
             made = Histogram(name, text, labels, buckets=tuple(buckets), registry=self._registry)
-            child = made.labels(model_name)
+            child = made.labels(model_name, ENGINE)
             assert isinstance(child, Histogram)
             return child
 
         self._first_token = histogram(
             "vllm:time_to_first_token_seconds", "Seconds to the first token.", FIRST_TOKEN_SECONDS
-        )
-        self._next_token = histogram(
-            "vllm:inter_token_latency_seconds", "Seconds between the steps of one stream.", TOKEN_SECONDS
         )
         self._per_token = histogram(
             "vllm:request_time_per_output_token_seconds", "Mean seconds per token of a request.", TOKEN_SECONDS
@@ -99,28 +139,26 @@ class Metrics:
         self._computed = histogram(
             "vllm:request_prefill_kv_computed_tokens", "Prompt tokens of a request that no cache held.", lengths
         )
+        self._preemptions = histogram("vllm:request_num_preemptions", "Preemptions of a request.", PREEMPTIONS)
         source = Counter(
             "vllm:prompt_tokens_by_source", "Prompt tokens by where from.", (*labels, "source"), registry=self._registry
         )
-        self._sources = [source.labels(model_name, each) for each in ("local_compute", "local_cache_hit")]
+        self._sources = [source.labels(model_name, ENGINE, each) for each in ("local_compute", "local_cache_hit")]
         cached_total = Counter("vllm:prompt_tokens_cached", "Prompt tokens cached.", labels, registry=self._registry)
-        self._cached_total = cached_total.labels(model_name)
-        client.history.listeners.append(lambda step: self._step_tokens.observe(step.record.tokens))
+        self._cached_total = cached_total.labels(model_name, ENGINE)
+        client.history.listeners.append(self._stepped)
         client.history.end_listeners.append(self._ended)
+        client.history.end_listeners.append(GenAiHistograms(self._registry, model_name).ended)
         prompt_total = Counter("vllm:prompt_tokens", "Prompt tokens processed.", labels, registry=self._registry)
-        self._prompt_total = prompt_total.labels(model_name)
+        self._prompt_total = prompt_total.labels(model_name, ENGINE)
         success = Counter(
             "vllm:request_success", "Finished requests.", (*labels, "finished_reason"), registry=self._registry
         )
-        self._success = {reason: success.labels(model_name, reason) for reason in FINISH_REASONS}
+        self._success = {reason: success.labels(model_name, ENGINE, reason) for reason in FINISH_REASONS}
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
         self.rolling.now().first_token.add(seconds)
-
-    def next_token(self, seconds: float) -> None:
-        self._next_token.observe(seconds)
-        self.rolling.now().between_tokens.add(seconds)
 
     def choice_ended(
         self,
@@ -153,16 +191,31 @@ class Metrics:
         facts = {
             "block_size": info.block_size,
             "num_gpu_blocks": info.num_blocks,
-            "cache_dtype": info.dtype,
+            "kv_cache_size_tokens": info.num_blocks * info.block_size,
+            "kv_cache_max_concurrency": round(info.num_blocks * info.page_groups / info.context_pages, 2),
+            "cache_dtype": info.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
-        gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", tuple(facts), registry=self._registry)
-        gauge.labels(**{name: str(value) for name, value in facts.items()}).set(1)
+        names = ("engine", *facts)
+        gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._registry)
+        ranks = Gauge("quire:ranks", "Processes that compute every layer.", ("engine",), registry=self._registry)
+        for engine in map(str, range(config.data_parallel_size)):
+            gauge.labels(engine=engine, **{name: str(value) for name, value in facts.items()}).set(1)
+            ranks.labels(engine=engine).set(config.tensor_parallel_size)
+
+    def tell_adapters(self, client: EngineClient, max_loras: int) -> None:
+        """Show which adapters the open requests need, as vLLM does."""
+        self._registry.register(AdapterCollector(client, max_loras))
+
+    def _stepped(self, step: Step) -> None:
+        self._step_tokens.observe(step.record.tokens)
+        self.rolling.count()  # of the step before
 
     def _ended(self, timeline: Timeline) -> None:
         seconds = timeline.phases(timeline.ended or timeline.submitted)
-        if timeline.first_token is None:
+        self._preemptions.observe(timeline.count("preempted"))
+        if timeline.cached_tokens is None:
             return
         for made, phases in self._phases:
             made.observe(sum(seconds.get(phase, 0.0) for phase in phases))
@@ -175,30 +228,119 @@ class Metrics:
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
+        self.rolling.count()
         return generate_latest(self._registry)
+
+
+class SpanCollector(Collector):
+    """A histogram of spans that come many at a time."""
+
+    def __init__(self, name: str, text: str, model_name: str, bounds: Sequence[float]) -> None:
+        """`bounds`: the buckets' upper ends in seconds, ascending; one more holds what is longer than all."""
+        self._name, self._text, self._labels = name, text, (model_name, ENGINE)
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, spans: Sequence[float]) -> None:
+        """Count spans, in seconds."""
+        for bucket, count in Counted(map(partial(bisect_left, self._bounds), spans)).items():
+            self._counts[bucket] += count
+        self._sum += sum(spans)
+
+    def collect(self) -> Iterable[Metric]:
+        family = HistogramMetricFamily(self._name, self._text, labels=("model_name", "engine"))
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        family.add_metric(self._labels, list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+        yield family
 
 
 class EngineCollector(Collector):
     """Reads the engine's latest statistics when Prometheus asks."""
 
-    def __init__(self, client: EngineClient, model_name: str) -> None:
+    def __init__(self, client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> None:
         self._client = client
-        self._labels = [model_name]
+        self._model_name = model_name
+        self._rejections = rejections
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._client.stats
+        stats = [each.stats for each in self._client.engines]
         for name, text, field in GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric(self._labels, getattr(stats, field))
-            yield gauge
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", labels=["model_name"])
-        usage.add_metric(self._labels, stats.used_blocks / stats.total_blocks if stats.total_blocks else 0.0)
-        yield usage
-        for source, counters in ((stats, COUNTERS), (self._client, SUPERVISION)):
-            for name, text, field in counters:
-                counter = CounterMetricFamily(name, text, labels=["model_name"])
-                counter.add_metric(self._labels, getattr(source, field))
-                yield counter
+            yield self._family(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
+        # Who waits here waits for a slot or for pages; nothing else holds a request back.
+        reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
+        name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
+        yield self._by(GaugeMetricFamily, name, text, "reason", reasons)
+        for name, text, field in STATES:
+            states = [float(getattr(each, field)) for each in self._client.engines]
+            yield self._family(GaugeMetricFamily, name, text, states)
+        used = [each.used_blocks / each.total_blocks if each.total_blocks else 0.0 for each in stats]
+        yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", used)
+        for name, text, field in COUNTERS:
+            yield self._family(CounterMetricFamily, name, text, [getattr(each, field) for each in stats])
+        yield from self._accepted([each.accepted_drafts for each in stats])
+        yield from self._tiers([each.tiers for each in stats])
+        for name, text, field in SUPERVISION:
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model_name], getattr(self._client, field))
+            yield counter
+        name, text = "vllm:admission_rejections", "Requests answered 503, by why."
+        yield self._by(CounterMetricFamily, name, text, "reason", [self._rejections])
+
+    def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterable[Metric]:
+        """Those of tiers of KV pages, where there are some."""
+        for kind, name, text, field in TIERS if any(tiers) else ():
+            values = [{tier.name: getattr(tier, field) for tier in each} for each in tiers]
+            yield self._by(kind, name, text, "tier", values)
+
+    def _accepted(self, by_place: Sequence[Sequence[int]]) -> Iterable[Metric]:
+        totals, text = [sum(each) for each in by_place], "Guessed tokens that were right."
+        yield self._family(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens", text, totals)
+        text = "Guessed tokens that were right, by their place in the guess."
+        values = [{str(place): count for place, count in enumerate(each)} for each in by_place]
+        if any(by_place):
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+            yield self._by(CounterMetricFamily, name, text, "position", values)
+
+    def _family(self, kind: type[Family], name: str, text: str, values: Sequence[float]) -> Family:
+        """`values`: one for each engine."""
+        family = kind(name, text, labels=["model_name", "engine"])
+        for engine, value in enumerate(values):
+            family.add_metric([self._model_name, str(engine)], value)
+        return family
+
+    def _by(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Sequence[Mapping[str, float]],
+    ) -> Metric:
+        """`values`: for each engine, by that label."""
+        family = kind(name, text, labels=["model_name", "engine", label])
+        for engine, by_label in enumerate(values):
+            for key, value in by_label.items():
+                family.add_metric([self._model_name, str(engine), key], value)
+        return family
+
+
+class AdapterCollector(Collector):
+    """Names the adapters of the open requests, in the labels of a metric whose value is the time."""
+
+    def __init__(self, client: EngineClient, max_loras: int) -> None:
+        self._client = client
+        self._max_loras = str(max_loras)
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of the open requests.", labels=labels)
+        waiting, running = (
+            ",".join(sorted({adapter.name for adapter in adapters}))
+            for adapters in (self._client.waiting_adapters, self._client.running_adapters)
+        )
+        family.add_metric([self._max_loras, waiting, running], time.time())
+        yield family
 
 
 def length_buckets(longest: int) -> list[int]:

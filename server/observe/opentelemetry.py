@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from quire.engine.client.history import History, Timeline
 from quire.engine.errors import ConfigError
+from quire.server.observe.gen_ai import PROVIDER, operation_of
 from quire.server.observe.request_log import RequestRecord
 from quire.server.version import VERSION
 
@@ -96,10 +97,14 @@ def _nanoseconds(record: RequestRecord, at: float) -> int:
 
 def _attributes(record: RequestRecord, timelines: list[Timeline]) -> dict[str, str | int | float]:
     found: dict[str, str | int | float] = {
-        "gen_ai.request.id": record.job or "",
-        "gen_ai.response.id": record.job or "",
+        "gen_ai.request.id": record.answer or "",
+        "gen_ai.response.id": record.answer or "",
         "gen_ai.response.model": record.model or "",
         "gen_ai.usage.input_tokens": timelines[0].prompt_tokens if timelines else 0,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.operation.name": operation_of(record.job or ""),
+        "gen_ai.request.model": record.model or "",
+        "gen_ai.usage.cache_read.input_tokens": (timelines[0].cached_tokens or 0) if timelines else 0,
         "gen_ai.usage.output_tokens": sum(each.output_tokens for each in timelines),
         "quire.request_id": record.request_id,
         "http.request.method": record.method,

@@ -8,14 +8,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.access.authentication import tenant_of
+from quire.server.protocol.common import SOUND_ID
 
 HEADER = "X-Request-Id"
-_SOUND = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+BODY_SEND = "quire.body_send"
+"""Names the server's own `send` in the scope. What follows the status of an answer may take it: each middleware between
+costs a microsecond for each token and lets bodies pass as they are."""
 
 
 @dataclass(slots=True)
@@ -31,10 +35,14 @@ class RequestRecord:
     arrived: float = field(default_factory=time.monotonic)
     owner: str = ""
     """Name of the API key's owner; empty without keys."""
+    weight: float = 1.0
+    """The owner's share of the engine, relative to others'."""
     status: int | None = None
     ended: float | None = None
     job: str | None = None
-    """Id of the answer (chatcmpl-…, cmpl-…); the ids of its sequences begin with it."""
+    """The server's own id of the call (chatcmpl-…, msg_…); the ids of its sequences begin with it."""
+    answer: str | None = None
+    """Id of the answer: `job`, or what its caller chose."""
     model: str | None = None
 
 
@@ -46,28 +54,41 @@ class RequestLog:
         self._jobs: dict[str, RequestRecord] = {}
         self._order: deque[RequestRecord] = deque()
 
-    def begin(self, scope: Scope, job: str, model: str) -> None:
-        """Note that the request of `scope` is being answered, with the answer's id and the model."""
+    def begin(self, scope: Scope, job: str, answer: str, model: str) -> None:
+        """Note that the request of `scope` is being answered: the two ids of RequestRecord, and the model."""
         record: RequestRecord = scope["request_record"]
-        record.job, record.model, record.owner = job, model, tenant_of(scope).name
+        tenant = tenant_of(scope)
+        record.job, record.answer, record.model = job, answer, model
+        record.owner, record.weight = tenant.name, tenant.weight
         if self._keep:
             self._jobs[job] = record
             self._order.append(record)
         while len(self._order) > self._keep:
             del self._jobs[self._order.popleft().job or ""]
 
+    @property
+    def records(self) -> list[RequestRecord]:
+        """All that are kept, in the order in which they began to be answered."""
+        return list(self._order)
+
     def find(self, name: str, caller: Scope) -> RequestRecord | None:
-        """The record with this answer id, or the latest with this X-Request-Id; None when the caller may see none."""
+        """The record with this `job`, or the latest with this answer's id or X-Request-Id; None when the caller may see
+        none."""
         record = self._jobs.get(name)
         if record is None:
-            named = (each for each in reversed(self._order) if each.request_id == name)
+            named = (each for each in reversed(self._order) if name in (each.answer, each.request_id))
             record = next((each for each in named if may_see(caller, each)), None)
         return record if record is not None and may_see(caller, record) else None
 
     def may_name(self, sequence: str, caller: Scope) -> bool:
         """Whether a sequence of the engine belongs to an answer that the caller may see."""
-        record = self._jobs.get("-".join(sequence.split("-")[:2]))
+        record = self.answered(sequence)
         return record is not None and may_see(caller, record)
+
+    def answered(self, sequence: str) -> RequestRecord | None:
+        """The record of the answer that a sequence of the engine belongs to; None where it is not kept."""
+        names = sequence.split("-")
+        return self._jobs.get(names[0]) or self._jobs.get("-".join(names[:2]))
 
 
 def may_see(caller: Scope, record: RequestRecord) -> bool:
@@ -90,6 +111,7 @@ class RequestLogMiddleware:
         name = request_id(headers.get(HEADER))
         record = RequestRecord(name, scope["method"], scope["path"], headers.get("traceparent"))
         scope["request_record"] = record
+        scope[BODY_SEND] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -109,6 +131,8 @@ class RequestLogMiddleware:
 
 def request_id(given: str | None) -> str:
     """The caller's id if it is safe in logs and headers; otherwise a new one."""
-    if given is not None and _SOUND.fullmatch(given):
-        return given
-    return f"req-{secrets.token_hex(16)}"
+    return given if is_sound(given) else f"req-{secrets.token_hex(16)}"
+
+
+def is_sound(given: str | None) -> TypeGuard[str]:
+    return given is not None and re.fullmatch(SOUND_ID, given) is not None

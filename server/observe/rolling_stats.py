@@ -1,7 +1,8 @@
 """Statistics of a server's last minutes in bins of one second, so that a chart shows what was before it was opened.
 
 Percentiles come from logarithmic buckets 10 % wide (as HdrHistogram and DDSketch do), so a bin costs the same however
-many tokens fall into it.
+many tokens fall into it. The times between tokens are gathered and counted together: one by one they would take a sixth
+of the server's time for a token.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.client.client import EngineClient
@@ -16,6 +18,8 @@ from quire.engine.client.client import EngineClient
 KEPT_SECONDS = 300
 _WIDTH = math.log(1.1)
 _LEAST = 1e-6
+MOST_GAPS = 1024
+"""Times between tokens that wait to be counted."""
 PERCENTILES = (0.5, 0.95)
 
 
@@ -25,8 +29,8 @@ class LatencyHistogram:
     def __init__(self) -> None:
         self._buckets: Counter[int] = Counter()
 
-    def add(self, seconds: float) -> None:
-        self._buckets[round(math.log(max(seconds, _LEAST)) / _WIDTH)] += 1
+    def add(self, *seconds: float) -> None:
+        self._buckets.update([round(math.log(max(each, _LEAST)) / _WIDTH) for each in seconds])
 
     def percentiles(self) -> list[float] | None:
         """The PERCENTILES, in seconds; None when nothing was added."""
@@ -63,15 +67,36 @@ class Bin:
 class RollingStats:
     """Counts tokens and durations by the second. A second without tokens has no bin."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, count_gaps: Callable[[Sequence[float]], None]) -> None:
+        """`count_gaps` is told of the times between tokens too, many at once, by `count`."""
         self._client = client
+        self._count_gaps = count_gaps
+        self._gaps: list[float] = []
+        """Times between tokens that are to be counted in `_gaps_bin`."""
+        self._gaps_bin = Bin(0)
         self._bins: deque[Bin] = deque()
         self._generated = self._prompt = 0
 
     def since(self, second: int) -> list[Bin]:
         """The complete bins since `second` of the Unix clock, oldest first."""
+        self.count()
         now = int(time.time())
         return [each for each in self._bins if second <= each.second < now]
+
+    def next_token(self, seconds: float) -> None:
+        """A token came so long after the last one of its stream."""
+        if not self._gaps:
+            self._gaps_bin = self.now()
+        self._gaps.append(seconds)
+        if len(self._gaps) == MOST_GAPS:
+            self.count()
+
+    def count(self) -> None:
+        """Count the times between tokens that were gathered."""
+        if self._gaps:
+            gaps, self._gaps = self._gaps, []
+            self._gaps_bin.between_tokens.add(*gaps)
+            self._count_gaps(gaps)
 
     def now(self) -> Bin:
         """The bin of the current second, with the tokens since the last call added. Call it when tokens came."""

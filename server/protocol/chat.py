@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire.engine.errors import InvalidRequest
+from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost
 from quire.server.protocol.common import GenerationBody
-from quire.server.protocol.tools import ToolCall, ToolChoice, ToolSpec
+from quire.server.protocol.tools import ToolCalls, ToolChoice, Tools
 
 
 class TextPart(BaseModel):
@@ -35,8 +36,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     role: str
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[TextPart], AtMost(MAX_PARTS)] | None = None
+    tool_calls: ToolCalls | None = None
 
     def as_dict(self) -> dict[str, Any]:
         turn = self.model_dump(exclude_unset=True)
@@ -45,21 +46,26 @@ class ChatMessage(BaseModel):
         return turn
 
 
+Messages = Annotated[list[ChatMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
+
+
 class ChatRequest(GenerationBody):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """The answer continues the last message, which must be an assistant's."""
+    echo: bool = False
+    """With continue_final_message: answers begin with the message that they continue."""
     chat_template: str | None = None
     """Used instead of the model's, where the operator allows it."""
     add_special_tokens: bool = False
     """False, because templates write BOS themselves."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    documents: list[dict[str, Any]] | None = None
-    tools: list[ToolSpec] = Field(default_factory=list)
+    documents: Annotated[list[dict[str, Any]], AtMost(MAX_DOCUMENTS)] | None = None
+    tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     """False: of several calls only the first is kept."""
@@ -95,6 +101,8 @@ class ChatRequest(GenerationBody):
         if self.continue_final_message:
             both = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
             check_continuation(self.messages, both)
+        elif self.echo:
+            raise InvalidRequest("echo needs continue_final_message to be true", param="echo")
         return self
 
 

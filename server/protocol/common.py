@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from quire.engine.errors import InvalidRequest
+from quire.engine.types import MAX_STOP_STRINGS
+from quire.server.protocol.bounds import (
+    MAX_BAD_WORDS,
+    MAX_CHOICES,
+    MAX_FIELDS,
+    MAX_IDS,
+    MAX_LISTED,
+    MAX_SALT,
+    MAX_VOCABULARY,
+    AtMost,
+    Word,
+)
 
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
+    "ec_transfer_params": ({},),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logprob_token_ids": ([],),
+    "mcp_servers": ([],),
+    "kv_transfer_params": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
@@ -30,16 +44,18 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
 NOT_WITH_BEAM_SEARCH = (
     *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
     *("bad_words", "repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs", "queue_timeout"),
-    *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget"),
+    *("repetition_detection", "include_stop_str_in_output", "thinking_token_budget", "logprob_token_ids"),
 )
 """Parameters that beam search does not support."""
+RESPONSE_FORMAT = ("type", "json_schema", "schema", "value")
+JSON_SCHEMA = ("name", "schema", "strict")
+"""Entries of response_format, and of its json_schema, that are read."""
 MAX_NAMES = 20
-MAX_BAD_WORDS = 1024
-MAX_WORD = 128
-"""Most characters of a bad word."""
-MAX_SALT = 1024
-MAX_IDS = 1024
-"""Most entries of logit_bias and of stop_token_ids: each of n answers carries a copy."""
+"""Most names that X-Ignored-Params gives."""
+MAX_NAME = 64
+"""Most characters it gives of each."""
+SOUND_ID = r"[A-Za-z0-9._:/+=@-]{1,128}"
+"""What ids that callers choose may be: safe in logs and headers."""
 
 
 class RequestBody(BaseModel):
@@ -50,7 +66,11 @@ class RequestBody(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def drop_nulls(cls, body: Any) -> Any:
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+        if not isinstance(body, dict):
+            return body
+        if len(body) > MAX_FIELDS:
+            raise InvalidRequest(f"The body has {len(body)} fields, at most {MAX_FIELDS} are read")
+        return {name: value for name, value in body.items() if value is not None}
 
     def ignored_params(self) -> list[str]:
         """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one."""
@@ -101,20 +121,24 @@ class GenerationBody(RequestBody):
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_IDS)
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[Annotated[str, Field(max_length=MAX_WORD)]] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
+    logit_bias: Annotated[dict[int, float], AtMost(MAX_IDS)] | None = None
+    allowed_token_ids: Annotated[list[int], AtMost(MAX_VOCABULARY)] | None = None
+    bad_words: Annotated[list[Word], AtMost(MAX_BAD_WORDS)] = Field(default_factory=list)
     n: int = 1
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=MAX_IDS)
+    stop: str | Annotated[list[str], AtMost(MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], AtMost(MAX_IDS)] = Field(default_factory=list)
     min_tokens: int = Field(0, lt=2**31)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     prompt_logprobs: int | None = Field(None, ge=0)
+    logprob_token_ids: Annotated[list[StrictInt], AtMost(MAX_LISTED)] = Field(default_factory=list)
+    """With logprobs: give the log probabilities of these tokens instead of the most likely ones'."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Keep only the last tokens of a prompt, so many; -1: as many as the context holds beside the answer."""
+    """Keep only so many tokens of a prompt; -1: as many as the context holds beside the answer."""
+    truncation_side: Literal["left", "right"] = "left"
+    """Which tokens are cut off: left keeps the last ones, right the first ones."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """Log probabilities name tokens `token_id:123`, so that tokens of the same text can be told apart."""
@@ -125,7 +149,7 @@ class GenerationBody(RequestBody):
     guided_json: Any = None
     """The guided_ fields are vLLM's older names of structured_outputs' entries."""
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], AtMost(MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
     repetition_detection: RepetitionDetection | None = None
     use_beam_search: bool = False
@@ -136,6 +160,8 @@ class GenerationBody(RequestBody):
     """Seconds in which the answer must be complete; 408 otherwise."""
     queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     """Seconds in which the first token must have come; 503 otherwise."""
+    request_id: str | None = Field(None, pattern=f"^{SOUND_ID}$")
+    """The answer's id behind its chatcmpl-, cmpl-, msg_ or resp_, instead of the header X-Request-Id or one of ours."""
     cache_salt: str = Field("", max_length=MAX_SALT)
     priority: int = Field(0, ge=-(2**31), lt=2**31)
 
@@ -156,6 +182,9 @@ class GenerationBody(RequestBody):
             if not self.stream:
                 raise InvalidRequest("stream_options is only allowed when stream is true", param="stream_options")
             ignored += [f"stream_options.{name}" for name in self.stream_options.ignored_params()]
+        ignored += _without_effect(self.response_format or {}, self.structured_outputs or {})
+        if "truncation_side" in self.model_fields_set and self.truncate_prompt_tokens is None:
+            ignored.append("truncation_side")
         return ignored
 
     def _check_beam_search(self) -> None:
@@ -172,12 +201,36 @@ class GenerationBody(RequestBody):
                 raise InvalidRequest(f"{name} is not available with use_beam_search", param=name)
 
 
+def _without_effect(response_format: Mapping[str, Any], structured_outputs: Mapping[str, Any]) -> list[str]:
+    """Names of their entries that change nothing: answers follow a schema exactly, whether or not it is `strict`, with
+    the one backend there is, and with a space after a comma or colon if the model writes one."""
+    schema = response_format.get("json_schema")
+    schema = schema if isinstance(schema, dict) else {}
+    without = [f"response_format.{name}" for name, _ in _given(response_format) if name not in RESPONSE_FORMAT]
+    for name, value in _given(schema):
+        if name not in JSON_SCHEMA or (name == "strict" and value is False):
+            without.append(f"response_format.json_schema.{name}")
+    if structured_outputs.get("backend") is not None:
+        without.append("structured_outputs.backend")
+    if structured_outputs.get("disable_any_whitespace"):
+        without.append("structured_outputs.disable_any_whitespace")
+    return without
+
+
+def _given(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in entries.items() if value is not None]
+
+
 def ignored_header(names: list[str], strict: bool) -> dict[str, str]:
     """The X-Ignored-Params header. Raises InvalidRequest instead when the server is strict.
 
-    The names come from the caller, so characters that are not safe in a header are replaced.
+    The names come from the caller, so characters that are not safe in a header are replaced, and of very many or very
+    long ones it says that there is more.
     """
     if names and strict:
         raise InvalidRequest(f"{names[0]} is not a parameter that has an effect here", param=names[0])
-    safe = [re.sub(r"[^\w.\-]", "?", name, flags=re.ASCII)[:64] for name in names[:MAX_NAMES]]
+    short = [name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..." for name in names[:MAX_NAMES]]
+    safe = [re.sub(r"[^\w.\-]", "?", name, flags=re.ASCII) for name in short]
+    if len(names) > MAX_NAMES:
+        safe.append(f"and {len(names) - MAX_NAMES} more")
     return {"X-Ignored-Params": ", ".join(safe)} if safe else {}

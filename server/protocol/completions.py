@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, StrictInt, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from quire.engine.errors import InvalidRequest
+from quire.server.protocol.bounds import MAX_ENTRIES, AtMost
 from quire.server.protocol.common import GenerationBody
 
 DEFAULT_MAX_TOKENS = 16
@@ -24,7 +25,9 @@ def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         ) from None
 
 
-Prompts = Annotated[str | list[str] | list[StrictInt] | list[list[StrictInt]], WrapValidator(_one_complaint)]
+Texts = Annotated[list[str], AtMost(MAX_ENTRIES)]
+Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
+Prompts = Annotated[str | Texts | Ids | Annotated[list[Ids], AtMost(MAX_ENTRIES)], WrapValidator(_one_complaint)]
 
 
 class CompletionRequest(GenerationBody):

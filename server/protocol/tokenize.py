@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, StrictInt, model_validator
 
 from quire.engine.errors import InvalidRequest
-from quire.server.protocol.chat import ChatMessage, check_continuation
+from quire.server.protocol.bounds import MAX_DETOKENIZED, AtMost
+from quire.server.protocol.chat import Messages, check_continuation
 from quire.server.protocol.common import RequestBody
-from quire.server.protocol.tools import ToolSpec
+from quire.server.protocol.tools import Tools
 
 
 class TokenizeRequest(RequestBody):
@@ -17,7 +18,7 @@ class TokenizeRequest(RequestBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Default: true for a prompt, false for messages."""
     add_generation_prompt: bool = True
@@ -26,7 +27,7 @@ class TokenizeRequest(RequestBody):
     chat_template: str | None = None
     """Used instead of the model's, where the operator allows it."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    tools: list[ToolSpec] = Field(default_factory=list)
+    tools: Tools = Field(default_factory=list)
     """Tools of a chat, which the template shows the model."""
 
     @model_validator(mode="after")
@@ -41,4 +42,4 @@ class TokenizeRequest(RequestBody):
 
 class DetokenizeRequest(RequestBody):
     model: str | None = None
-    tokens: list[StrictInt]
+    tokens: Annotated[list[StrictInt], AtMost(MAX_DETOKENIZED)]

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from quire.server.protocol.bounds import MAX_CALLS, MAX_TOOLS, AtMost
+
 Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.:/-]{1,128}$")]
 """OpenAI allows [a-zA-Z0-9_-]{1,64}; other clients use name spaces too."""
 
@@ -29,6 +31,9 @@ class ToolSpec(BaseModel):
     def as_dict(self) -> dict[str, Any]:
         """The tool as templates show it to the model."""
         return self.model_dump(exclude_none=True)
+
+
+Tools = Annotated[list[ToolSpec], AtMost(MAX_TOOLS)]
 
 
 class FunctionName(BaseModel):
@@ -63,3 +68,6 @@ class ToolCall(BaseModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+
+
+ToolCalls = Annotated[list[ToolCall], AtMost(MAX_CALLS)]

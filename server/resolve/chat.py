@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from quire.engine.types import Grammar, SamplingParams
-from quire.server.access.tenants import Tenant
+from quire.engine.types import Grammar
 from quire.server.config import ServerConfig
-from quire.server.formats.grammars import after_thinking, either
+from quire.server.formats.grammars import after_thinking, either, framed
 from quire.server.formats.message import MessageFormat
 from quire.server.formats.reasoning import thinking_budget
-from quire.server.generation.spec import GenerationSpec, Prompt
+from quire.server.generation.spec import Prompt
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.resolve.checks import check_logprobs
-from quire.server.resolve.common import resolved
+from quire.server.resolve.common import Resolved, resolved
+from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import chat_prompt
 from quire.server.resolve.sampling_params import sampling_params
 from quire.server.resolve.structured import asked_grammar
@@ -25,11 +27,23 @@ PROMPT_END = 32
 """How many tokens at a prompt's end are decoded to see whether it ends with a mark of thinking."""
 
 
-async def chat_spec(body: ChatRequest, model: ServedModel, tenant: Tenant, config: ServerConfig) -> GenerationSpec:
+def resolve_chat(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    return chat_call(parse(given, ChatRequest), model, config)
+
+
+def chat_call(
+    body: ChatRequest,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    id_prefix: str = "chatcmpl-",
+    ignored: Sequence[str] = (),
+) -> Resolved:
+    """Raises as above. `ignored`: more names of parameters without effect."""
     name = model.answer_name(body.model)
     tools = tool_use(body, model.formats.tools)
-    ignored = [*body.ignored_params(), *ignored_by_template(body, tools, model.formats.template)]
+    ignored = [*ignored, *body.ignored_params(), *ignored_by_template(body, model.formats.template)]
     headers = ignored_header(ignored, config.strict)
     check_logprobs("top_logprobs", body.top_logprobs, config.max_logprobs)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
@@ -41,29 +55,30 @@ async def chat_spec(body: ChatRequest, model: ServedModel, tenant: Tenant, confi
         logprobs=body.top_logprobs if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    prompt = await chat_prompt(body, model, tools.shown, trusted=config.trust_request_chat_template)
+    prompt = chat_prompt(body, model, tools.shown, trusted=config.trust_request_chat_template)
     message = message_format(body, tools, prompt, model)
+    begun = None if message is None else message.begun
+    thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)
     return resolved(
         body,
-        tenant,
-        id_prefix="chatcmpl",
+        id_prefix=id_prefix,
         model=name,
         prompts=[prompt],
-        params=await _constrained(params, body, tools, message, model),
+        params=msgspec.structs.replace(params, thinking=thinking),
         logprobs=body.logprobs,
         headers=headers,
         message=message,
+        grammars=answer_grammars(body, tools, message, model),
+        echo=body.echo,
     )
 
 
-def ignored_by_template(body: ChatRequest, tools: ToolUse, template: str) -> list[str]:
+def ignored_by_template(body: ChatRequest, template: str) -> list[str]:
     """Names of parameters that the template does not use: the request's own template, or the model's."""
     template = body.chat_template or template
     ignored = [f"chat_template_kwargs.{name}" for name in body.chat_template_kwargs if name not in template]
     if body.documents and "documents" not in template:
         ignored.append("documents")
-    if tools.shown and "tools" not in template:
-        ignored.append("tools")
     if not any(name in template for name in body.implied_variables) and body.reasoning_effort is not None:
         ignored.append("reasoning_effort")
     return ignored
@@ -71,8 +86,8 @@ def ignored_by_template(body: ChatRequest, tools: ToolUse, template: str) -> lis
 
 def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: ServedModel) -> MessageFormat | None:
     """How to read the answers; None when all of their text is content."""
-    reasoning = model.formats.reasoning
-    if reasoning is None and tools.format is None:
+    reasoning, frame = model.formats.reasoning, model.formats.frame
+    if reasoning is None and tools.format is None and frame is None:
         return None
     end = model.tokenizer.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
     return MessageFormat(
@@ -82,35 +97,30 @@ def message_format(body: ChatRequest, tools: ToolUse, prompt: Prompt, model: Ser
         tools=tools.format,
         known=tools.known,
         parallel=tools.parallel,
+        calls_only=bool(tools.must_call),
+        frame=frame,
     )
 
 
-async def _constrained(
-    params: SamplingParams, body: ChatRequest, tools: ToolUse, message: MessageFormat | None, model: ServedModel
-) -> SamplingParams:
-    """`params`, with the answer's grammar and its thinking budget filled in."""
-    grammar = await answer_grammar(body, tools, message, model)
-    begun = None if message is None else message.begun
-    thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)
-    return msgspec.structs.replace(params, grammar=grammar, thinking=thinking)
-
-
-async def answer_grammar(
+def answer_grammars(
     body: ChatRequest, tools: ToolUse, message: MessageFormat | None, model: ServedModel
-) -> Grammar | None:
-    """The grammar that answers must match; None: any text.
+) -> list[tuple[str, Grammar]]:
+    """Grammars to check, each with its parameter; answers must match the last one. None: they are any text.
 
     If the model must call tools, there is no content, so a requested format is ignored. If it may call tools and a
     format is requested, an answer is either calls or content in that format.
     """
-    asked = asked_grammar(body)
+    asked, first = asked_grammar(body), []
     call = tools.grammar(model.tokenizer, alone=asked is not None)
     if call is not None:
         if asked is not None and not tools.must_call:
-            # Checked by itself first, so that an error names its parameter and not `tools`.
-            await model.grammars.checked(asked)
-            call = either(asked[1], call)
+            first = [asked]  # by itself, so that an error names its parameter and not `tools`
+            call = either(framed(asked[1], model.formats.frame, model.tokenizer), call)
         asked = "tools", call
-    if asked is not None and message is not None and message.reasoning is not None:
+    elif asked is not None:
+        asked = asked[0], framed(asked[1], model.formats.frame, model.tokenizer)
+    if asked is None:
+        return []
+    if message is not None and message.reasoning is not None:
         asked = asked[0], after_thinking(asked[1], message.reasoning, message.begun, model.tokenizer)
-    return await model.grammars.checked(asked)
+    return [*first, asked]

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.types import SamplingParams
+from quire.server.protocol.bounds import MAX_CARRIED
+
+MAX_PROMPT_LOGPROBS = 100_000
+"""Log probabilities of one call's prompts."""
+
+
+class NeedsWorker(Exception):
+    """What a body asks for may only be done in a worker process, which can be killed."""
 
 
 def check_logprobs(name: str, value: int | None, max_logprobs: int) -> None:
@@ -12,12 +23,38 @@ def check_logprobs(name: str, value: int | None, max_logprobs: int) -> None:
         raise InvalidRequest(f"{name} must be at most {max_logprobs}, got {value}", param=name)
 
 
-def check_token_id(token_id: int, vocab_size: int, param: str) -> None:
-    if not 0 <= token_id < vocab_size:
+def check_prompt_logprobs(alternatives: int | None, tokens: int) -> None:
+    """`tokens`: of all prompts. They come from the engine in one message, and are written in one piece."""
+    if alternatives is not None and tokens * max(1, alternatives) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"{param} contains token id {token_id}, which is outside the vocabulary (0 to {vocab_size - 1})",
-            param=param,
+            f"prompt_logprobs (or logprobs with echo) of {tokens} prompt tokens with {alternatives} alternatives each "
+            f"are more than {MAX_PROMPT_LOGPROBS}: ask for fewer, or send shorter prompts",
+            param="prompt_logprobs",
         )
+
+
+def check_carried(params: SamplingParams, answers: int) -> None:
+    """Bounds what goes to the engine, where each of the answers has lists of its own."""
+    carried = {
+        "logit_bias": len(params.logit_bias or ()),
+        "stop_token_ids": len(params.stop_token_ids),
+        "allowed_token_ids": len(params.allowed_token_ids or ()),
+        "bad_words": sum(map(len, params.bad_words_ids)),
+        "grammar": 0 if params.grammar is None else len(params.grammar.text) // 16,
+    }
+    if sum(carried.values()) * answers > MAX_CARRIED:
+        most = max(carried, key=lambda name: carried[name])
+        name = "structured_outputs" if most == "grammar" else most
+        raise InvalidRequest(f"{name} is too large for {answers} answers: ask for fewer at once", param=name)
+
+
+def check_token_ids(ids: Collection[int], vocab_size: int, param: str) -> None:
+    for token_id in (min(ids), max(ids)) if ids else ():
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param} contains token id {token_id}, which is outside the vocabulary (0 to {vocab_size - 1})",
+                param=param,
+            )
 
 
 def check_text(text: str, param: str) -> None:
@@ -28,6 +65,11 @@ def check_text(text: str, param: str) -> None:
         raise InvalidRequest(
             f"{param} contains half of a surrogate pair, which is not a character", param=param
         ) from None
+
+
+def check_texts(value: Any, param: str) -> None:
+    """Refuse such halves in any text of a JSON value, which answers will repeat."""
+    check_text(json.dumps(value, ensure_ascii=False), param)
 
 
 def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:

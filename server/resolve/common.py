@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.types import SamplingParams
-from quire.server.access.tenants import Tenant
+from quire.engine.text.grammar import MAX_GRAMMAR_BYTES
+from quire.engine.types import Grammar, SamplingParams
 from quire.server.formats.message import MessageFormat
 from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
 from quire.server.protocol.common import GenerationBody
+from quire.server.resolve.checks import check_carried, check_prompt_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A call that can be generated once its grammars are found to compile."""
+
+    spec: GenerationSpec
+    """Without its tenant, of whom only the server's own process knows."""
+    grammars: Sequence[tuple[str, Grammar]] = ()
+    """To be checked, in this order, each with the parameter that an error names."""
 
 
 def resolved(
     body: GenerationBody,
-    tenant: Tenant,
     *,
     id_prefix: str,
     model: str,
@@ -26,24 +39,34 @@ def resolved(
     message: MessageFormat | None = None,
     echo: bool = False,
     echo_only: bool = False,
-) -> GenerationSpec:
-    """The spec of a body whose prompts and parameters are resolved; `model` is the name for the answer.
+    grammars: Sequence[tuple[str, Grammar]] = (),
+) -> Resolved:
+    """The spec of a body whose prompts and parameters are resolved; `model` is the name for the answer. The last of
+    `grammars` is the answers'.
 
-    Raises InvalidRequest for beam search with a grammar.
+    Raises InvalidRequest for beam search with a grammar, for log probabilities of too long prompts, and for more lists
+    of token ids than the answers may carry.
     """
+    check_prompt_logprobs(params.prompt_logprobs, sum(len(prompt.ids) for prompt in prompts))
+    for param, grammar in grammars:
+        if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+            raise InvalidRequest(f"{param} is longer than {MAX_GRAMMAR_BYTES} bytes", param=param)
+    if grammars:
+        params = msgspec.structs.replace(params, grammar=grammars[-1][1])
+    check_carried(params, len(prompts) * params.n)
     if body.use_beam_search and params.grammar is not None:
         message_text = "use_beam_search is not available together with structured outputs"
         raise InvalidRequest(message_text, param="use_beam_search")
-    return GenerationSpec(
-        id=f"{id_prefix}-{secrets.token_hex(16)}",
+    spec = GenerationSpec(
+        id=f"{id_prefix}{secrets.token_hex(16)}",
+        id_prefix=id_prefix,
+        name="" if body.request_id is None else f"{id_prefix}{body.request_id}",
         model=model,
         prompts=prompts,
         params=params,
         keep=body.n,
-        tenant=tenant.name,
-        weight=tenant.weight,
         priority=body.priority,
-        cache_salt=tenant.salt(body.cache_salt),
+        cache_salt=body.cache_salt,
         timeout=body.timeout,
         queue_timeout=body.queue_timeout,
         beam_search=body.use_beam_search,
@@ -61,6 +84,7 @@ def resolved(
         tokens_as_token_ids=body.return_tokens_as_token_ids,
         headers=headers,
     )
+    return Resolved(spec, grammars)
 
 
 def _repetition(body: GenerationBody) -> RepetitionRule | None:

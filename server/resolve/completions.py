@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.server.access.tenants import Tenant
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.no_tokenizer import check_textless
 from quire.server.config import ServerConfig
-from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.resolve.checks import check_logprobs
-from quire.server.resolve.common import resolved
+from quire.server.resolve.common import Resolved, resolved
+from quire.server.resolve.parse import parse
 from quire.server.resolve.prompts import completion_prompts
 from quire.server.resolve.sampling_params import sampling_params
 from quire.server.resolve.structured import asked_grammar
 from quire.server.served_model import ServedModel
 
 
-async def completion_spec(
-    body: CompletionRequest, model: ServedModel, tenant: Tenant, config: ServerConfig
-) -> GenerationSpec:
+def resolve_completion(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    return completion_call(parse(given, CompletionRequest), model, config)
+
+
+def completion_call(body: CompletionRequest, model: ServedModel, config: ServerConfig) -> Resolved:
+    """Raises as above."""
     name = model.answer_name(body.model)
     headers = ignored_header(body.ignored_params(), config.strict)
     check_logprobs("logprobs", body.logprobs, config.max_logprobs)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     echo_only = body.echo and max_tokens == 0
+    if echo_only and body.logprob_token_ids:
+        message = "logprob_token_ids is about generated tokens, and echo with max_tokens 0 generates none"
+        raise InvalidRequest(message, param="logprob_token_ids")
     params = sampling_params(
         body,
         model,
@@ -36,12 +43,12 @@ async def completion_spec(
     )
     if body.num_generated > body.n:
         params = msgspec.structs.replace(params, n=body.num_generated, logprobs=body.logprobs or 0)
-    params = msgspec.structs.replace(params, grammar=await model.grammars.checked(asked_grammar(body)))
-    prompts = await completion_prompts(body, model)
+    asked = asked_grammar(body)
+    check_textless(model.tokenizer, stop=params.stop, structured_outputs=asked)
+    prompts = completion_prompts(body, model)
     return resolved(
         body,
-        tenant,
-        id_prefix="cmpl",
+        id_prefix="cmpl-",
         model=name,
         prompts=prompts,
         params=params,
@@ -49,6 +56,7 @@ async def completion_spec(
         headers=headers,
         echo=body.echo,
         echo_only=echo_only,
+        grammars=() if asked is None else [asked],
     )
 
 

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
-from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.chat_template import ChatRenderer, normalize
+from quire.engine.text.offsets import offsets_in, shown
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.spec import Prompt
+from quire.server.protocol.bounds import MAX_PROMPTS
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import GenerationBody
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from quire.server.resolve.checks import check_length, check_text, check_token_id
+from quire.server.resolve.checks import NeedsWorker, check_length, check_text, check_token_ids
 from quire.server.served_model import ServedModel
 
-LONG_TEXT = 8_000
-"""Characters. Texts of this length or more are tokenized in a thread: at about 1 us per character they would hold up
-other streams."""
-MAX_PROMPTS = 2048
+SLICE = 16_000
+"""Characters that are tokenized at once to find out whether a long text fits."""
 INFILL_MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
@@ -32,7 +31,7 @@ CODESTRAL_MARKS = ("[SUFFIX]", "[PREFIX]")
 """The marks before the suffix and before the prompt, which comes last and is continued."""
 
 
-async def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
+def completion_prompts(body: CompletionRequest, model: ServedModel) -> list[Prompt]:
     """The prompts, at least one. Raises InvalidRequest naming the parameter."""
     prompt = body.prompt
     given: Sequence[str | list[int]]
@@ -48,28 +47,42 @@ async def completion_prompts(body: CompletionRequest, model: ServedModel) -> lis
         raise InvalidRequest(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", param="prompt")
     texts = [one for one in given if isinstance(one, str)]
     special = body.add_special_tokens and not body.suffix
-    encoded = iter(await encode(model.tokenizer, texts, special, "prompt"))
+    encoded = iter(encode(model, texts, special, "prompt", cut=body.truncate_prompt_tokens is not None))
     prompts = []
     for one in given:
         if isinstance(one, str):
             prompts.append(Prompt(next(encoded), one))
         else:
-            for token_id in one:
-                check_token_id(token_id, model.vocab_size, "prompt")
-            text = model.tokenizer.decode(one, skip_special_tokens=body.skip_special_tokens) if body.echo else ""
-            prompts.append(Prompt(one, text))
+            check_token_ids(one, model.vocab_size, "prompt")
+            prompts.append(Prompt(one))
     if body.suffix:
         # A SentencePiece tokenizer would put a space before the suffix, but behind a mark there is none.
         lead = "\u263a" if model.tokenizer.strips_first_space else ""
-        lead_ids, suffix = await encode(model.tokenizer, [lead, lead + body.suffix], False, "suffix")
+        lead_ids, suffix = encode(model, [lead, lead + body.suffix], False, "suffix")
         suffix = suffix[len(lead_ids) :]
         begin = body.add_special_tokens
         filled = [infill(model.tokenizer, each.ids, suffix, add_special_tokens=begin) for each in prompts]
-        prompts = [Prompt(ids, "") for ids in filled]
+        prompts = [Prompt(ids) for ids in filled]
     prompts = [truncated(each, body, room(body.max_tokens, DEFAULT_MAX_TOKENS, model), model) for each in prompts]
     for each in prompts:
         check_length(each.ids, model.context_length, "prompt")
-    return prompts
+    if not body.echo:
+        return [Prompt(each.ids) for each in prompts]
+    return echoed(prompts, body, model.tokenizer)
+
+
+def echoed(prompts: Sequence[Prompt], body: CompletionRequest, tokenizer: Tokenizer) -> list[Prompt]:
+    """The prompts with the texts that `echo` shows, and where their tokens begin in them: a text as it was given, token
+    ids with special tokens shown."""
+    found = []
+    for each in prompts:
+        text, offsets = each.text, list[int]()
+        if text is None:
+            text, offsets = shown(tokenizer, each.ids)
+        elif body.logprobs is not None:
+            offsets = offsets_in(tokenizer, text, add_special_tokens=body.add_special_tokens)
+        found.append(Prompt(each.ids, text, offsets))
+    return found
 
 
 def infill(
@@ -91,7 +104,7 @@ def infill(
     )
 
 
-async def chat_prompt(
+def chat_prompt(
     body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool
 ) -> Prompt:
     """The conversation as its template writes it; `trusted`: a request may bring a template of its own.
@@ -104,7 +117,17 @@ async def chat_prompt(
             f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
             param="messages",
         )
-    text = renderer_for(body.chat_template, model, trusted=trusted).render(
+    text = rendered(body, model, tools, trusted=trusted)
+    cut = body.truncate_prompt_tokens is not None
+    (ids,) = encode(model, [text], body.add_special_tokens, "messages", cut=cut)
+    prompt = truncated(Prompt(ids), body, room(body.max_completion_tokens or body.max_tokens, 1, model), model)
+    check_length(prompt.ids, model.context_length, "messages")
+    return Prompt(prompt.ids, continued(body, text)) if body.echo else prompt
+
+
+def rendered(body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool) -> str:
+    """The conversation's text, as above."""
+    return renderer_for(body.chat_template, model, trusted=trusted).render(
         [message.as_dict() for message in body.messages],
         tools=tools,
         documents=body.documents,
@@ -112,14 +135,17 @@ async def chat_prompt(
         continue_final_message=body.continue_final_message,
         variables=body.template_variables,
     )
-    (ids,) = await encode(model.tokenizer, [text], body.add_special_tokens, "messages")
-    prompt = truncated(Prompt(ids, ""), body, room(body.max_completion_tokens or body.max_tokens, 1, model), model)
-    check_length(prompt.ids, model.context_length, "messages")
-    return prompt
+
+
+def continued(body: ChatRequest, text: str) -> str:
+    """The final message as it ends the rendered `text`: templates may take the spaces at its ends away."""
+    final = str(normalize(body.messages[-1].as_dict())["content"])
+    return final if text.endswith(final) else final.strip()
 
 
 def renderer_for(chat_template: str | None, model: ServedModel, *, trusted: bool) -> ChatRenderer:
-    """The model's renderer, or one of a request's own template, which must be `trusted`. Raises InvalidRequest."""
+    """The model's renderer, or one of a request's own template, which must be `trusted`. Raises InvalidRequest, and
+    NeedsWorker: such a template may never end, or fill the memory."""
     if chat_template is None:
         return model.renderer
     if not trusted:
@@ -127,6 +153,8 @@ def renderer_for(chat_template: str | None, model: ServedModel, *, trusted: bool
             "chat_template is not allowed in requests; the server's operator may pass --trust-request-chat-template",
             param="chat_template",
         )
+    if not model.expendable:
+        raise NeedsWorker
     return model.renderer.with_template(chat_template)
 
 
@@ -136,7 +164,8 @@ def room(max_tokens: int | None, default: int, model: ServedModel) -> int:
 
 
 def truncated(prompt: Prompt, body: GenerationBody, room: int, model: ServedModel) -> Prompt:
-    """The prompt's last truncate_prompt_tokens tokens; for -1 the last `room` tokens. Raises InvalidRequest."""
+    """The prompt's last truncate_prompt_tokens tokens, or its first; for -1 it is `room` tokens. Raises
+    InvalidRequest."""
     limit = body.truncate_prompt_tokens
     if limit is None:
         return prompt
@@ -149,15 +178,45 @@ def truncated(prompt: Prompt, body: GenerationBody, room: int, model: ServedMode
     limit = room if limit == -1 else limit
     if len(prompt.ids) <= limit:
         return prompt
-    ids = prompt.ids[-limit:]
-    text = model.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) if prompt.text else ""
-    return Prompt(ids, text)
+    return Prompt(prompt.ids[:limit] if body.truncation_side == "right" else prompt.ids[-limit:])
 
 
-async def encode(tokenizer: Tokenizer, texts: Sequence[str], add_special_tokens: bool, param: str) -> list[list[int]]:
-    """Token ids of each text; long texts are encoded in a thread."""
+def encode(
+    model: ServedModel, texts: Sequence[str], add_special_tokens: bool, param: str, *, cut: bool = False
+) -> list[list[int]]:
+    """Token ids of each text. Raises InvalidRequest for one that the context cannot hold, unless it will be `cut`."""
     for text in texts:
         check_text(text, param)
-    if sum(map(len, texts)) < LONG_TEXT:
-        return tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens=add_special_tokens)
+        if not cut:
+            check_fits(model, text, param)
+    return model.tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+
+
+def check_fits(model: ServedModel, text: str, param: str) -> None:
+    """Refuse a text that is much too long for the context without tokenizing all of it.
+
+    Its slices have about as many tokens as the whole. Raises ContextLengthExceeded when they are a tenth more than the
+    context holds, which no cut between words explains; a nearer miss is found when the whole is tokenized.
+    """
+    if len(text) <= SLICE:
+        return
+    longest, tokens = model.context_length, 0
+    for piece in slices(text):
+        tokens += len(model.tokenizer.encode(piece, add_special_tokens=False))
+        if tokens > longest + longest // 10 + len(text) // SLICE:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {longest} tokens, but {param} came to more than that. "
+                "Please shorten it",
+                param=param,
+            )
+
+
+def slices(text: str) -> Iterator[str]:
+    """Pieces of at most SLICE characters, which end before a space where there is one in their second half."""
+    start = 0
+    while len(text) - start > SLICE:
+        space = text.rfind(" ", start + SLICE // 2, start + SLICE)
+        end = start + SLICE if space < 0 else space
+        yield text[start:end]
+        start = end
+    yield text[start:]

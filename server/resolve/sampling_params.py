@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.text.bad_words import bad_words_ids
 from quire.engine.types import SamplingParams
 from quire.server.protocol.common import GenerationBody
-from quire.server.resolve.checks import check_text, check_token_id
+from quire.server.resolve.checks import check_text, check_token_ids
 from quire.server.served_model import ServedModel
 
 
@@ -25,6 +23,7 @@ def sampling_params(
 
     Raises InvalidRequest naming the parameter.
     """
+    model.check_task("generate")
     defaults, max_model_len = model.sampling_defaults, model.context_length
     if max_tokens is not None and max_tokens > max_model_len:
         raise InvalidRequest(
@@ -36,13 +35,17 @@ def sampling_params(
         ("logit_bias", body.logit_bias),
         ("stop_token_ids", body.stop_token_ids),
         ("allowed_token_ids", body.allowed_token_ids),
+        ("logprob_token_ids", body.logprob_token_ids),
     ):
-        for token_id in ids or ():
-            check_token_id(token_id, model.vocab_size, name)
+        check_token_ids(ids or (), model.vocab_size, name)
+    if body.logprob_token_ids and logprobs is None:
+        raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     for text in stop:
         check_text(text, "stop")
     check_text(body.cache_salt, "cache_salt")
+    for text in body.bad_words:
+        check_text(text, "bad_words")
     return SamplingParams(
         n=body.n,
         temperature=_first(body.temperature, defaults.get("temperature"), 1.0),
@@ -62,24 +65,11 @@ def sampling_params(
         ignore_eos=body.ignore_eos,
         seed=body.seed,
         logprobs=logprobs,
+        logprob_token_ids=tuple(body.logprob_token_ids) or None,
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=body.skip_special_tokens,
         include_stop_str_in_output=body.include_stop_str_in_output,
     )
-
-
-def bad_words_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of each word at the beginning of a text, and behind a space. Raises InvalidRequest.
-
-    This is vLLM's rule with one exception: vLLM leaves out the second form when it has another number of tokens than
-    the first, and lets the word through.
-    """
-    for word in words:
-        check_text(word, "bad_words")
-        if not word.strip():
-            raise InvalidRequest("bad_words must not contain an empty word", param="bad_words")
-    forms = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
-    return tuple(dict.fromkeys(map(tuple, tokenizer.encode_batch(forms, add_special_tokens=False))))
 
 
 def _first(*values: float | None) -> float:

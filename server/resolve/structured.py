@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
-from quire.engine.text.grammar import choice_grammar, json_grammar
+from quire.engine.text.structured import WAYS, asked_ways, structured_grammar
 from quire.engine.types import Grammar
+from quire.server.protocol.bounds import MAX_CHOICES
 from quire.server.protocol.common import GenerationBody
 from quire.server.resolve.checks import check_text
-
-MAX_CHOICES = 10_000
-_WAYS = ("json", "json_object", "regex", "choice", "grammar")
-_HARMLESS = {"disable_fallback", "disable_any_whitespace", "backend"}
-"""Keys of structured_outputs that change nothing here: there is one backend, and it allows one space at most."""
 
 
 def asked_grammar(body: GenerationBody) -> tuple[str, Grammar] | None:
@@ -23,8 +18,8 @@ def asked_grammar(body: GenerationBody) -> tuple[str, Grammar] | None:
     if body.response_format is not None:
         found += [("response_format", *one) for one in _response_format(body.response_format)]
     if body.structured_outputs is not None:
-        found += [("structured_outputs", *one) for one in _structured_outputs(body.structured_outputs)]
-    for way in _WAYS:
+        found += [("structured_outputs", *one) for one in asked_ways(body.structured_outputs)]
+    for way in WAYS:
         param = f"guided_{way}"
         value = getattr(body, param, None)
         if value is not None:
@@ -61,37 +56,7 @@ def _response_format(given: dict[str, Any]) -> list[tuple[str, Any]]:
     )
 
 
-def _structured_outputs(given: dict[str, Any]) -> list[tuple[str, Any]]:
-    given = {name: value for name, value in given.items() if value is not None and value is not False}
-    for name in given:
-        if name not in _WAYS and name not in _HARMLESS:
-            raise InvalidRequest(f"structured_outputs.{name} is not supported", param="structured_outputs")
-    found = [(way, given[way]) for way in _WAYS if way in given]
-    if not found:
-        raise InvalidRequest(f"structured_outputs needs one of {', '.join(_WAYS)}", param="structured_outputs")
-    return found
-
-
 def _grammar(way: str, value: Any) -> Grammar:
-    if way == "json_object":
-        if value is not True:
-            raise InvalidRequest("json_object must be true or false")
-        return json_grammar({"type": "object"})
-    if way == "json":
-        return json_grammar(_parsed(value) if isinstance(value, str) else value)
-    if way == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
-            raise InvalidRequest("choice must be a list of strings, at least one")
-        if len(value) > MAX_CHOICES:
-            raise InvalidRequest(f"choice takes at most {MAX_CHOICES} strings, got {len(value)}")
-        return choice_grammar(value)
-    if not isinstance(value, str) or not value:
-        raise InvalidRequest(f"{way} must be a string, and not empty")
-    return Grammar("regex" if way == "regex" else "lark", value)
-
-
-def _parsed(schema: str) -> Any:
-    try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"the schema is not JSON: {error}") from None
+    if way == "choice" and isinstance(value, list) and len(value) > MAX_CHOICES:
+        raise InvalidRequest(f"choice takes at most {MAX_CHOICES} strings, got {len(value)}")
+    return structured_grammar(way, value)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar
+from quire.server.formats.grammars import literal
 from quire.server.formats.tools.format import ANY_OBJECT, Tool, ToolFormat
-from quire.server.formats.tools.lark import text
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.tools import NamedTool
 
@@ -40,12 +41,9 @@ class ToolUse:
             return None
         tools, must = self.must_call or list(self.known.values()), alone or bool(self.must_call)
 
-        def token(marker: str) -> str:
-            token_id = tokenizer.backend.token_to_id(marker)
-            return text(marker) if token_id not in tokenizer.special_ids else f"<[{token_id}]>"
-
         try:
-            return Grammar("lark", self.format.grammar(tools, self.parallel, token, must=must))
+            text = self.format.grammar(tools, self.parallel, partial(literal, tokenizer=tokenizer), must=must)
+            return Grammar("lark", text)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param="tools") from error
 
@@ -67,8 +65,7 @@ def tool_use(body: ChatRequest, format: ToolFormat | None) -> ToolUse:
         return ToolUse()
     if format is None:
         raise InvalidRequest(
-            "This model's chat template shows no format of tool calls that is known here; an operator who knows it can "
-            "set --tool-call-parser",
+            "tool calls are switched off here by --tool-call-parser none; the operator can set --tool-call-parser auto",
             param="tools",
         )
     must_call: Sequence[Tool] = ()

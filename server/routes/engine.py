@@ -1,18 +1,31 @@
-"""GET /v1/engine/events, a stream of what the dashboard shows, and /v1/engine/trace, a recording for Perfetto."""
+"""The engine, for the server's operators: GET /v1/engine/events, a stream of what the dashboard shows,
+/v1/engine/requests, the last answers, and /v1/engine/trace, a recording for Perfetto; its weights: sleep, wake, and
+others in place."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.client.broadcast import Group, Tensor
+from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
+from quire.server.config import ServerConfig
+from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record
 from quire.server.observe.live_view import LiveViewStream
+from quire.server.observe.recent import adapters, recent_answers
+from quire.server.protocol.weights import BroadcastTensor, UpdateWeightsRequest, WeightsGroupRequest
+from quire.server.resolve.parse import parse
+from quire.server.routes.bodies import documented, worked_on
 from quire.server.runtime import Runtime, runtime_of
-from quire.server.served_model import ServedModel, model_of
+from quire.server.served_model import ServedModel, fingerprint, model_of
 from quire.server.sse import EventStream
 from quire.server.version import VERSION
 
@@ -35,6 +48,16 @@ async def engine_events(request: Request) -> Response:
     return EventStream(watcher.events(facts(runtime, model_of(request))), watcher.close, {}, runtime.config)
 
 
+@router.get("/v1/engine/requests", response_model=None)
+async def engine_requests(request: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> Response:
+    """The last answers, the latest first: phases, tokens, finish reasons, model; what each tenant had of the engine in
+    all that are remembered (--request-history); and the adapters. Nothing of what was asked or answered."""
+    runtime = runtime_of(request)
+    found = recent_answers(runtime.request_log, runtime.client.history, limit)
+    names = () if runtime.adapters is None else runtime.adapters.names
+    return Response(encode_json(found | {"adapters": adapters(runtime.client, names)}), media_type="application/json")
+
+
 @router.get("/v1/engine/trace", response_model=None)
 async def engine_trace(request: Request, seconds: Annotated[float, Query(gt=0, le=120)] = 5.0) -> Response:
     """Record for `seconds` seconds, then answer with a trace that ui.perfetto.dev opens."""
@@ -50,9 +73,108 @@ def facts(runtime: Runtime, model: ServedModel) -> dict[str, object]:
         "models": model.names,
         "info": {name: value for name, value in msgspec.structs.asdict(runtime.info).items() if name != "model"},
         "limits": {
-            "max_num_seqs": config.max_num_seqs,
+            "max_num_seqs": config.most_running,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_queued_requests": config.max_queued_requests,
             "enable_prefix_caching": config.enable_prefix_caching,
         },
     }
+
+
+@router.post("/sleep", response_model=None)
+async def sleep(
+    request: Request,
+    level: Annotated[int, Query(ge=1, le=2)] = 1,
+    mode: Literal["keep", "wait", "abort"] = "keep",
+    refuse: bool = False,
+) -> Response:
+    """Let weights and KV cache go, until /wake_up; at level 2 the engine's process too, which then takes seconds.
+
+    mode: open requests wait and go on (keep), end before it (wait) or end at once (abort). New requests wait, or with
+    `refuse` are answered 503.
+    """
+    await runtime_of(request).weights.sleep(level, mode, refuse=refuse)
+    return _state(request)
+
+
+@router.post("/wake_up", response_model=None)
+async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None) -> Response:
+    """Take weights and KV cache back, both whatever vLLM's `tags` say. 503 where there is no room for them: then the
+    model sleeps on."""
+    try:
+        await runtime_of(request).weights.wake_up()
+    except ConfigError as error:
+        raise Overloaded(f"the model sleeps on: {error.message}", param=error.param) from None
+    response = _state(request)
+    if tags:
+        response.headers["X-Ignored-Params"] = "tags"
+    return response
+
+
+@router.get("/is_sleeping", response_model=None)
+async def is_sleeping(request: Request) -> Response:
+    return _state(request)
+
+
+@router.post("/update_weights", response_model=None, openapi_extra=documented(UpdateWeightsRequest))
+async def update_weights(request: Request) -> Response:
+    """Serve other weights of the model's shape, without losing an open request: from a path, or with `tensors` over the
+    group of /init_weights_group. 400 for what cannot be served: then the weights before go on."""
+    runtime = runtime_of(request)
+    body = await worked_on(request, _update)
+    try:
+        if body.path is not None:
+            version = await runtime.weights.update(body.path, body.mode, body.version)
+        else:
+            await runtime.weights_group.receive(_fitting(body.tensors or [], runtime.info.weight_bytes))
+            if not body.last:
+                return _state(request)
+            version = await runtime.weights_group.serve(body.mode, body.version)
+    except ConfigError as error:
+        raise InvalidRequest(error.message, param="path" if body.path is not None else "tensors") from None
+    request.app.state.model = replace(model_of(request), fingerprint=fingerprint(runtime.info, version))
+    return _state(request)
+
+
+@router.post("/init_weights_group", response_model=None, openapi_extra=documented(WeightsGroupRequest))
+async def init_weights_group(request: Request) -> Response:
+    """Join a torch.distributed group, whose rank 0 will send weights; answered when all members are there."""
+    body = await worked_on(request, _group)
+    group = Group(body.master_address, body.master_port, **body.model_dump(exclude={"master_address", "master_port"}))
+    await runtime_of(request).weights_group.join(group)
+    return _state(request)
+
+
+@router.post("/close_weights_group", response_model=None)
+async def close_weights_group(request: Request) -> Response:
+    """Leave the group. The weights that came over it are served on."""
+    await runtime_of(request).weights_group.leave()
+    return _state(request)
+
+
+def _update(body: bytes, model: ServedModel, config: ServerConfig) -> UpdateWeightsRequest:
+    update = parse(body, UpdateWeightsRequest)
+    if (update.path is None) == (update.tensors is None):
+        raise InvalidRequest("path or tensors must be given, and not both", param="path")
+    return update
+
+
+def _group(body: bytes, model: ServedModel, config: ServerConfig) -> WeightsGroupRequest:
+    group = parse(body, WeightsGroupRequest)
+    if group.rank >= group.world_size:
+        raise InvalidRequest(f"rank must be less than world_size, {group.world_size}", param="rank")
+    return group
+
+
+def _fitting(tensors: Sequence[BroadcastTensor], weight_bytes: int) -> list[Tensor]:
+    """Raises InvalidRequest for more than the model could hold, however few bits it keeps of each number."""
+    total = sum(4 * math.prod(each.shape) for each in tensors)
+    if total > (most := 16 * weight_bytes):
+        raise InvalidRequest(f"tensors: {total} bytes, and the model cannot have more than {most}", param="tensors")
+    return [Tensor(each.name, each.dtype, each.shape) for each in tensors]
+
+
+def _state(request: Request) -> Response:
+    client = runtime_of(request).client
+    told = {"is_sleeping": client.asleep, "weights_version": client.weights_version}
+    return Response(encode_json(told), media_type="application/json")

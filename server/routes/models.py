@@ -1,12 +1,22 @@
-"""GET /v1/models: the names that requests may use."""
+"""GET /v1/models: the names that requests may use, the model's own and those of its adapters; POST
+/v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's bodies and answers: adapters come and go."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 
+from quire.engine.errors import InvalidRequest
+from quire.server.adapters import Adapters
+from quire.server.config import ServerConfig
+from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from quire.server.resolve.parse import parse
+from quire.server.routes.bodies import documented, worked_on
+from quire.server.runtime import runtime_of
 from quire.server.served_model import ServedModel, model_of
 
 router = APIRouter()
@@ -15,7 +25,14 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     model = model_of(request)
-    return {"object": "list", "data": [_card(name, model) for name in model.names]}
+    cards = [_card(name, model) for name in (*model.names, *model.adapters)]
+    return {
+        "object": "list",
+        "data": cards,
+        "has_more": False,
+        "first_id": cards[0]["id"],
+        "last_id": cards[-1]["id"],
+    }
 
 
 @router.get("/v1/models/{model:path}")
@@ -26,12 +43,54 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def _card(name: str, model: ServedModel) -> dict[str, Any]:
+    """What clients of OpenAI's API read, of Anthropic's, and the context's length under each name in use."""
     return {
         "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "quire",
         "root": model.names[0],
-        "parent": None,
+        "parent": None if name in model.names else model.names[0],
         "max_model_len": model.context_length,
+        "context_length": model.context_length,
+        "meta": {"n_ctx": model.context_length},
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": model.context_length,
     }
+
+
+@router.post("/v1/load_lora_adapter", response_model=None, openapi_extra=documented(LoadAdapterRequest))
+async def load_lora_adapter(request: Request) -> PlainTextResponse:
+    """Serve an adapter as a model of its own, from the next request on. Needs an admin's API key where there are keys.
+
+    It is copied and checked before the answer, while streams go on.
+    """
+    adapters, body = _adapters(request), await worked_on(request, _load_body)
+    await adapters.load(body.lora_name, body.lora_path, replace=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter", response_model=None, openapi_extra=documented(UnloadAdapterRequest))
+async def unload_lora_adapter(request: Request) -> PlainTextResponse:
+    """Serve an adapter no more; its requests under way finish. Needs an admin's API key where there are keys."""
+    adapters, body = _adapters(request), await worked_on(request, _unload_body)
+    await adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _adapters(request: Request) -> Adapters:
+    adapters = runtime_of(request).adapters
+    if adapters is None:
+        raise InvalidRequest("This server was started without --enable-lora")
+    return adapters
+
+
+def _load_body(given: bytes, model: ServedModel, config: ServerConfig) -> LoadAdapterRequest:
+    return parse(given, LoadAdapterRequest)
+
+
+def _unload_body(given: bytes, model: ServedModel, config: ServerConfig) -> UnloadAdapterRequest:
+    return parse(given, UnloadAdapterRequest)

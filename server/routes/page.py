@@ -1,7 +1,9 @@
-"""GET / and /web/…: the files of the playground and the dashboard."""
+"""GET / and /web/…: the files of the playground and the dashboard. GET /docs and /docs/…: the API to read and to try,
+by Swagger UI 5.35, whose files are part of the package."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -20,22 +22,36 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",  # a browser asks each time whether the file has changed, which costs one short answer
 }
+API_HEADERS = HEADERS | {
+    # Swagger UI writes styles and markup into its elements; what it runs and asks for is this server's alone.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+}
 
 
 class WebFiles(StaticFiles):
     """Serves files with headers that let them talk to no server but this one."""
 
+    def __init__(self, folder: Path, headers: Mapping[str, str]) -> None:
+        super().__init__(directory=folder)
+        self._headers = headers
+
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
-        response.headers.update(HEADERS)
+        response.headers.update(self._headers)
         return response
 
 
-files = WebFiles(directory=FOLDER)
-router = APIRouter(routes=[Mount("/web", files)])
+files, api_files = WebFiles(FOLDER, HEADERS), WebFiles(FOLDER.parent / "api_docs", API_HEADERS)
+router = APIRouter(routes=[Mount("/web", files), Mount("/docs/", api_files)])
 
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """The page. It needs no key, because it holds no data."""
     return await files.get_response("index.html", {"type": "http", "method": "GET", "headers": []})
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    return await api_files.get_response("index.html", {"type": "http", "method": "GET", "headers": []})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,15 +14,49 @@ from quire.server.generation.fold import fold
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
+from quire.server.generation.turns import Turns
+from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION
 from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
 
-CLIENT_CLOSED_REQUEST = 499
+
+async def nothing() -> None:
+    pass
 
 
-async def reply(request: Request, spec: GenerationSpec, writer: AnswerWriter) -> Response:
-    """Raises what Admission.admit raises, and EngineError when the engine is gone or failed a whole answer."""
+async def reply(
+    request: Request, spec: GenerationSpec, writer: AnswerWriter, ended: Callable[[], Awaitable[None]] = nothing
+) -> Response:
+    """`ended` is awaited when the writer has written all of an answer, before its end is sent.
+
+    Raises what `begin` and Kept.call's function raise, and EngineError when the engine failed a whole answer."""
+    runtime = runtime_of(request)
+    generation, close = begin(request, spec)
+    if spec.stream:
+        events = events_of(generation, writer, spec, runtime.turns, ended)
+        headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
+        return EventStream(events, close, headers, runtime.config, ping=writer.PING, failed=writer.failed)
+    with runtime.kept.call() as count:
+        async with closing_on_disconnect(request.receive, close):
+            answers = await fold(generation.deltas(), count)
+        if not generation.complete:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        best = generation.best(answers)
+        writer.weights_version = generation.weights_version
+        if spec.logprobs or spec.prompt_logprobs is not None:
+            body = await runtime.turns.in_thread(writer.whole, best, generation.usage)
+        else:
+            body = writer.whole(best, generation.usage)
+    await ended()
+    headers = {**spec.headers, WEIGHTS_VERSION: writer.weights_version}
+    return Response(body, 200, headers, "application/json")
+
+
+def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:
+    """Admit a call and start its generation, which the function that comes with it must end.
+
+    Raises what Admission.admit raises, and EngineError when the engine is gone."""
     model, runtime = model_of(request), runtime_of(request)
     reservation = admission_of(request).admit(
         tenant_of(request.scope),
@@ -32,9 +66,10 @@ async def reply(request: Request, spec: GenerationSpec, writer: AnswerWriter) ->
         max_tokens=spec.params.max_tokens,
         priority=spec.priority,
     )
-    runtime.request_log.begin(request.scope, spec.id, model.names[0])
+    name = model.names[0] if spec.adapter is None else spec.adapter.name
+    runtime.request_log.begin(request.scope, spec.id, spec.answer_id, name)
     try:
-        generation = start(spec, model, runtime.client, runtime.metrics)
+        generation = start(spec, model, runtime.client, runtime.metrics, runtime.turns)
     except Exception:
         reservation.settle(0)
         raise
@@ -43,24 +78,31 @@ async def reply(request: Request, spec: GenerationSpec, writer: AnswerWriter) ->
         generation.close()
         reservation.settle(generation.usage.total_tokens)
 
-    if spec.stream:
-        return EventStream(_events(generation, writer, spec), close, spec.headers, runtime.config)
-    async with closing_on_disconnect(request.receive, close):
-        answers = await fold(generation.deltas())
-    if not generation.complete:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    body = writer.whole(generation.best(answers), generation.usage)
-    return Response(body, 200, dict(spec.headers), "application/json")
+    return generation, close
 
 
-async def _events(generation: Generation, writer: AnswerWriter, spec: GenerationSpec) -> AsyncGenerator[bytes]:
+async def events_of(
+    generation: Generation,
+    writer: AnswerWriter,
+    spec: GenerationSpec,
+    turns: Turns,
+    ended: Callable[[], Awaitable[None]],
+) -> AsyncGenerator[bytes]:
+    """What a stream sends, a chunk for each step."""
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
     opening = writer.first()
     async for step in generation.deltas():
+        writer.weights_version = generation.weights_version
         if spec.continuous_usage:
             writer.tell_usage(generation.usage)
-        yield opening + writer.step(step)
+        if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
+            yield opening + await turns.in_thread(writer.step, step)
+        else:
+            yield opening + writer.step(step)
         opening = b""
     if generation.complete:
-        yield writer.last(generation.usage)
+        writer.weights_version = generation.weights_version
+        last = writer.last(generation.usage)
+        await ended()
+        yield last

@@ -6,9 +6,11 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
+from starlette.responses import Response
 
 from quire.engine.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
+from quire.server.encoding import encode_json
 from quire.server.observe.explain import explanation
 from quire.server.runtime import runtime_of
 
@@ -16,13 +18,14 @@ router = APIRouter()
 
 
 @router.delete(
-    "/v1/requests/{request_id}",
+    "/v1/requests/{request_id:path}",
     responses={404: {"description": "No open request has that id: it has ended, or never was."}},
 )
 async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     """Cancel an open request. Its own caller gets what there is so far, with finish_reason "abort".
 
-    The id is the answer's (chatcmpl-…, cmpl-…), for all its choices, or one choice's (chatcmpl-…-0).
+    The id is the answer's (chatcmpl-…, cmpl-…), for all its choices, or one choice's, which explain tells
+    (chatcmpl-…-0). Of an id that callers chose for several answers all are cancelled.
     Only an admin's API key cancels what came with another key.
     """
     tenant = tenant_of(request.scope)
@@ -32,8 +35,8 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     return {"id": request_id, "object": "request", "cancelled": True, "sequences": cancelled}
 
 
-@router.get("/v1/requests/{name:path}/explain")
-async def explain(name: str, request: Request) -> dict[str, Any]:
+@router.get("/v1/requests/{name:path}/explain", response_model=None)
+async def explain(name: str, request: Request) -> Response:
     """Of an open request or one of the last: time per phase, prompt chunks, batches it was in, preemptions, replays.
 
     By the answer's id or by X-Request-Id. With API keys, only of requests made with the same key, or with an admin key.
@@ -42,4 +45,7 @@ async def explain(name: str, request: Request) -> dict[str, Any]:
     record = runtime.request_log.find(name, request.scope)
     if record is None:
         raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")
-    return explanation(record, runtime.client.history, lambda name: runtime.request_log.may_name(name, request.scope))
+    log = runtime.request_log
+    async with runtime.turns:
+        found = explanation(record, runtime.client.history, lambda name: log.may_name(name, request.scope))
+    return Response(encode_json(found), media_type="application/json")

@@ -17,12 +17,18 @@ router = APIRouter()
 @router.head("/health", response_model=None)
 @router.get("/health", response_model=None)
 @router.get("/ping", response_model=None)
-@router.get("/ready", response_model=None)
 async def health(request: Request) -> Response:
-    """200 when the engine can answer now; 503 when it is silent, being replaced or gone, or when the server is shutting
-    down."""
-    ready = runtime_of(request).client.responsive and not admission_of(request).draining
-    return Response(status_code=200 if ready else 503)
+    """200 when the engine works, or sleeps because it was told to; 503 when it is silent, being replaced or gone, or
+    when the server is shutting down."""
+    healthy = runtime_of(request).client.healthy and not admission_of(request).draining
+    return Response(status_code=200 if healthy else 503)
+
+
+@router.get("/ready", response_model=None)
+async def ready(request: Request) -> Response:
+    """The same, but 503 while the engine sleeps or its weights change: 200 when it can answer now."""
+    able = runtime_of(request).client.responsive and not admission_of(request).draining
+    return Response(status_code=200 if able else 503)
 
 
 @router.get("/live", response_model=None)
@@ -38,4 +44,7 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    return Response(runtime_of(request).metrics.text(), media_type=CONTENT_TYPE_LATEST)
+    runtime = runtime_of(request)
+    async with runtime.turns:
+        text = runtime.metrics.text()
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -1,55 +1,66 @@
-"""POST /tokenize and /detokenize. Both run in a thread, because their inputs may be as long as any body."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.text.tokenizer import ADDED_TOKEN_FIELDS
 from quire.server.access.admission import CountedRoute
-from quire.server.encoding import encode_json
-from quire.server.protocol.common import ignored_header
+from quire.server.encoding import encode_ascii
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
-from quire.server.resolve.checks import check_text, check_token_id
-from quire.server.resolve.prompts import renderer_for
-from quire.server.runtime import runtime_of
-from quire.server.served_model import model_of
+from quire.server.resolve.tokenize import Reply, detokenized, tokenized
+from quire.server.routes.bodies import documented, worked_on
+from quire.server.served_model import ServedModel, model_of
 
+LARGEST_INTEGER = 2**53
+"""Up to here every reader of JSON has integers exactly. Tokenizers without a limit write 10**30."""
 router = APIRouter(route_class=CountedRoute)
 
 
-@router.post("/tokenize", response_model=None)
-def tokenize(body: TokenizeRequest, request: Request) -> Response:
+@router.post("/tokenize", response_model=None, openapi_extra=documented(TokenizeRequest))
+async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of a conversation as the chat template writes it."""
-    model, config = model_of(request), runtime_of(request).config
-    model.answer_name(body.model)
-    headers = ignored_header(body.ignored_params(), config.strict)
-    if body.messages is None:
-        text, param, special = body.prompt or "", "prompt", True
-    else:
-        text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
-            [message.as_dict() for message in body.messages],
-            tools=[spec.as_dict() for spec in body.tools],
-            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-        )
-        param, special = "messages", False
-    check_text(text, param)
-    special = special if body.add_special_tokens is None else body.add_special_tokens
-    ids = model.tokenizer.encode(text, add_special_tokens=special)
-    strings = [model.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
-    told = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
-    return Response(encode_json(told), 200, headers, "application/json")
+    return _response(await worked_on(request, tokenized))
 
 
-@router.post("/detokenize", response_model=None)
-def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+@router.post("/detokenize", response_model=None, openapi_extra=documented(DetokenizeRequest))
+async def detokenize(request: Request) -> Response:
     """The text of token ids, special tokens shown."""
-    model, config = model_of(request), runtime_of(request).config
-    model.answer_name(body.model)
-    headers = ignored_header(body.ignored_params(), config.strict)
-    for token_id in body.tokens:
-        check_token_id(token_id, model.vocab_size, "tokens")
-    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return Response(encode_json({"prompt": text}), 200, headers, "application/json")
+    return _response(await worked_on(request, detokenized))
+
+
+def _response(reply: Reply) -> Response:
+    return Response(reply.body, 200, reply.headers, "application/json")
+
+
+@router.get("/tokenizer_info", response_model=None)
+def tokenizer_info(request: Request) -> Response:
+    """tokenizer_config.json as it is in effect here, as vLLM answers it: lm-eval's remote tokenizer reads it."""
+    return Response(encode_ascii(told_of_tokenizer(model_of(request))), 200, media_type="application/json")
+
+
+def told_of_tokenizer(model: ServedModel) -> dict[str, Any]:
+    """The file's entries, but for paths on the machine that wrote it. Special tokens are strings, null where there is
+    none; added_tokens_decoder and chat_template are there whatever file of the model they come from."""
+    tokenizer = model.tokenizer
+    found = {name: value for name, value in tokenizer.config.items() if not name.endswith(("_path", "_file"))}
+    longest = found.get("model_max_length")
+    known = isinstance(longest, int) and 0 < longest <= LARGEST_INTEGER
+    eos = tokenizer.token(tokenizer.eos_token_ids[0]) if tokenizer.eos_token_ids else None
+    added = tokenizer.backend.get_added_tokens_decoder()
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **found,
+        "model_max_length": longest if known else model.context_length,
+        **{"bos_token": None, "eos_token": eos, "pad_token": None},
+        **tokenizer.special_tokens,
+        "chat_template": tokenizer.chat_templates.get("default"),
+        "added_tokens_decoder": {
+            str(token_id): {name: getattr(token, name) for name in ADDED_TOKEN_FIELDS}
+            for token_id, token in sorted(added.items())
+        },
+    }

@@ -1,13 +1,15 @@
-"""langchain-openai: tools, structured output, and what streams tell of usage."""
+"""langchain-openai: tools, structured output, what streams tell of usage, and embeddings."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+import httpx
 import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel, Field
 
 MODEL = "quire-demo"
@@ -46,7 +48,10 @@ def test_a_tool_is_called_and_its_result_goes_back(chat: ChatOpenAI, choice: str
     assert isinstance(result, ToolMessage)
     last = chat.bind(max_tokens=8).invoke([question, answer, result])
     assert last.content
-    assert last.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
+    plain = chat.bind(max_tokens=1).invoke([question])
+    assert last.usage_metadata["input_tokens"] > plain.usage_metadata["input_tokens"], (
+        "the call and its result are shown"
+    )
 
 
 def test_streamed_calls_are_the_whole_ones(chat: ChatOpenAI) -> None:
@@ -92,3 +97,21 @@ def test_plain_completions(url: str) -> None:
     assert text
     assert "".join(llm.stream("Once upon a time")) == text
     assert llm.batch(["Once upon a time"] * 2) == [text] * 2
+
+
+def test_embeddings(url: str) -> None:
+    # Else it would send the ids of OpenAI's own vocabulary.
+    vectors = OpenAIEmbeddings(model=MODEL, base_url=url, api_key="none", check_embedding_ctx_length=False)
+    texts = ["The fox sleeps.", "A crow sings in the rain.", "Bread is baked in Rome."]
+    data = httpx.post(f"{url}/embeddings", json={"input": texts}).json()["data"]
+    wanted = [each["embedding"] for each in data]
+    assert vectors.embed_documents(texts) == wanted
+    assert vectors.embed_query(texts[1]) == wanted[1]
+    assert vectors.embed_documents(texts, chunk_size=2) == wanted
+    short = OpenAIEmbeddings(
+        model=MODEL, base_url=url, api_key="none", check_embedding_ctx_length=False, dimensions=16
+    ).embed_query(texts[0])
+    assert len(short) == 16
+    assert sum(each * each for each in short) == pytest.approx(1.0, abs=1e-5)
+    store = InMemoryVectorStore.from_texts(texts, vectors)
+    assert [each.page_content for each in store.similarity_search(texts[2], k=1)] == [texts[2]]

@@ -74,15 +74,15 @@ print(json.dumps(found))
     return {text: (score, greedy) for text, (score, greedy) in json.loads(done.stdout.splitlines()[-1]).items()}
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize(("tokenizer", "batch_size"), [("huggingface", 1), ("huggingface", 4), ("remote", 4)])
 def test_a_task_scores_as_by_transformers(
-    url: str, by_transformers: dict[str, tuple[float, bool]], batch_size: int
+    url: str, by_transformers: dict[str, tuple[float, bool]], tokenizer: str, batch_size: int
 ) -> None:
     model = LocalCompletionsAPI(
         base_url=f"{url}/completions",
         model="quire-demo",
-        tokenizer=str(DEMO),
-        tokenizer_backend="huggingface",
+        tokenizer=None if tokenizer == "remote" else str(DEMO),
+        tokenizer_backend=tokenizer,
         tokenized_requests=True,
         batch_size=batch_size,
     )

@@ -72,12 +72,16 @@ class Server:
         lines = self.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}{{"))
 
-    def engine_pid(self) -> int | None:
-        """Of the engine of the moment; None between two."""
+    def engine_pids(self) -> list[int]:
+        """Of the engines of the moment."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         # A dead child that nobody has waited for has no command line any more.
-        engines = [pid for pid in children if b"quire.engine.main" in _command(pid)]
-        return int(engines[0]) if engines else None
+        return [int(pid) for pid in children if b"quire.engine.main" in _command(pid)]
+
+    def engine_pid(self) -> int | None:
+        """Of the engine of the moment; None between two."""
+        engines = self.engine_pids()
+        return engines[0] if engines else None
 
     def stop(self, number: int = signal.SIGINT) -> int:
         """Ask it to end; the exit code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -29,6 +30,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "two": {"prompt": "A fox and a crow", "temperature": 0.9, "seed": 6, "n": 2},
     "stop": {"prompt": "The king had three", "temperature": 0.8, "seed": 7, "stop": ["the", "ing"]},
     "logprobs": {"prompt": "In the forest", "temperature": 0.7, "seed": 8, "logprobs": 3},
+    "listed": {
+        **{"prompt": "By the brook", "temperature": 0.8, "seed": 13, "n": 2, "logprobs": 1},
+        "logprob_token_ids": [2, 300, 12, 4095],
+    },
     "penalties": {
         **{"prompt": "The bear", "temperature": 1.0, "seed": 9, "top_p": 0.9},
         **{"frequency_penalty": 0.6, "presence_penalty": 0.3, "repetition_penalty": 1.1},
@@ -52,6 +57,23 @@ KINDS: dict[str, dict[str, Any]] = {
     "beam": {"prompt": "The miller's daughter", "use_beam_search": True, "n": 3, "max_tokens": 30, "stream": False},
 }
 """A whole answer has no stream: beam search gives no other."""
+
+
+async def ask_until(ended: asyncio.Task[Any], client: httpx.AsyncClient, expected: dict[str, Any], users: int) -> None:
+    """So many users ask for one kind after another, each at least once, and go on until the task has ended; every
+    answer must be the `expected` one of its kind."""
+    kinds = list(KINDS)
+
+    async def user(number: int) -> None:
+        while True:
+            kind = kinds[number % len(kinds)]
+            assert await answer(client, KINDS[kind]) == expected[kind], kind
+            number += 1
+            if ended.done():
+                return
+
+    await asyncio.gather(*[user(number) for number in range(users)])
+    await ended
 
 
 async def answer(client: httpx.AsyncClient, asked: dict[str, Any]) -> Any:

@@ -59,6 +59,9 @@ async def test_a_lone_request(server: Server) -> None:
         assert (own["prompt_tokens"], own["cached_tokens"], own["output_tokens"]) == (200, 0, 50)
         assert [(each["steps"], each["mates"]) for each in own["batches"]] == [(53, [])]
         assert own["first_token_ms"] < found["wall_ms"]
+        latest = (await client.get("/v1/engine/requests", params={"limit": 1})).json()["data"]
+        assert [(each["id"], each["prompt_tokens"], each["output_tokens"]) for each in latest] == [(name, 200, 50)]
+        assert latest[0]["phases_ms"] == found["phases_ms"]
         repeated, _ = await complete(client, prompt=list(range(10, 210)), max_tokens=2)
         (own,) = (await explain(client, repeated))["sequences"]
         assert own["cached_tokens"] == 192

@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,11 +24,23 @@ SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP)
 FLAGS = ("--threads", "1", "--engine-heartbeat-timeout", "3", "--tool-call-parser", "hermes")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("server") / "log", *FLAGS)
+@pytest.fixture(scope="module", params=["none", "suffix"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One that guesses no tokens, and one that guesses them from what others were answered."""
+    guessing = () if request.param == "none" else ("--speculative-config", request.param)
+    server = Server(tmp_path_factory.mktemp("server") / "log", *FLAGS, *guessing)
     yield server
     assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+async def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The answers of a server that guesses nothing, by kind."""
+    server = Server(tmp_path_factory.mktemp("expected") / "log", *FLAGS)
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        found = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+    assert server.stop() == 0
+    return found
 
 
 async def kill_engines(server: Server, rng: random.Random, kills: int) -> int:
@@ -46,10 +59,9 @@ async def kill_engines(server: Server, rng: random.Random, kills: int) -> int:
     return ready_ones
 
 
-async def test_no_stream_notices_that_engines_die(server: Server) -> None:
+async def test_no_stream_notices_that_engines_die(server: Server, expected: dict[str, Any]) -> None:
     limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as client:
-        expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
         killer = asyncio.create_task(kill_engines(server, random.Random(1), KILLS))
         answered = 0
 

@@ -46,8 +46,9 @@ def client_of(server: Server) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, timeout=280, limits=httpx.Limits(max_connections=80))
 
 
-async def test_a_request_that_kills_the_engine_among_64(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log", *FLAGS, env=ENV)
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_a_request_that_kills_the_engine_among_64(replicas: int, tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", *FLAGS, f"--data-parallel-size={replicas}", env=ENV)
     async with client_of(server) as client:
         (response,) = await beside(server, client, 63, killer("segfault", tokens=3))
     assert response.status_code == 500, response.text

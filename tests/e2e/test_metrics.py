@@ -21,16 +21,20 @@ PER_REQUEST = (
     *("request_generation_tokens", "request_params_n", "request_params_max_tokens", "request_queue_time_seconds"),
     *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
     *("request_prefill_kv_computed_tokens", "request_time_per_output_token_seconds"),
-    "request_max_num_generation_tokens",
+    *("request_max_num_generation_tokens", "request_num_preemptions"),
 )
 """Histograms that count each request once."""
 CROWD = 10
 """Requests at once, of which the pages of two at most fit."""
+CROWDED = {"num_requests_running": 2, "num_requests_waiting": 1, "kv_cache_usage_perc": 0.5}
+CROWDED |= {"admission_rejections_total": 1}
+"""What is seen at least, at some moment, while they are served."""
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "log", "--num-kv-blocks", "14", "--max-model-len", "200", "--threads", "1")
+    flags = ("--num-kv-blocks=14", "--max-model-len=200", "--threads=1", "--max-num-seqs=8", "--max-queued-requests=2")
+    server = Server(tmp_path / "log", *flags)
     yield server
     assert server.stop() == 0
 
@@ -43,7 +47,7 @@ def scrape(server: Server) -> dict[str, float]:
             if sample.name.endswith(("_bucket", "_created")):
                 continue
             found[sample.name] = found.get(sample.name, 0.0) + sample.value
-            for label in ("finished_reason", "source"):
+            for label in ("finished_reason", "source", "reason"):
                 if label in sample.labels:
                     found[f"{sample.name}:{sample.labels[label]}"] = sample.value
     return found
@@ -58,6 +62,10 @@ def body(index: int, tokens: int) -> dict[str, Any]:
 async def ask(client: httpx.AsyncClient, count: int, tokens: int) -> None:
     answers = await asyncio.gather(*(client.post("/v1/completions", json=body(i, tokens)) for i in range(count)))
     assert {answer.status_code for answer in answers} == {200}
+
+
+GUESSES = {f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")}
+"""What a server that guesses no tokens counts none of."""
 
 
 async def stream(client: httpx.AsyncClient, tokens: int) -> int:
@@ -76,6 +84,8 @@ async def test_every_metric_moves_as_it_should(server: Server) -> None:
         first = scrape(server)
         for name in PER_REQUEST:
             assert first[f"vllm:{name}_count"] == 1, name
+        for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
+            assert first[f"gen_ai_server_{name}_seconds_count"] == 1, name
         assert first["vllm:request_prompt_tokens_sum"] == first["vllm:prompt_tokens_total"] == 40
         assert first["vllm:generation_tokens_total"] == first["vllm:request_generation_tokens_sum"] == 10
         between = first["vllm:inter_token_latency_seconds_count"]
@@ -97,19 +107,24 @@ async def test_every_metric_moves_as_it_should(server: Server) -> None:
         assert again["vllm:request_prefill_kv_computed_tokens_sum"] == 48
         assert again["vllm:request_time_per_output_token_seconds_count"] == 1, "one token has no time between"
 
-        asking = asyncio.create_task(ask(client, CROWD, 120))  # long enough to be seen at it
         busy: dict[str, float] = {}
-        while not asking.done():
-            now = await asyncio.to_thread(scrape, server)
-            busy = {name: max(busy.get(name, 0.0), value) for name, value in now.items()}
-            await asyncio.sleep(0.02)
-        await asking
-        assert busy["vllm:num_requests_running"] >= 2
-        assert busy["vllm:num_requests_waiting"] >= 1
-        assert 0.5 < busy["vllm:kv_cache_usage_perc"] <= 1
+        rounds = 0
+        while any(busy.get(f"vllm:{name}", 0) < least for name, least in CROWDED.items()):
+            rounds += 1  # a crowd may be over before it is seen
+            assert rounds <= 20
+            asking = asyncio.create_task(ask(client, CROWD, 120))
+            while not asking.done():
+                now = await asyncio.to_thread(scrape, server)
+                if now["vllm:num_requests_waiting"] > 0 and not now["vllm:admission_rejections_total"]:
+                    await client.post("/v1/completions", json=body(0, 1) | {"n": CROWD})  # refused, if they still wait
+                busy = {name: max(busy.get(name, 0.0), value) for name, value in now.items()}
+            await asking
+        assert busy["vllm:num_requests_waiting_by_reason:capacity"] >= 1
+        assert busy["vllm:kv_cache_usage_perc"] <= 1
         after = scrape(server)
-        assert after["vllm:num_preemptions_total"] > 0
-        assert between < after["vllm:inter_token_latency_seconds_count"] <= between + CROWD * 119
+        assert after["vllm:num_preemptions_total"] == after["vllm:request_num_preemptions_sum"] > 0
+        assert after["vllm:admission_rejections_total:max_num_queued_reqs"] >= 1
+        assert between < after["vllm:inter_token_latency_seconds_count"] <= between + rounds * CROWD * 119 + CROWD
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert after[f"vllm:{name}"] == 0, name
 
@@ -124,5 +139,23 @@ async def test_every_metric_moves_as_it_should(server: Server) -> None:
         generated = last["vllm:generation_tokens_total"] - after["vllm:generation_tokens_total"]
         assert generated >= CROWD * 119, "counters go on"
         moved = {name for name in seen if last[name] != first[name] or last[name] != 0 or busy[name] != 0}
-        still = {name for name in seen - moved if ":" not in name.removeprefix("vllm:")}
+        still = {name for name in seen - moved if ":" not in name.removeprefix("vllm:")} - GUESSES
         assert still == set(), "every one of vLLM's has moved"
+
+
+@pytest.fixture
+def guessing(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "log", "--num-kv-blocks=100", "--threads=1", "--speculative-config=ngram")
+    yield server
+    assert server.stop() == 0
+
+
+def test_guesses_are_counted(guessing: Server) -> None:
+    asked = {"prompt": "Once", "max_tokens": 60, "allowed_token_ids": [40]}
+    answer = httpx.post(f"{guessing.url}/v1/completions", json=asked, timeout=60).json()
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    drafts, guessed, right = (guessing.metric(f"vllm:spec_decode_num_{name}_total") for name in names)
+    assert 0 < drafts < right <= guessed
+    assert guessing.metric("vllm:spec_decode_num_accepted_tokens_per_pos_total") == right
+    (explained,) = guessing.get(f"/v1/requests/{answer['id']}/explain").json()["sequences"]
+    assert (explained["draft_tokens"], explained["accepted_draft_tokens"]) == (guessed, right)

@@ -5,9 +5,10 @@ told to compute finds its predecessors' KV in its own pages.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from quire.engine.batch import Admission, Batch, StepOutput
+from quire.engine.drafting.drafter import Asked, Drafter, Guess
 from quire.engine.sequence import Sequence
 from quire.engine.types import PoolingParams, TokenLogprob
 
@@ -20,38 +21,50 @@ def next_token(tokens: list[int]) -> int:
     return zlib.crc32(repr(tokens).encode()) % 16
 
 
-def fake_vector(tokens: list[int]) -> list[float]:
-    return [zlib.crc32(repr(tokens).encode()) / 8, float(len(tokens))]
+def fake_vector(tokens: list[int]) -> bytes:
+    return repr(tokens).encode()
 
 
-def proposer(right: int, wrong: int) -> Callable[[Sequence], list[int]]:
-    """Up to so many tokens that will be accepted, then up to so many that will not; how many depends on the tokens."""
+@dataclass
+class FakeDrafter(Drafter):
+    """Up to so many tokens that will be accepted, then up to so many that will not; how many depends on the tokens.
+    Proposes more than is useful."""
 
-    def propose(seq: Sequence) -> list[int]:
+    right: int
+    wrong: int
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        return [Guess(self._propose(seq)) for seq, _ in asked]
+
+    def _propose(self, seq: Sequence) -> list[int]:
         assert not seq.in_flight, "a draft after a token that is not known"
-        assert seq.request.params.grammar is None
         tokens, chance = list(seq.tokens), zlib.crc32(repr(seq.tokens[::-1]).encode())
-        for _ in range(chance % (right + 1)):
+        for _ in range(chance % (self.right + 1)):
             tokens.append(next_token(tokens))
-        for _ in range(chance // 64 % (wrong + 1)):
+        for _ in range(chance // 64 % (self.wrong + 1)):
             tokens.append((next_token(tokens) + 1) % 16)
         return tokens[len(seq.tokens) :]
 
-    return propose
 
-
-PROPOSERS = {"none": None, "right": proposer(6, 0), "wrong": proposer(0, 4), "mixed": proposer(3, 3)}
+DRAFTERS = {"none": None, "right": FakeDrafter(6, 0), "wrong": FakeDrafter(0, 4), "mixed": FakeDrafter(3, 3)}
 
 
 class FakeDevice:
     """Slots with token ids and page tables, pages with the tokens whose KV they hold."""
 
-    def __init__(self, block: int = BLOCK) -> None:
+    def __init__(self, block: int = BLOCK, windows: tuple[int | None, ...] = (None,)) -> None:
+        """`windows`: of groups of layers, each of which has pages of its own."""
         self.block = block
-        self.pages: dict[int, list[tuple[int, ...] | None]] = {b: [None] * block for b in range(NUM_BLOCKS)}
+        self.windows = windows
+        self.pages: dict[int, list[tuple[int, ...] | None]] = {
+            b: [None] * block for b in range(NUM_BLOCKS * len(windows))
+        }
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
         self.owners: dict[int, Admission] = {}
+
+    def page(self, table: list[int], position: int, group: int) -> list[tuple[int, ...] | None]:
+        return self.pages[table[position // self.block * len(self.windows) + group]]
 
     def execute(self, batch: Batch) -> StepOutput:
         for admission in batch.admissions:
@@ -72,14 +85,17 @@ class FakeDevice:
                 assert row.start + row.count == len(tokens) + len(row.draft_ids), "drafts after a token not computed"
                 tokens += row.draft_ids
             for position in range(row.start, row.start + row.count):
-                self.pages[table[position // self.block]][position % self.block] = tuple(tokens[: position + 1])
+                for group in range(len(self.windows)):
+                    self.page(table, position, group)[position % self.block] = (group, *tokens[: position + 1])
         picked, prompt_logprobs, vectors = {}, {}, {}
         for row in batch.rows:
             table, tokens = self.tables[row.slot], self.tokens[row.slot]
             end = row.start + row.count
-            for position in range(end):  # after the step every earlier token's KV is in place, and no other's
-                held = self.pages[table[position // self.block]][position % self.block]
-                assert held == tuple(tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
+            for group, window in enumerate(self.windows):
+                first = 0 if window is None else max(row.start - window + 1, 0)
+                for position in range(first, end):  # after the step the KV of all it sees is in place, and no other's
+                    there = self.page(table, position, group)[position % self.block]
+                    assert there == (group, *tokens[: position + 1]), f"{row.request_id}: wrong KV at {position}"
             prompt_logprobs[row.request_id] = [
                 TokenLogprob(token, 0.0, 1, [])
                 for token in tokens[row.start + 1 : min(end + 1, self.owners[row.slot].num_prompt)]

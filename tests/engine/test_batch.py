@@ -42,7 +42,7 @@ def test_a_batch_survives_the_way_to_another_process() -> None:
 def test_so_does_what_comes_of_it() -> None:
     logprob = TokenLogprob(5, -0.25, 1, [(5, -0.25), (6, -1.5)])
     output = StepOutput(
-        {"b": [5], "c": [1, 2]}, {"b": [logprob]}, {"a": [logprob, logprob]}, {"c": "why"}, {"d": [0.5, -1.0]}
+        {"b": [5], "c": [1, 2]}, {"b": [logprob]}, {"a": [logprob, logprob]}, {"c": "why"}, {"d": b"\x00\x80"}
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
 
@@ -51,7 +51,7 @@ def test_requests_for_tokens_and_for_vectors_are_told_apart() -> None:
     for params in (PARAMS, SamplingParams(), PoolingParams()):
         request = Request(id="a", prompt_ids=[1], params=params, seed=0)
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
-    output = RequestOutput("a", [], finish_reason="stop", vector=[0.25])
+    output = RequestOutput("a", [], finish_reason="stop", vector=b"\x00\x80")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=RequestOutput) == output
 
 

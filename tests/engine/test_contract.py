@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.types import PoolingParams, Request, ThinkingBudget
 from quire.kernels.select import select_backend
@@ -140,9 +141,8 @@ def test_salts_and_the_switch_keep_prefixes_apart(tmp_path: Path) -> None:
 
 
 def test_a_request_for_a_vector_is_refused_by_name_and_the_others_go_on(tmp_path: Path) -> None:
-    """No model here makes vectors."""
     path = save_tiny_model(tmp_path, "llama")
-    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=100, max_num_batched_tokens=32))
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=100, max_num_batched_tokens=32, runner="generate"))
     tokens = request("tokens", range(3, 60), max_tokens=6)
     alone = run(engine, [tokens])["tokens"].ids
     engine.add(Request(id="vector", prompt_ids=list(range(3, 90)), params=PoolingParams(), seed=0))
@@ -154,4 +154,28 @@ def test_a_request_for_a_vector_is_refused_by_name_and_the_others_go_on(tmp_path
     assert [token for output in outputs for token in output.new_ids] == alone
     errors = {output.id: output.error or "" for output in outputs if output.finish_reason == "error"}
     assert errors.keys() == {"vector", "short"}
-    assert all("no pooling head" in error for error in errors.values())
+    assert all("serves generate, not embed" in error for error in errors.values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "backend", "promised"),
+    [("float32", "cpu", True), ("bfloat16", "cpu", True), ("float32", "reference", True), ("float16", "auto", False)],
+)
+def test_the_promise_is_made_where_it_is_tested(dtype: str, backend: str, promised: bool, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    options = {"model": str(path), "dtype": dtype, "attention_backend": backend, "device": "cpu", "num_kv_blocks": 20}
+    assert Engine(EngineConfig(**options)).info.deterministic is promised
+    if promised:
+        assert Engine(EngineConfig(**options, deterministic=True)).info.deterministic
+    else:
+        with pytest.raises(ConfigError, match="deterministic: PyTorch's float16 products"):
+            Engine(EngineConfig(**options, deterministic=True))
+
+
+def test_bfloat16_that_onednn_does_not_pack_promises_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs without AVX-512: F.linear multiplies there."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    path = save_tiny_model(tmp_path, "llama")
+    for dtype in ("bfloat16", "float32"):
+        config = EngineConfig(model=str(path), dtype=dtype, attention_backend="reference", num_kv_blocks=20)
+        assert not Engine(config).info.deterministic

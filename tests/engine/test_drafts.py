@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import EngineConfig
+from quire.engine.drafting.drafter import Asked, Drafter, Guess, NoDrafts
 from quire.engine.loop import Engine
 from quire.engine.sequence import Sequence
 from quire.engine.steps import Steps
@@ -24,6 +26,7 @@ KINDS: list[dict[str, object]] = [
     {"temperature": 0.0, "repetition_penalty": 1.5, "prompt_logprobs": 1},
     {"temperature": 1.0, "bad_words_ids": ((4,), (5, 6)), "min_tokens": 9, "stop_token_ids": tuple(range(3, 60, 3))},
     {"temperature": 1.2, "stop_token_ids": tuple(range(3, 60, 4)), "logprobs": 0},
+    {"temperature": 1.0, "logprob_token_ids": (7, 3, 200, 11)},
     {"temperature": 1.0, "thinking": ThinkingBudget(4, end_id=3, begin_id=None), "max_tokens": 8},
 ]
 GRAMMAR: dict[str, object] = {"temperature": 1.0, "grammar": Grammar("regex", "(the|and)( (cat|dog|fox))+")}
@@ -38,22 +41,28 @@ def traffic(vocab: int, kinds: list[dict[str, object]]) -> list[Request]:
     return made
 
 
-def proposer(answers: dict[str, Answer], right: int, wrong: int) -> Callable[[Sequence], list[int]]:
+@dataclass
+class Oracle(Drafter):
     """The next `right` tokens of the answer, then `wrong` others."""
 
-    def propose(seq: Sequence) -> list[int]:
-        done = seq.num_output
-        known = answers[seq.request.id].ids
-        garbage = [(token + 1) % 50 + 3 for token in known[done + right : done + right + wrong]]
-        return known[done : done + right] + garbage
+    answers: dict[str, Answer]
+    right: int
+    wrong: int
+    asked: set[str] = field(default_factory=set)
 
-    return propose
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        self.asked |= {seq.request.id for seq, _ in asked}
+        return [Guess(self._propose(seq)) for seq, _ in asked]
+
+    def _propose(self, seq: Sequence) -> list[int]:
+        known, right = self.answers[seq.request.id].ids[seq.num_output :], self.right
+        return known[:right] + [(token + 1) % 50 + 3 for token in known[right : right + self.wrong]]
 
 
 def answers_of(
-    engine: Engine, requests: list[Request], ahead: int, propose: Callable[[Sequence], list[int]] | None = None
+    engine: Engine, requests: list[Request], ahead: int, drafter: Drafter | None = None
 ) -> dict[str, Answer]:
-    engine.scheduler._propose = propose
+    engine.scheduler._drafter = drafter or NoDrafts()
     engine._steps = Steps(engine.scheduler, engine.runner, ahead, NoHeartbeat())
     return run(engine, requests)
 
@@ -63,7 +72,7 @@ def check(engine: Callable[[], Engine], requests: list[Request], wanted: dict[st
     assert answers_of(plain, requests, ahead) == wanted
     for right, wrong in ((4, 0), (0, 3), (2, 2)):
         drafting = engine()
-        got = answers_of(drafting, requests, ahead, proposer(wanted, right, wrong))
+        got = answers_of(drafting, requests, ahead, Oracle(wanted, right, wrong))
         assert got == wanted, f"{right} right, {wrong} wrong"
         if right and not ahead:
             assert drafting.stats.steps < plain.stats.steps
@@ -85,22 +94,17 @@ def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backe
     check(lambda: engine(max_num_seqs=5), requests, wanted, 1)
     small = engine(num_kv_blocks=13, max_model_len=200)
     if small.info.block_size == 16:
-        assert answers_of(small, requests, 0, proposer(wanted, 2, 2)) == wanted
+        assert answers_of(small, requests, 0, Oracle(wanted, 2, 2)) == wanted
         assert small.stats.preemptions > 0
 
 
 def test_beside_grammars_and_with_a_prefix_cache() -> None:
-    """The embedded model; a request with a grammar has no drafts, its neighbours have."""
+    """The embedded model."""
     requests = traffic(300, [*KINDS[:3], GRAMMAR])
     engine = Engine(EngineConfig(max_model_len=256, num_kv_blocks=100, threads=1))
-    wanted = {name: answer.ids for name, answer in run(engine, requests).items()}
-    drafted: set[str] = set()
-
-    def propose(seq: Sequence) -> list[int]:
-        drafted.add(seq.request.id)
-        return [*wanted[seq.request.id][seq.num_output :][:2], 5, 6]
-
-    got = answers_of(engine, requests, 1, propose)
-    assert {name: answer.ids for name, answer in got.items()} == wanted
-    assert drafted == {each.id for each in requests if each.params.grammar is None}
+    wanted = run(engine, requests)
+    oracle = Oracle(wanted, 2, 2)
+    got = answers_of(engine, requests, 1, oracle)
+    assert {name: answer.ids for name, answer in got.items()} == {name: answer.ids for name, answer in wanted.items()}
+    assert oracle.asked == {each.id for each in requests}
     assert engine.stats.prefix_hits > 0

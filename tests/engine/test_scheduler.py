@@ -6,6 +6,7 @@ The fake device is as a real one may be: it runs batches in order, up to two ste
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import settings
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from quire.engine.batch import Batch, StepOutput
+from quire.engine.blocks import GONE
+from quire.engine.drafting.drafter import Asked, Drafter, Guess
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import PoolingParams, Request, RequestOutput, SamplingParams
-from tests.engine.fake_device import BLOCK, NUM_BLOCKS, PROPOSERS, FakeDevice, fake_vector, next_token, proposer
+from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
 
 SLOTS = 3
 CONTEXT = 40
@@ -43,26 +46,31 @@ class SchedulerMachine(RuleBasedStateMachine):
     block = BLOCK
     piece = BLOCK
     num_blocks = NUM_BLOCKS
+    windows: tuple[int | None, ...] = (None,)
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = FakeDevice(self.block)
+        self.device = FakeDevice(self.block, self.windows)
         self.under_way: deque[tuple[Batch, StepOutput]] = deque()
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.aborted: set[str] = set()
 
-    @initialize(drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]))
-    def start(self, drafts: str) -> None:
+    @initialize(
+        drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]), most=st.sampled_from([None, None, 1, 4])
+    )
+    def start(self, drafts: str, most: int | None) -> None:
         self.scheduler = Scheduler(
             num_blocks=self.num_blocks,
             block_size=self.block,
+            windows=self.windows,
             prefix_piece=self.piece,
             max_model_len=CONTEXT,
             max_num_seqs=SLOTS,
             max_num_batched_tokens=10,
+            long_prefill_token_threshold=most,
             eos_token_ids=(EOS,),
-            propose=PROPOSERS[drafts],
+            drafter=DRAFTERS[drafts],
         )
 
     @rule(
@@ -135,7 +143,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = self.scheduler.stats()
         assert stats.running <= SLOTS
         if not self.scheduler.busy:
-            assert stats.used_blocks == 0
+            assert stats.used_blocks == stats.saved_blocks == 0
+        running, _ = self.scheduler.sequences()
+        assert stats.used_blocks >= len({page for seq in running for page in seq.blocks} - {GONE})
+        assert stats.saved_blocks == sum(seq.blocks.count(GONE) for seq in running)
+        if all(window is None for window in self.windows):
+            assert stats.saved_blocks == 0
 
     def teardown(self) -> None:
         for _ in range(3000):
@@ -187,6 +200,37 @@ class LargePages(SchedulerMachine):
 
 TestLargePages = LargePages.TestCase
 TestLargePages.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+class Windows(SchedulerMachine):
+    """Layers of three windows and of none, each with page tables of their own."""
+
+    windows = (None, 5, 1, 14)
+    num_blocks = 26
+
+
+TestWindows = Windows.TestCase
+TestWindows.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+class EveryLayerWindowed(SchedulerMachine):
+    """As few pages as one sequence needs: what is given back must be had again."""
+
+    windows = (6,)
+    num_blocks = 5
+
+
+TestEveryLayerWindowed = EveryLayerWindowed.TestCase
+TestEveryLayerWindowed.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+
+
+class LargePagesAndWindows(LargePages):
+    windows = (None, 13, 5)
+    num_blocks = 13
+
+
+TestLargePagesAndWindows = LargePagesAndWindows.TestCase
+TestLargePagesAndWindows.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 
 
 def scheduler(**options: int) -> Scheduler:
@@ -284,7 +328,7 @@ def drain(some: Scheduler, device: FakeDevice, **found: list[int]) -> tuple[dict
 
 
 def test_right_drafts_save_steps_and_count_once() -> None:
-    plain, drafting = scheduler(), scheduler(propose=PROPOSERS["right"])
+    plain, drafting = scheduler(), scheduler(drafter=DRAFTERS["right"])
     for each in (plain, drafting):
         each.add(request("long", 5, max_tokens=25))
     wanted, steps = drain(plain, FakeDevice())
@@ -294,14 +338,25 @@ def test_right_drafts_save_steps_and_count_once() -> None:
     assert drafting.stats().generation_tokens == plain.stats().generation_tokens == 25
 
 
+@dataclass
+class Fixed(Drafter):
+    """The same for every sequence."""
+
+    drafts: list[int]
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        return [Guess(self.drafts) for _ in asked]
+
+
 def test_drafts_take_neither_pages_nor_budget_from_others() -> None:
     """The sequence that could draft comes first, and there is one free page, which the other needs."""
-    tight, device = scheduler(num_blocks=4, propose=proposer(0, 0)), FakeDevice()
+    drafter = Fixed([])
+    tight, device = scheduler(num_blocks=4, drafter=drafter), FakeDevice()
     tight.add(request("first", 6, max_tokens=6))
     step(tight, device)
     tight.add(request("other", 4, max_tokens=5))
     step(tight, device)
-    tight._propose = lambda seq: [15] * 9
+    drafter.drafts = [15] * 9
     batch = step(tight, device)
     assert batch.preempted == []
     assert [(row.count, row.draft_ids, len(row.new_blocks)) for row in batch.rows] == [(1, [], 0), (4, [15] * 3, 1)]
@@ -358,3 +413,28 @@ def test_the_last_free_page_goes_on_where_it_is() -> None:
     batch = step(pages, device)
     assert [(row.request_id, row.start) for row in batch.rows] == [("long", 0), ("again", 12)]
     assert batch.copies == []
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    def first_step_of(threshold: int | None) -> int:
+        scheduler = Scheduler(
+            num_blocks=64,
+            block_size=BLOCK,
+            max_model_len=128,
+            max_num_seqs=4,
+            max_num_batched_tokens=10,
+            long_prefill_token_threshold=threshold,
+        )
+        scheduler.add(Request(id="long", prompt_ids=[1] * 100, params=SamplingParams(max_tokens=1), seed=0))
+        scheduler.schedule()
+        scheduler.add(Request(id="short", prompt_ids=[2] * 3, params=SamplingParams(max_tokens=1), seed=0))
+        for step in range(2, 50):
+            batch = scheduler.schedule()
+            assert batch is not None
+            assert sum(row.count for row in batch.rows) <= 10
+            if any(row.request_id == "short" for row in batch.rows):
+                return step
+        raise AssertionError("it is never computed")
+
+    assert first_step_of(None) == 11
+    assert first_step_of(6) == 2

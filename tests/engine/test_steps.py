@@ -22,7 +22,7 @@ from quire.engine.loop import Engine
 from quire.engine.scheduler import Scheduler
 from quire.engine.steps import Steps
 from quire.engine.types import Grammar, Request, RequestOutput, SamplingParams, TokenLogprob
-from tests.engine.fake_device import BLOCK, NUM_BLOCKS, PROPOSERS, FakeDevice
+from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
 
@@ -94,7 +94,8 @@ class AsyncDevice:
         output = self._device.execute(step.batch)
         for row in step.batch.rows:
             if row.sample and row.request_id.startswith("grammar"):
-                assert step.grammars[row.request_id] == row.start + row.count, "a grammar that lacks tokens"
+                known = row.start + row.count - len(row.draft_ids)
+                assert step.grammars[row.request_id] == known, "a grammar that lacks tokens"
         logprobs = {
             name: [TokenLogprob(token, -token / 8, 1, []) for token in tokens]
             for name, tokens in output.token_ids.items()
@@ -148,7 +149,7 @@ def serve(
         max_num_seqs=SLOTS,
         max_num_batched_tokens=10,
         eos_token_ids=(EOS,),
-        propose=PROPOSERS[drafts],
+        drafter=DRAFTERS[drafts],
     )
     steps = Steps(scheduler, launch_on, ahead, NoHeartbeat())
     outputs: dict[str, list[RequestOutput]] = {}
@@ -191,7 +192,7 @@ def merged(outputs: list[RequestOutput]) -> tuple[list[int], list[TokenLogprob],
 @given(
     traffic=arrivals(),
     ahead=st.sampled_from([0, 1, 1, 2]),
-    drafts=st.sampled_from(["none", *PROPOSERS]),
+    drafts=st.sampled_from(["none", *DRAFTERS]),
     seed=st.integers(0, 1000),
 )
 def test_the_same_answers_with_steps_under_way(traffic: list[Arrival], ahead: int, drafts: str, seed: int) -> None:
@@ -236,6 +237,33 @@ def test_the_next_step_is_under_way_before_the_last_one_ends() -> None:
         outputs += steps.step()
     assert len(launched) == 5
     assert [len(output.new_ids) for output in outputs] == [1] * 5
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_grammar_goes_as_fast_as_what_runs_beside_it(ahead: int) -> None:
+    """Its row waits for the last token, and is in every step all the same."""
+    inner = FakeDevice()
+    rows: list[list[str]] = []
+
+    class Done:
+        def __init__(self, output: StepOutput) -> None:
+            self.result = lambda: output
+
+    class Device:
+        def launch(self, batch: Batch) -> Done:
+            rows.append([row.request_id for row in batch.rows])
+            return Done(inner.execute(batch))
+
+    scheduler = Scheduler(
+        num_blocks=NUM_BLOCKS, block_size=BLOCK, max_model_len=CONTEXT, max_num_seqs=2, max_num_batched_tokens=10
+    )
+    steps = Steps(scheduler, Device(), ahead, NoHeartbeat())
+    scheduler.add(request("free", [0, 1, 2], max_tokens=9))
+    scheduler.add(request("held", [3, 4, 5], max_tokens=9, grammar=Grammar("regex", "x*")))
+    while steps.busy:
+        steps.step()
+    assert rows.count(["free", "held"]) >= 9 - ahead
+    assert len(rows) <= 9 + ahead
 
 
 @pytest.fixture(scope="module")

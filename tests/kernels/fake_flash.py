@@ -40,12 +40,12 @@ class FakeFlashAttn:
         return_attn_probs: bool = False,
         block_table: Tensor | None = None,
     ) -> Tensor:
-        self.calls.append(("varlen", {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}))
+        asked = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k, "paged": block_table is not None}
+        self.calls.append(("varlen", asked))
         assert not dropout_p
         assert alibi_slopes is None
         assert not return_attn_probs
-        assert block_table is not None, "without a block table k and v are [total_k, heads, dim]"
-        check_paged(q, k, v, block_table)
+        check(q, k, v, block_table)
         return ragged(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, None,
             scale(softmax_scale, q), causal, window_size, softcap,
@@ -73,7 +73,7 @@ class FakeFlashAttn:
         num_splits: int = 0,
         return_softmax_lse: bool = False,
     ) -> Tensor:
-        self.calls.append(("kvcache", {"num_splits": num_splits}))
+        self.calls.append(("kvcache", {"num_splits": num_splits, "window_size": window_size}))
         assert all(each is None for each in (k, v, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad))
         assert alibi_slopes is None
         assert not return_softmax_lse
@@ -82,7 +82,7 @@ class FakeFlashAttn:
         assert cache_seqlens.dtype == torch.int32
         assert cache_seqlens.shape == q.shape[:1]
         queries = q.shape[1]
-        check_paged(q.flatten(0, 1), k_cache, v_cache, block_table)
+        check(q.flatten(0, 1), k_cache, v_cache, block_table)
         keys, values = (cache[block_table.long()].flatten(1, 2) for cache in (k_cache, v_cache))
         at = torch.arange(keys.shape[1], device=q.device)
         query_at = cache_seqlens[:, None] - queries + torch.arange(queries, device=q.device)  # bottom right
@@ -109,31 +109,33 @@ def fake_varlen_attn(
 ) -> Tensor:
     """torch.nn.attention.varlen.varlen_attn of PyTorch 2.13, held to what its flash-attn 2 takes."""
     assert return_aux is None
-    assert num_splits == 1, "paged and split it leaves rows unwritten"
-    assert block_table is not None
-    assert seqused_k is not None, "block_table requires seqused_k"
+    assert num_splits == (None if block_table is None else 1), "paged and split it leaves rows unwritten"
+    assert block_table is None or seqused_k is not None, "block_table requires seqused_k"
     assert cu_seq_k is not None
-    assert enable_gqa or query.shape[1] == key.shape[2]
-    check_paged(query, key, value, block_table)
+    assert enable_gqa or query.shape[1] == key.shape[-2]
+    check(query, key, value, block_table)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return ragged(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, block_table, seqused_k, scale, False, window_size, 0.0
     )
 
 
-def check_paged(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor) -> None:
-    """What the C++ side of flash-attn refuses."""
+def check(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor | None) -> None:
+    """What the C++ side of flash-attn refuses. k and v are [pages, tokens, K, D], or [total, K, D] without a table."""
     assert q.dtype in DTYPES, "FlashAttention only supports fp16 and bf16"
     assert q.dtype == k.dtype == v.dtype
     assert k.shape == v.shape
-    assert k.shape[1] % PAGE_MULTIPLE == 0, "paged KV cache block size must be divisible by 256"
     assert q.ndim == 3
-    assert q.shape[1] % k.shape[2] == 0
-    assert q.shape[2] == k.shape[3]
+    assert q.shape[1] % k.shape[-2] == 0
+    assert q.shape[2] == k.shape[-1]
     assert q.shape[2] <= 256
     assert q.shape[2] % 8 == 0
-    assert all(each.stride(-1) == 1 for each in (q, k, v, block_table)), "contiguous last dimension"
-    assert block_table.dtype == torch.int32
+    assert all(each.stride(-1) == 1 for each in (q, k, v)), "contiguous last dimension"
+    assert k.ndim == (3 if block_table is None else 4)
+    if block_table is not None:
+        assert k.shape[1] % PAGE_MULTIPLE == 0, "paged KV cache block size must be divisible by 256"
+        assert block_table.stride(-1) == 1
+        assert block_table.dtype == torch.int32
 
 
 def ragged(
@@ -144,7 +146,7 @@ def ragged(
     key_start: Tensor,
     max_q: int,
     max_k: int,
-    block_table: Tensor,
+    block_table: Tensor | None,
     used: Tensor | None,
     scale: float,
     causal: bool,
@@ -155,7 +157,7 @@ def ragged(
     for starts in (query_start, key_start):
         assert starts.dtype == torch.int32
         assert starts.is_contiguous()
-        assert len(starts) == len(block_table) + 1
+        assert block_table is None or len(starts) == len(block_table) + 1
     starts, key_starts = query_start.tolist(), key_start.tolist()
     counts = [end - begin for begin, end in pairwise(starts)]
     lengths = [end - begin for begin, end in pairwise(key_starts)]
@@ -164,8 +166,11 @@ def ragged(
     assert max(lengths) <= max_k
     out = torch.full_like(q, torch.nan)
     for row, (begin, count, length) in enumerate(zip(starts, counts, lengths, strict=False)):
-        pages = block_table[row, : -(-length // k.shape[1])].long()
-        keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k, v))
+        if block_table is None:
+            keys, values = (each[key_starts[row] : key_starts[row + 1]] for each in (k, v))
+        else:
+            pages = block_table[row, : -(-length // k.shape[1])].long()
+            keys, values = (cache[pages].flatten(0, 1)[:length] for cache in (k, v))
         query_at = torch.arange(length - count, length)
         seen = visible(torch.arange(length)[None], query_at[:, None], causal, window)
         part = attend(q[begin : begin + count][None], keys[None], values[None], seen[None], scale, softcap)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend, Softmax
+from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 
 
 @dataclass(frozen=True)
@@ -37,24 +38,31 @@ def random_part(
 
 
 def page(
-    backend: Backend, parts: list[Part], *, seed: int = 0, spare: int = 3
+    backend: Backend,
+    parts: list[Part],
+    *,
+    seed: int = 0,
+    spare: int = 3,
+    kv_dtype: torch.dtype | None = None,
+    scales: KVScales = UNSCALED,
 ) -> tuple[Tensor, Tensor, AttentionMetadata]:
-    """Caches and metadata for a step of these parts, on pages in random order. What nobody wrote is NaN."""
-    size, dtype = backend.block_size, parts[0].k.dtype
+    """Caches and metadata for a step of these parts, on pages in random order. What nobody wrote is NaN, as are the
+    scales of codes."""
+    size, dtype = backend.block_size, kv_dtype or parts[0].k.dtype
     kv_heads, dim = parts[0].k.shape[1:]
     needs = [-(-len(part.k) // size) for part in parts]
     total = sum(needs) + spare
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     table = torch.full((len(parts), max(needs)), int(order[-1]), dtype=torch.int32)
     shape = backend.kv_cache_shape(total, kv_heads, dim, dtype)
-    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+    k_cache, v_cache = (empty_cache(shape, dtype) for _ in range(2))
     slots, positions, taken = [], [], 0
     for row, (part, need) in enumerate(zip(parts, needs, strict=True)):
         table[row, :need] = order[taken : taken + need]
         taken += need
         at = torch.arange(len(part.k))
         where = table[row, at // size].long() * size + at % size
-        backend.store_kv(part.k, part.v, k_cache, v_cache, where)
+        backend.store_kv(part.k, part.v, k_cache, v_cache, where, scales)
         slots.append(where[len(at) - len(part.q) :])
         positions.append(at[len(at) - len(part.q) :])
     lengths = [len(part.q) for part in parts]
@@ -69,8 +77,16 @@ def page(
         slots=torch.cat(slots),
         max_query_len=max(lengths),
         max_context_len=max(contexts),
+        whole=lengths == contexts,
     )
     return k_cache, v_cache, metadata
+
+
+def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A cache that nobody wrote to: NaN, and of codes bytes that are NaN as scales and as 8-bit floats."""
+    if dtype in KV_CODES:
+        return torch.full(shape, 255, dtype=torch.uint8).view(dtype)
+    return torch.full(shape, torch.nan, dtype=dtype)
 
 
 def attend(
@@ -81,12 +97,18 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    ahead: int | None = 0,
+    bias: Tensor | None = None,
+    kv_dtype: torch.dtype | None = None,
+    scales: KVScales = UNSCALED,
+    sinks: Tensor | None = None,
 ) -> list[Tensor]:
     """Each part's attention output, all computed in one step."""
-    k_cache, v_cache, metadata = page(backend, parts, seed=seed)
+    k_cache, v_cache, metadata = page(backend, parts, seed=seed, kv_dtype=kv_dtype, scales=scales)
     q = torch.cat([part.q for part in parts])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out = backend.paged_attention(q, k_cache, v_cache, metadata, Softmax(scale, window, softcap))
+    softmax = Softmax(scale, window, softcap, ahead, bias, scales, sinks)
+    out = backend.paged_attention(q, k_cache, v_cache, metadata, softmax)
     return list(out.split([len(part.q) for part in parts]))
 
 

@@ -1,5 +1,7 @@
 // Runs every exported kernel over random shapes, each array in an allocation of exactly its size: compiled with
-// AddressSanitizer and UndefinedBehaviorSanitizer by test_cpu_build.py, which expects it to end with "done".
+// AddressSanitizer and UndefinedBehaviorSanitizer by test_cpu_build.py, which expects it to end with "done". Its
+// argument, if there is one, is a file for all results; so what is drawn does not depend on the order in which a
+// compiler evaluates a call's arguments.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -7,9 +9,14 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <thread>
 #include <type_traits>
+#include <vector>
 
 struct bf16 {
+  uint16_t bits;
+};
+struct half {
   uint16_t bits;
 };
 
@@ -38,8 +45,23 @@ Array<T> numbers(long n, bool nan = false) {
   for (long i = 0; i < n; ++i) put(array[i], nan ? NAN : static_cast<float>(draw(-1000, 1000)) / 500.0f);
   return array;
 }
+static float number(float x) { return x; }
+static float number(bf16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, 4);
+  return value;
+}
+
+static std::FILE* results = nullptr;  // of every array: its size and its numbers, as floats
+static void write(float x) { std::fwrite(&x, sizeof x, 1, results); }
+
 template <class T>
 void expect_finite(const Array<T>& array, long n, const char* where) {
+  if (results) {
+    write(static_cast<float>(n));
+    for (long i = 0; i < n; ++i) write(number(array[i]));
+  }
   for (long i = 0; i < n; ++i)
     if (!finite(array[i])) {
       std::printf("%s: element %ld of %ld is not finite\n", where, i, n);
@@ -59,8 +81,12 @@ void attend() {
     contexts[s] = draw(1, draw(0, 1) ? 40 : static_cast<int>(most) * 16);
     starts[s + 1] = starts[s] + draw(1, contexts[s] < 90 ? contexts[s] : 90);
   }
-  const long tokens = starts[sequences], stride = 16L * kv_heads * dim, width = heads + 2 * kv_heads;
-  auto keys = numbers<T>(pages * stride, true), values = numbers<T>(pages * stride, true);
+  const KVFormat format = {draw(kPlain, kFloat8), draw(1, 20) / 10.0f, draw(1, 20) / 10.0f};
+  const long bytes = format.held == kPlain ? sizeof(T) : 1, scales = format.held == kInt8 ? 2 : 0;
+  const long tokens = starts[sequences], stride = 16L * kv_heads * (dim + scales), width = heads + 2 * kv_heads;
+  Array<char> keys(new char[pages * stride * bytes]), values(new char[pages * stride * bytes]);
+  std::memset(keys.get(), 255, pages * stride * bytes);  // NaN, of whatever type
+  std::memset(values.get(), 255, pages * stride * bytes);
   Array<int64_t> slots(new int64_t[tokens]), positions(new int64_t[tokens]);
   for (int s = 0; s < sequences; ++s) {
     const long old = contexts[s] - (starts[s + 1] - starts[s]);
@@ -68,21 +94,25 @@ void attend() {
     Array<int64_t> before(new int64_t[old]);
     for (long i = 0; i < old; ++i) before[i] = slot(i);
     auto k = numbers<T>(old * kv_heads * dim), v = numbers<T>(old * kv_heads * dim);
-    Kernels<T>::store_kv(k.get(), v.get(), keys.get(), values.get(), before.get(), stride, stride, old, pages, kv_heads,
-                         dim);
+    Kernels<T>::store_kv(k.get(), v.get(), keys.get(), values.get(), &format, before.get(), stride, stride, old, pages,
+                         kv_heads, dim);
     for (long i = starts[s]; i < starts[s + 1]; ++i) slots[i] = slot(positions[i] = old + i - starts[s]);
   }
   auto qkv = numbers<T>(tokens * width * dim), query = numbers<T>(tokens * heads * dim);
   auto out = numbers<T>(tokens * heads * dim, true);
   auto cos_sin = numbers<float>(most * 16 * dim), norm = numbers<float>(dim);
-  const bool normed = draw(0, 1);
+  auto bias = numbers<float>(heads * (2 * most * 16 + 15)), sinks = numbers<float>(heads);
+  const bool sunk = draw(0, 1), normed = draw(0, 1), biased = draw(0, 1), turned = draw(0, 1), windowed = draw(0, 1),
+             capped = draw(0, 1);
+  const int window = windowed ? draw(1, 300) : 0, ahead = draw(0, 1) ? draw(0, 300) : 0, threads = draw(1, 3);
   int failed = Kernels<T>::rope_store(qkv.get(), normed ? norm.get() : nullptr, normed ? norm.get() : nullptr,
-                                      draw(0, 1) ? cos_sin.get() : nullptr, positions.get(), slots.get(), query.get(),
-                                      keys.get(), values.get(), stride, stride, tokens, pages, heads, kv_heads, dim,
-                                      1e-5f, draw(1, 3));
-  failed |= Kernels<T>::paged_attention(out.get(), query.get(), keys.get(), values.get(), starts.get(), contexts.get(),
-                                        table.get(), most, stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f,
-                                        draw(0, 1) ? draw(1, 300) : 0, draw(0, 1) ? 8.0f : 0.0f, draw(1, 3));
+                                      turned ? cos_sin.get() : nullptr, positions.get(), slots.get(), query.get(),
+                                      keys.get(), values.get(), &format, stride, stride, tokens, pages, heads, kv_heads,
+                                      dim, 1e-5f, threads);
+  failed |= Kernels<T>::paged_attention(
+      out.get(), query.get(), keys.get(), values.get(), &format, starts.get(), contexts.get(), table.get(), most,
+      stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f, window, capped ? 8.0f : 0.0f, ahead,
+      biased ? bias.get() : nullptr, 2 * most * 16 + 15, most * 16 - 1, sunk ? sinks.get() : nullptr, threads);
   if (failed) std::exit(1);
   expect_finite(out, tokens * heads * dim, "attention");
 }
@@ -95,6 +125,9 @@ void rowwise() {
   auto weight = numbers<float>(size);
   auto out = numbers<T>(rows * size, true), gate_up = numbers<T>(2 * rows * size);
   Kernels<T>::rms_norm(x.get(), weight.get(), out.get(), rows, size, 1e-5f, threads);
+  Kernels<T>::layer_norm(x.get(), draw(0, 1) ? y.get() : nullptr, weight.get(), weight.get(), out.get(), rows, size,
+                         1e-5f, threads);
+  Kernels<T>::gelu(x.get(), rows * size, threads);
   expect_finite(out, rows * size, "rms_norm");
   Kernels<T>::add_rms_norm(x.get(), y.get(), weight.get(), rows, size, 1e-5f, threads);
   expect_finite(x, rows * size, "add_rms_norm");
@@ -102,6 +135,29 @@ void rowwise() {
   expect_finite(out, rows * size, "silu_mul");
   Kernels<T>::gelu_mul(gate_up.get(), out.get(), rows, size, threads);
   expect_finite(out, rows * size, "gelu_mul");
+  Kernels<T>::clamped_mul(gate_up.get(), out.get(), rows, size, 1.702f, 1.5f, threads);
+  expect_finite(out, rows * size, "clamped_mul");
+}
+
+template <class T>
+void adapt() {
+  const int in = 2 * draw(1, 100), first = draw(0, 40), outs = draw(1, 100), more = draw(0, 30), slots = draw(1, 5);
+  const int rank = draw(1, 40), own = draw(1, rank), panels = (rank + 15) / 16, total = first + outs + more;
+  const long rows = draw(1, draw(0, 3) ? 20 : 300);
+  auto down = numbers<T>(panels * 16L * in), up = numbers<T>((outs + 15) / 16 * 16L * own);
+  const LoraPart part = {up.get(), first, outs, rank - own, own};
+  Array<LoraAdapter> adapters(new LoraAdapter[slots]);
+  for (int s = 0; s < slots; ++s) adapters[s] = {down.get(), &part, draw(0, 1), panels};
+  Array<int64_t> of(new int64_t[rows]);
+  for (long r = 0; r < rows; ++r) of[r] = draw(0, slots);
+  auto x = numbers<T>(rows * in), out = numbers<T>(rows * total);
+  LoraLinear linear = {adapters.get(), slots, in, total, 0};
+  Kernels<T>::add_adapters(&linear, of.get(), x.get(), out.get(), rows, draw(1, 3));
+  expect_finite(out, rows * total, "adapters");
+  auto wide = numbers<float>(rows * total);
+  linear.wide = 1;
+  Kernels<T>::add_adapters(&linear, of.get(), x.get(), wide.get(), rows, draw(1, 3));
+  expect_finite(wide, rows * total, "wide adapters");
 }
 
 template <class T>
@@ -111,7 +167,7 @@ void multiply() {
   auto weight = numbers<T>(static_cast<long>(outs) * in), packed = numbers<T>(packed_size, true);
   auto x = numbers<T>(rows * in), bias = numbers<T>(outs), out = numbers<T>(rows * outs, true);
   Kernels<T>::pack_linear(weight.get(), packed.get(), in, outs, threads);
-  PackedLinear linear = {packed.get(), draw(0, 1) ? bias.get() : nullptr, in, outs, 0, 0};
+  PackedLinear linear = {packed.get(), draw(0, 1) ? bias.get() : nullptr, in, outs, 0, 0, nullptr};
   Fetch meanwhile;
   meanwhile.start(in * sizeof(T));
   for (long r = draw(0, 1) * rows; r < rows; ++r) meanwhile.add(x.get() + r * in);
@@ -171,7 +227,149 @@ void draws() {
     }
 }
 
-int main() {
+// A mixture of experts, in place.
+template <class T>
+void mixes() {
+  const int hidden = 2 * draw(1, 50), inner = 2 * draw(1, 50), count = draw(1, 9), threads = draw(1, 3);
+  const long rows = draw(1, draw(0, 3) ? 20 : 300);
+  Array<Array<T>> packed(new Array<T>[2 * count]);
+  Array<PackedLinear> linears(new PackedLinear[2 * count]);
+  const auto linear = [&](Array<T>& to, int in, int outs, int wide) {
+    auto weight = numbers<T>(1L * outs * in);
+    to = numbers<T>((outs + 63) / 64 * 64L * in, true);
+    Kernels<T>::pack_linear(weight.get(), to.get(), in, outs, threads);
+    return PackedLinear{to.get(), nullptr, in, outs, 0, wide, nullptr, nullptr};
+  };
+  for (int e = 0; e < count; ++e) {
+    linears[e] = linear(packed[e], hidden, 2 * inner, 0);
+    linears[count + e] = linear(packed[count + e], inner, hidden, 0);
+  }
+  Array<T> memory;
+  const PackedLinear router = linear(memory, hidden, count, 1);
+  const Experts experts = {&router,    linears.get(), linears.get() + count, count, draw(1, count),
+                           draw(0, 1), 1.702f,        draw(0, 1) * 7.0f};
+  auto x = numbers<T>(rows * hidden);
+  Kernels<T>::mix_experts(&experts, x.get(), x.get(), rows, threads);
+  expect_finite(x, rows * hidden, "experts");
+}
+
+// A linear of 8-bit floats.
+template <class T>
+void float8s() {
+  const int in = 4 * draw(1, 50), outs = draw(1, 150), threads = draw(1, 3), block = draw(0, 1) ? in : 4 * draw(1, 9);
+  const long rows = draw(0, 1) ? draw(1, 12) : draw(1, 300), panels = (outs + 63) / 64,
+             blocks = (in + block - 1) / block;
+  Array<uint8_t> codes(new uint8_t[1L * outs * in]), packed(new uint8_t[panels * 64 * in]);
+  for (long i = 0; i < 1L * outs * in; ++i) codes[i] = static_cast<uint8_t>(128 * (i % 2) + draw(0, 126));
+  pack_float8(codes.get(), packed.get(), in, outs, threads);
+  auto scales = numbers<float>(panels * blocks * 64), bias = numbers<float>(outs);
+  const Float8Linear float8 = {packed.get(), scales.get(), block};
+  const PackedLinear linear = {nullptr, draw(0, 1) ? bias.get() : nullptr, in, outs, 0, draw(0, 1), nullptr, &float8};
+  auto x = numbers<T>(rows * in);
+  Array<float> wide(new float[rows * outs]);
+  Array<T> narrow(new T[rows * outs]);
+  void* out = linear.wide ? static_cast<void*>(wide.get()) : narrow.get();
+  Kernels<T>::linear(&linear, x.get(), out, rows, threads, nullptr);
+  if (linear.wide)
+    expect_finite(wide, rows * outs, "8-bit floats");
+  else
+    expect_finite(narrow, rows * outs, "8-bit floats");
+}
+
+// The search for 4 bits.
+template <class T>
+void fits() {
+  const long groups = draw(0, 1) ? draw(1, 40) : draw(1, 1500);
+  auto weights = numbers<T>(groups * 32);
+  Array<uint8_t> codes(new uint8_t[groups * 16]);
+  Array<float> scales(new float[groups]), offsets(new float[groups]);
+  const int zero_points = draw(0, 1), threads = draw(1, 3);
+  Kernels<T>::fit_int4(weights.get(), codes.get(), scales.get(), offsets.get(), groups, zero_points, threads);
+  std::FILE* const kept = results;
+  results = nullptr;  // of two choices that are equally good the last bit of a sum decides
+  expect_finite(scales, groups, "scales");
+  expect_finite(offsets, groups, "offsets");
+  results = kept;
+}
+
+// A linear of two parts in 8 and 4 bits, with or without scales and offsets, and its rows as a table's.
+template <class T>
+void quantize() {
+  const int block = 16 * draw(1, 4), in = draw(1, 3) == 1 ? draw(1, 200) & ~1 : block * draw(1, 6);
+  const int inner = (in + block - 1) / block * block, threads = draw(1, 3);
+  if (in == 0) return;
+  const long rows = draw(0, 1) ? draw(1, 12) : draw(1, 300);
+  QuantizedPart parts[2];
+  Array<float> factors[2];
+  Array<uint8_t> packed[2];
+  int outs = 0;
+  for (int p = 0; p < 2; ++p) {
+    QuantizedPart& part = parts[p];
+    part = {nullptr, nullptr, draw(1, 150), draw(0, 1) ? 4 : 8, inner, 0, 0, {}};
+    if (in == inner && draw(0, 1)) part.group = block;
+    part.scales = part.group < inner || draw(0, 1);
+    part.offsets = part.scales && draw(0, 1);
+    for (int i = 0; i < 16; ++i) part.table[i] = static_cast<uint8_t>(draw(1, 255));
+    const long groups = inner / part.group;
+    Array<uint8_t> codes(new uint8_t[1L * part.outs * in * part.bits / 8]);
+    for (long i = 0; i < 1L * part.outs * in * part.bits / 8; ++i) codes[i] = static_cast<uint8_t>(draw(0, 255));
+    Array<half> halves(new half[part.outs * groups]);
+    for (long i = 0; i < part.outs * groups; ++i) halves[i].bits = static_cast<uint16_t>(draw(0, 0x7bff));
+    factors[p] = numbers<float>(part.outs);
+    packed[p].reset(new uint8_t[quantized_size(&part, inner)]);
+    part.factors = factors[p].get();
+    part.packed = packed[p].get();
+    pack_quantized(&part, codes.get(), part.scales ? halves.get() : nullptr, part.offsets ? halves.get() : nullptr, in,
+                   inner, threads);
+    outs += part.outs;
+  }
+  Array<int32_t> order(new int32_t[in]);
+  for (int i = 0; i < in; ++i) order[i] = in - 1 - i;
+  QuantizedLinear quantized = {parts, draw(0, 1) ? order.get() : nullptr, 2, block};
+  auto bias = numbers<float>(outs);
+  PackedLinear linear = {nullptr, draw(0, 1) ? bias.get() : nullptr, in, outs, 0, draw(0, 1), &quantized};
+  auto x = numbers<T>(rows * in);
+  Array<float> wide(new float[rows * outs]);
+  Array<T> narrow(new T[rows * outs]);
+  void* out = linear.wide ? static_cast<void*>(wide.get()) : narrow.get();
+  Kernels<T>::linear(&linear, x.get(), out, rows, threads, nullptr);
+  if (linear.wide)
+    expect_finite(wide, rows * outs, "quantized linear");
+  else
+    expect_finite(narrow, rows * outs, "quantized linear");
+  quantized.count = 1;
+  Array<int64_t> ids(new int64_t[3]);
+  for (int i = 0; i < 3; ++i) ids[i] = draw(0, parts[0].outs - 1);
+  Array<T> found(new T[3L * in]);
+  Kernels<T>::look_up(&linear, ids.get(), found.get(), 3);
+  expect_finite(found, 3L * in, "table");
+}
+
+// Two ranks, the other one a thread.
+template <class T>
+void collect() {
+  const int size = draw(1, 3000), rows = draw(1, 5), capacity = 4096;
+  std::vector<char> memory(64 + 8192 + 4L * capacity);
+  char* aligned = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+  const int spins[2] = {draw(0, 100), draw(0, 100)};
+  Collective groups[2] = {{aligned, capacity, 0, 2, 0, spins[0], 0}, {aligned, capacity, 1, 2, 0, spins[1], 0}};
+  Array<T> parts[2] = {numbers<T>(size), numbers<T>(size)};
+  const int64_t middle = draw(1, 500), starts[3] = {0, middle, draw(500, 1000)};
+  Array<float> own[2] = {numbers<float>(rows * starts[1]), numbers<float>(rows * (starts[2] - starts[1]))};
+  Array<float> out(new float[rows * starts[2]]);
+  const auto work = [&](int rank) {
+    Kernels<T>::sum_ranks(&groups[rank], parts[rank].get(), size, 1);
+    gather_ranks(&groups[rank], own[rank].get(), rank ? nullptr : out.get(), rows, starts);
+  };
+  std::thread other([&] { work(1); });
+  work(0);
+  other.join();
+  expect_finite(parts[0], size, "sum of ranks");
+  expect_finite(out, rows * starts[2], "gathered ranks");
+}
+
+int main(int count, char** arguments) {
+  if (count > 1) results = std::fopen(arguments[1], "wb");
   for (int i = 0; i < 20; ++i) {
     draws();
     fetches();
@@ -180,7 +378,20 @@ int main() {
     rowwise<float>();
     rowwise<bf16>();
     multiply<float>();
+    adapt<float>();
+    adapt<bf16>();
     multiply<bf16>();
+    mixes<float>();
+    mixes<bf16>();
+    float8s<float>();
+    float8s<bf16>();
+    fits<float>();
+    fits<bf16>();
+    quantize<float>();
+    quantize<bf16>();
+    collect<float>();
+    collect<bf16>();
   }
+  if (results) std::fclose(results);
   std::puts("done");
 }

@@ -79,6 +79,48 @@ def test_long_contexts(cpu: Cpu, dtype: torch.dtype) -> None:
     check(cpu, ((1100, 700), (1030, 1)), 2, 1, 64, dtype)
 
 
+WHOLE = ((1, 1), (17, 17), (40, 40), (256, 256), (300, 300), (530, 530))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("ahead", "window"), [(None, None), (16, 17), (270, 30), (1, None)])
+def test_keys_that_come_after(
+    cpu: Cpu, ahead: int | None, window: int | None, biased: bool, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    parts = [random_part(c, q, 6, 3, 32, dtype, generator) for c, q in WHOLE]
+    bias = torch.randn((6, 2 * 530 + 15), generator=generator) if biased else None
+    wide = [part.to(torch.float64) for part in parts]
+    expected = attend(Reference(), wide, window=window, ahead=ahead, bias=bias)
+    got = attend(cpu, parts, window=window, ahead=ahead, bias=bias)
+    alone = [attend(cpu, [part], window=window, ahead=ahead, bias=bias, seed=4)[0] for part in parts]
+    for row, (mine, judge) in enumerate(zip(got, expected, strict=True)):
+        assert error(mine, judge) < TOLERANCE[dtype], f"sequence {row}"
+        assert torch.equal(mine, alone[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 20, 300])
+def test_sinks(cpu: Cpu, window: int | None, dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Against a softmax with one more column, which is then left out."""
+    parts = [random_part(c, q, 6, 2, 32, dtype, generator) for c, q in (*MIX, (1030, 3))]
+    sinks = torch.tensor([-200.0, -1.0, 0.0, 1.0, 4.0, 200.0])
+    got = attend(cpu, parts, window=window, sinks=sinks)
+    judged = attend(Reference(), [part.to(torch.float64) for part in parts], window=window, sinks=sinks)
+    for part, mine, judge in zip(parts, got, judged, strict=True):
+        q, k, v = (each.double() for each in (part.q, part.k, part.v))
+        behind = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+        hidden = (behind < 0) | (behind >= (window or len(k)))
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(3, 1)) * 32**-0.5
+        scores = scores.masked_fill(hidden, -torch.inf)
+        column = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+        wanted = torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(3, 1))
+        assert error(mine, wanted) < TOLERANCE[dtype]
+        assert error(judge, wanted) < 1e-12
+        assert torch.equal(attend(cpu, [part], window=window, sinks=sinks, seed=4)[0], mine)
+
+
 def test_large_scores(cpu: Cpu) -> None:
     """Scores in the hundreds, where float32 itself knows them to about 1e-5: the weights stay finite."""
     check(cpu, MIX, 2, 1, 64, torch.float32, tolerance=2e-4, scale=20.0)
@@ -100,7 +142,7 @@ def test_pages_outside_the_cache_are_refused(cpu: Cpu, generator: torch.Generato
 
 
 def test_other_dtypes_are_refused(cpu: Cpu, generator: torch.Generator) -> None:
-    with pytest.raises(TypeError, match="float32 or bfloat16"):
+    with pytest.raises(TypeError, match="float32, bfloat16 or 8 bits"):
         cpu.kv_cache_shape(4, 1, 16, torch.float16)
     part = random_part(4, 1, 2, 1, 16, torch.float32, generator)
     k_cache, v_cache, metadata = page(cpu, [part])

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.kernels.cpu import native
 from quire.kernels.cpu.backend import Cpu
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
+ARM_COMPILER, ARM = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 needs_kernels = pytest.mark.skipif(Cpu().missing is not None, reason=str(Cpu().missing))
 
@@ -82,7 +84,7 @@ def test_only_stale_libraries_are_built(tree: Path) -> None:
 def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
     code = "from quire.kernels.cpu.backend import Cpu; print(Cpu().missing)"
     assert python(code, tree).stdout.startswith("None")
-    with (tree / "quire/kernels/cpu/layers.cpp").open("a") as source:
+    with (tree / "quire/kernels/cpu/decoder/layers.cpp").open("a") as source:
         source.write("// A field more, say.\n")
     assert "the C++ kernels cannot be loaded: they were built from other sources" in python(code, tree).stdout
 
@@ -114,12 +116,14 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
     """AddressSanitizer and UndefinedBehaviorSanitizer over every kernel (sanitize.cpp), random shapes."""
     flags = {
         "plain": [],
-        "avx2": ["-mavx2", "-mfma"],
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx2_vnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
         "avx512": ["-march=skylake-avx512"],
+        "avx512_vnni": ["-march=cascadelake"],
         "avx512_bf16": ["-march=cooperlake"],
     }[(native.runnable() or ["plain"])[-1]]
     sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "kernels/cpu").glob("*.cpp"))]
+    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "kernels/cpu").rglob("*.cpp"))]
     objects = [tmp_path / f"{source.stem}.o" for source in sources]
     common = [str(COMPILER), "-std=c++17", "-O1", "-Wno-psabi", "-ffp-contract=off", *flags, *sanitize]
     jobs = [
@@ -136,6 +140,46 @@ def test_sanitizers_find_nothing(tmp_path: Path) -> None:
         pytest.skip("the compiler has no sanitizer runtime")
     done = subprocess.run([tmp_path / "driver"], capture_output=True, text=True)
     assert done.stdout.endswith("done\n"), done.stdout + done.stderr
+
+
+def compile_driver(compiler: str, flags: list[str], folder: Path) -> Path:
+    """sanitize.cpp with all kernels, without sanitizers."""
+    folder.mkdir()
+    sources = [Path(__file__).with_name("sanitize.cpp"), *sorted((ROOT / "kernels/cpu").rglob("*.cpp"))]
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    common = [compiler, "-std=c++17", "-O1", "-Wno-psabi", "-ffp-contract=off", *flags]
+    for source, target in zip(sources, objects, strict=True):
+        subprocess.run([*common, "-c", source, "-o", target], check=True)
+    subprocess.run([*common, "-pthread", *objects, "-o", folder / "driver"], check=True)
+    return folder / "driver"
+
+
+def results(path: Path) -> list[torch.Tensor]:
+    """What the driver wrote: of each array its size, then its numbers."""
+    numbers, arrays = torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.float32), []
+    while len(numbers):
+        size = int(numbers[0])
+        arrays.append(numbers[1 : 1 + size])
+        numbers = numbers[1 + size :]
+    return arrays
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@pytest.mark.skipif(shutil.which(ARM_COMPILER) is None, reason=f"no {ARM_COMPILER} (package g++-aarch64-linux-gnu)")
+@pytest.mark.skipif(shutil.which(ARM) is None, reason=f"no {ARM} (package qemu-user)")
+def test_neon_computes_what_plain_kernels_do(tmp_path: Path) -> None:
+    """Every kernel, random shapes, compiled for a 64-bit ARM with dot products and run by an emulator. Sums in another
+    order and products that are fused may turn a rounding to 8 bits."""
+    plain = compile_driver(str(COMPILER), [], tmp_path / "plain")
+    arm = compile_driver(ARM_COMPILER, ["-march=armv8.2-a+dotprod", "-static"], tmp_path / "arm")
+    subprocess.run([plain, tmp_path / "plain.bin"], check=True, capture_output=True)
+    done = subprocess.run([ARM, arm, tmp_path / "arm.bin"], capture_output=True, text=True)
+    assert done.stdout.endswith("done\n"), done.stdout + done.stderr
+    expected, got = results(tmp_path / "plain.bin"), results(tmp_path / "arm.bin")
+    assert len(expected) == len(got) > 400
+    for each, other in zip(expected, got, strict=True):
+        assert (each - other).abs().max() <= 0.02 * each.abs().max()
 
 
 WITHOUT_THREADS = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,20 +16,22 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (100, None), (20, 9.0)])
+@pytest.mark.parametrize(("window", "softcap", "sunk"), [(None, None, False), (100, None, True), (20, 9.0, False)])
 def test_chunking(
-    cpu: Cpu, dtype: torch.dtype, window: int | None, softcap: float | None, generator: torch.Generator
+    cpu: Cpu, dtype: torch.dtype, window: int | None, softcap: float | None, sunk: bool, generator: torch.Generator
 ) -> None:
     part = random_part(530, 530, 6, 2, 64, dtype, generator)
-    whole = attend(cpu, [part], window=window, softcap=softcap)[0]
+    sinks = torch.linspace(-2, 2, 6) if sunk else None
+    whole = attend(cpu, [part], window=window, softcap=softcap, sinks=sinks)[0]
     for sizes in ([1, 15, 16, 17, 251, 230], [100, 430], [529, 1], [256, 256, 18]):
         begin = 0
         for size in sizes:
-            chunk = attend(cpu, [part.rows(begin, begin + size)], window=window, softcap=softcap)[0]
+            chunk = attend(cpu, [part.rows(begin, begin + size)], window=window, softcap=softcap, sinks=sinks)[0]
             assert torch.equal(chunk, whole[begin : begin + size]), (sizes, begin)
             begin += size
     for i in range(0, 530, 11):
-        assert torch.equal(attend(cpu, [part.rows(i, i + 1)], window=window, softcap=softcap)[0][0], whole[i]), i
+        row = attend(cpu, [part.rows(i, i + 1)], window=window, softcap=softcap, sinks=sinks)[0][0]
+        assert torch.equal(row, whole[i]), i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,13 +50,13 @@ def test_batching_and_pages(cpu: Cpu, dtype: torch.dtype, generator: torch.Gener
 def test_threads(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Many pieces, and few long ones whose tiles are spread over the threads."""
     batches = [[(2300, 1)], [(1000, 300)], [(400, 1)] * 20, [(1500, 4), (90, 90)]]
-    for mix in batches:
+    for mix, sinks in itertools.product(batches, (None, torch.linspace(-2, 2, 6))):
         parts = [random_part(c, q, 6, 2, 64, dtype, generator) for c, q in mix]
         torch.set_num_threads(1)
-        alone = attend(cpu, parts)
+        alone = attend(cpu, parts, sinks=sinks)
         for threads in (2, 3, 5):
             torch.set_num_threads(threads)
-            assert all(map(torch.equal, attend(cpu, parts), alone)), (mix, threads)
+            assert all(map(torch.equal, attend(cpu, parts, sinks=sinks), alone)), (mix, threads)
 
 
 @settings(max_examples=25, deadline=None)

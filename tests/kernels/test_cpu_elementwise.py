@@ -38,6 +38,29 @@ def test_add_rms_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, gene
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 384), (7, 50), (200, 2048), (3, 5)])
+def test_layer_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+    x, residual = (torch.randn((2, *shape), generator=generator) * 2 + 3).to(dtype)
+    weight, bias = torch.randn((2, shape[1]), generator=generator)
+    expected = reference.layer_norm(x.double(), weight.double(), bias.double(), 1e-5)
+    assert error(cpu.layer_norm(x, weight, bias, 1e-5), expected) < 3 * TOLERANCE[dtype]
+    total = x + residual
+    expected = reference.layer_norm(total.double(), weight.double(), bias.double(), 1e-5)
+    normed, summed = cpu.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(summed, total)
+    assert error(normed, expected) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1536), (7, 37), (300, 704)])
+def test_gelu_alone(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+    x = (torch.randn(shape, generator=generator) * 4).to(dtype)
+    assert error(cpu.gelu(x.clone()), reference.gelu(x.double())) < TOLERANCE[dtype]
+    rows = torch.cat([cpu.gelu(row.clone()[None]) for row in x])
+    assert torch.equal(rows, cpu.gelu(x.clone())), "a row's bits do not depend on the others"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", ["silu_mul", "gelu_mul"])
 @pytest.mark.parametrize("shape", [(1, 3072), (7, 36), (300, 704)])
 def test_gates(cpu: Cpu, shape: tuple[int, int], gate: str, dtype: torch.dtype, generator: torch.Generator) -> None:

@@ -3,19 +3,26 @@ functions, is what the float64 reference says; on a GPU the real ones are held t
 
 from __future__ import annotations
 
+import inspect
+import sys
+import tomllib
+from types import ModuleType
+
 import pytest
 import torch
 
 from quire.kernels.backend import AttentionMetadata, Backend, Rope, Softmax
 from quire.kernels.gpu import flash, torch_varlen
 from quire.kernels.gpu.flash import Flash
-from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.gpu.paged import FlashPages, built_for
 from quire.kernels.gpu.torch_varlen import TorchVarlen
 from quire.kernels.reference import Reference
 from quire.kernels.select import select_backend
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.ragged import Part, error, page, random_part
+from tests.tree import ROOT
 
+WHOLE = ((5, 5), (600, 600), (1, 1), (257, 257))
 DECODES = ((1, 1), (5, 1), (256, 1), (257, 1), (600, 1))
 MIXED = ((5, 5), (600, 1), (300, 44), (513, 257), (256, 256), (40, 1))
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -82,7 +89,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("mix", [DECODES, MIXED, MIXED[:1]], ids=["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("mix", [DECODES, MIXED, WHOLE], ids=["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
 def test_arguments(library: FakeFlashAttn, made_by: type[FlashPages], case: dict, mix: tuple) -> None:
@@ -95,7 +102,7 @@ def test_arguments(library: FakeFlashAttn, made_by: type[FlashPages], case: dict
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mix", [DECODES, MIXED, MIXED[:1]], ids=["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("mix", [DECODES, MIXED, WHOLE], ids=["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)
 def test_on_a_gpu(made_by: type[FlashPages], case: dict, mix: tuple) -> None:
@@ -134,13 +141,35 @@ def test_deterministic_attention_does_not_depend_on_the_batch(made_by: type[Flas
 def test_decodes_use_the_split_kernel_and_all_else_the_ragged_one(library: FakeFlashAttn) -> None:
     check(Flash(), "cpu", DECODES)
     check(Flash(), "cpu", MIXED)
-    assert library.calls == [("kvcache", {"num_splits": 0}), ("varlen", {"max_seqlen_q": 257, "max_seqlen_k": 600})]
+    everything = {"window_size": (-1, -1)}
+    assert library.calls == [
+        ("kvcache", {"num_splits": 0} | everything),
+        ("varlen", {"max_seqlen_q": 257, "max_seqlen_k": 600, "paged": True}),
+    ]
     generator = torch.Generator().manual_seed(20)
     parts = [random_part(c, q, 4, 2, 64, torch.bfloat16, generator) for c, q in DECODES]
     backend = Flash(deterministic=True)
     k_cache, v_cache, metadata = page(backend, parts)
     backend.paged_attention(torch.cat([part.q for part in parts]), k_cache, v_cache, metadata, Softmax(0.1))
-    assert library.calls[-1] == ("kvcache", {"num_splits": 1})
+    assert library.calls[-1] == ("kvcache", {"num_splits": 1} | everything)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_whole_prompts_need_no_pages(library: FakeFlashAttn, deterministic: bool) -> None:
+    """The kernel without is faster; but a prompt in chunks would have other bits."""
+    check(Flash(deterministic=deterministic), "cpu", WHOLE)
+    check(Flash(deterministic=deterministic), "cpu", (*WHOLE, (300, 299)))
+    assert [asked["paged"] for _, asked in library.calls] == [deterministic, True]
+
+
+@pytest.mark.parametrize(("window", "deterministic", "asked"), [(599, False, 598), (600, False, -1), (600, True, 599)])
+def test_a_window_over_all_keys_is_none(
+    library: FakeFlashAttn, window: int, deterministic: bool, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn packs the heads of a group only without one. Where bits may not depend on the batch it stays."""
+    backend = Flash(deterministic=deterministic)
+    check(backend, "cpu", DECODES, window=window)
+    assert library.calls[-1][1]["window_size"][0] == asked
 
 
 def test_store_and_rope_on_large_pages(library: FakeFlashAttn) -> None:
@@ -161,14 +190,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.d
 
 
 def test_the_choice_says_why(library: FakeFlashAttn, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = gpu(monkeypatch, (9, 0))
+    device = gpu(monkeypatch, (8, 0))
     backend, why = select_backend(device, torch.bfloat16, 128)
     assert (backend.name, why) == ("flash", "flash-attn 2.8.3")
-    monkeypatch.setattr(flash, "_load", lambda: "flash-attn is not installed (pip install 'quire[flash]')")
+    monkeypatch.setattr(flash, "_load", lambda: f"flash-attn is not installed ({flash.INSTALL})")
     backend, why = select_backend(device, torch.bfloat16, 128)
     assert backend.name == "torch_varlen"
-    assert "pip install 'quire[flash]'" in why
-    with pytest.raises(ValueError, match=r"flash: flash-attn is not installed \(pip install 'quire\[flash\]'\)"):
+    assert f"flash: flash-attn is not installed ({flash.INSTALL})" in why
+    with pytest.raises(ValueError, match=r"flash: flash-attn is not installed \(pip install --no-build-isolation"):
         select_backend(device, torch.bfloat16, 128, "flash")
     assert select_backend(device, torch.bfloat16, 128, "torch_varlen")[1].endswith("asked for")
     assert select_backend(device, torch.bfloat16, 128, softcap=True)[0].name not in ("flash", "torch_varlen")
@@ -204,3 +233,139 @@ def test_gpu_kernels_are_refused_on_a_cpu(library: FakeFlashAttn) -> None:
     for name in ("flash", "torch_varlen"):
         with pytest.raises(ValueError, match=f"{name}: runs on NVIDIA GPUs, not on cpu"):
             select_backend(torch.device("cpu"), torch.bfloat16, 64, name)
+
+
+@pytest.mark.parametrize(
+    ("version", "serves"),
+    [
+        ("2.7.4.post1", False),
+        ("2.8.0", True),
+        ("2.8.3", True),
+        ("2.8.3.post1", True),
+        ("2.8.4", False),
+        ("3.0.0b1", False),
+    ],
+)
+def test_versions_of_flash_attn(version: str, serves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = FakeFlashAttn()
+    monkeypatch.setattr(library, "__version__", version, raising=False)
+    monkeypatch.setitem(sys.modules, "flash_attn", library)
+    backend, why = select_backend(gpu(monkeypatch, (8, 0)), torch.bfloat16, 64)
+    assert (backend.name == "flash") == serves
+    assert serves or f"flash: flash-attn {version} is not one of 2.8 to 2.8.3" in why
+
+
+def test_flash_attn_4_alone_is_not_taken_for_flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It installs flash_attn.cute, so that flash_attn is a namespace without functions or a version."""
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    backend, why = select_backend(gpu(monkeypatch, (8, 0)), torch.bfloat16, 64)
+    assert backend.name != "flash"
+    assert "what is installed as flash_attn is not flash-attn 2" in why
+
+
+def test_the_extra_and_the_advice_ask_for_the_same_flash_attn() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["optional-dependencies"]["flash"] == [flash.REQUIREMENT]
+    assert flash.REQUIREMENT in flash.INSTALL
+    assert "--no-build-isolation" in flash.INSTALL
+
+
+INSTALLED = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+def test_the_pytorch_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 2.13 on it has paged attention, with the arguments that are asked for. `make torch-matrix` tries others."""
+    device = gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
+    attend = torch_varlen._varlen_attn()
+    assert (attend is not None) == (INSTALLED >= (2, 13))
+    reason = TorchVarlen().cannot_serve(device, torch.bfloat16, 64)
+    assert (reason is None) == (INSTALLED >= (2, 13)), reason
+    if attend is None:
+        return
+    asked: dict[str, object] = {}
+    backend = TorchVarlen(deterministic=True)
+    backend._attend = lambda *args, **named: asked.update(args=args, named=named) or args[0]
+    check_asks(backend)
+    args, named = asked["args"], asked["named"]
+    assert isinstance(args, tuple)
+    assert isinstance(named, dict)
+    inspect.signature(attend).bind(*args, **named)
+
+
+def check_asks(backend: Backend) -> None:
+    generator = torch.Generator().manual_seed(20)
+    parts = [random_part(c, q, 4, 2, 64, torch.bfloat16, generator) for c, q in MIXED]
+    attend(backend, parts, "cpu", 37, None, 0.1)
+
+
+@pytest.mark.skipif(INSTALLED < (2, 12), reason="the signature that is installed has no block_table")
+@pytest.mark.parametrize(("version", "paged"), [("2.11.0", False), ("2.12.1+cu130", False), ("2.13.0+cu130", True)])
+def test_pytorch_before_2_13_refuses_what_its_signature_takes(
+    version: str, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signature that is installed has block_table, as that of 2.12 has; there it depends on the version alone."""
+    monkeypatch.setattr(torch, "__version__", version)
+    device = gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(flash, "_load", lambda: "not here")
+    reason = TorchVarlen().cannot_serve(device, torch.bfloat16, 64)
+    assert reason == (None if paged else f"PyTorch {version} has no paged attention, 2.13 has")
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "runs"),
+    [
+        ((8, 0), ["sm_80"], True),
+        ((8, 6), ["sm_80"], True),
+        ((8, 0), ["sm_86"], False),
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),
+        ((9, 0), ["sm_90a"], True),
+        ((10, 0), ["sm_80", "sm_90"], False),
+        ((12, 0), ["sm_80", "sm_90", "sm_100"], False),
+        ((12, 0), ["sm_75", "sm_120", "compute_120"], True),
+        ((12, 1), ["sm_120"], True),
+        ((12, 1), ["sm_120a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((12, 0), ["compute_100f"], False),
+    ],
+)
+def test_what_code_runs_where(capability: tuple[int, int], architectures: list[str], runs: bool) -> None:
+    """As CUDA's programming guide says of binary and PTX compatibility."""
+    assert built_for(capability, architectures) == runs
+
+
+def test_pytorchs_kernels_are_not_chosen_where_its_build_has_none(
+    library: FakeFlashAttn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    device = gpu(monkeypatch, (12, 0))
+    reason = TorchVarlen().cannot_serve(device, torch.bfloat16, 64)
+    assert reason == "this build of PyTorch has no kernels for compute capability 12.0"
+    assert TorchVarlen().cannot_serve(gpu(monkeypatch, (9, 0)), torch.bfloat16, 64) is None
+
+
+class Spy(Reference):
+    name = "triton"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[int] = []
+
+    def paged_attention(self, q, k_cache, v_cache, metadata, softmax):  # type: ignore[no-untyped-def]
+        self.queries.append(metadata.max_query_len)
+        return super().paged_attention(q, k_cache, v_cache, metadata, softmax)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window", [None, 37])
+def test_pytorchs_kernels_leave_steps_of_one_query_each_to_triton(
+    library: FakeFlashAttn, deterministic: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's neither pack grouped heads under a causal window nor split keys."""
+    spy = Spy()
+    monkeypatch.setattr(TorchVarlen, "_for", lambda *_: spy)
+    backend = TorchVarlen(deterministic=deterministic)
+    check(backend, "cpu", DECODES, window=window)
+    check(backend, "cpu", MIXED, window=window)
+    assert spy.queries == ([] if deterministic else [1])

@@ -15,15 +15,21 @@ reference = Reference()
 MIX = [(1, 1), (5, 5), (130, 1), (129, 129), (300, 20)]
 
 
-def judge(part: Part, window: int | None, softcap: float | None) -> Tensor:
+def judge(
+    part: Part, window: int | None, softcap: float | None, ahead: int | None = 0, bias: Tensor | None = None
+) -> Tensor:
     q, k, v = (x.transpose(0, 1) for x in (part.q, part.k, part.v))
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     queries, keys = q.shape[1], k.shape[1]
     at, key = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
-    seen = key <= at
+    seen = key <= at + (keys if ahead is None else ahead)
     if window is not None:
         seen &= key > at - window
+    if bias is not None:  # [H, 2 L + 15]
+        longest = (bias.shape[1] - 15) // 2
+        mask = bias[:, key - at + longest - 1].to(q.dtype).masked_fill(~seen, -torch.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1)
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(0, 1)
     scores = softcap * torch.tanh(q @ k.transpose(1, 2) * q.shape[-1] ** -0.5 / softcap)
@@ -41,6 +47,29 @@ def test_attention(
         assert error(out, judge(part, window, softcap)) < 1e-13
 
 
+WHOLE = [(1, 1), (5, 5), (129, 129), (300, 300)]
+"""Of sequences that are computed at once, as encoders do."""
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("ahead", "window"), [(None, None), (10, 11), (200, 30), (3, None)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 8), (6, 2, 80)])
+def test_attention_to_what_comes_after(
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    ahead: int | None,
+    window: int | None,
+    biased: bool,
+    generator: torch.Generator,
+) -> None:
+    parts = [random_part(c, q, heads, kv_heads, dim, torch.float64, generator) for c, q in WHOLE]
+    bias = torch.randn((heads, 2 * 310 + 15), generator=generator) if biased else None
+    found = attend(reference, parts, window=window, ahead=ahead, bias=bias)
+    for part, out in zip(parts, found, strict=True):
+        assert error(out, judge(part, window, None, ahead, bias)) < 1e-13
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_does_not_depend_on_the_batch(dtype: torch.dtype, generator: torch.Generator) -> None:
     parts = [random_part(c, q, 6, 2, 64, dtype, generator) for c, q in MIX]
@@ -56,6 +85,13 @@ def test_norm_and_gate(generator: torch.Generator) -> None:
     normed, total = reference.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, reference.rms_norm(total, weight, 1e-5))
+    bias = torch.randn(64, generator=generator, dtype=torch.float64)
+    assert torch.allclose(
+        reference.layer_norm(x, weight, bias, 1e-5), F.layer_norm(x, (64,), weight, bias, 1e-5), atol=1e-14
+    )
+    normed, total = reference.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, reference.layer_norm(total, weight, bias, 1e-5))
     assert torch.equal(reference.silu_mul(x), F.silu(x[:, :32]) * x[:, 32:])
 
 

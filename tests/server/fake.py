@@ -65,6 +65,8 @@ class FakeEngine(EngineClient):
         self.burst = burst
         self.sent = asyncio.Event()
         self.running: dict[str, Request] = {}
+        self.waiting: list[Request] = []
+        """Those that came while it was asleep."""
         self.positions: dict[str, int] = {}
         self.seen: list[Request] = []
         self.aborted: list[str] = []
@@ -89,6 +91,7 @@ class FakeEngine(EngineClient):
             weight_bytes=0,
             load_seconds=0.0,
             arithmetic="none",
+            context_pages=-(-self.max_model_len // 16),
         )
 
     async def stop(self) -> None:
@@ -99,7 +102,24 @@ class FakeEngine(EngineClient):
     def die(self) -> None:
         self._fail("the engine died")
 
+    def reset_prefix_cache(self) -> None:
+        """It has no cache."""
+
+    async def rest(self, level: int) -> None:
+        self.asleep = True
+
+    async def check(self, weights: str) -> None:
+        """It takes any."""
+
+    async def load(self, weights: str | None, version: str) -> None:
+        self.asleep, self.weights_version = False, version
+        waiting, self.waiting = self.waiting, []
+        self._send([request for request in waiting if request.id in self._streams])
+
     def _send(self, requests: Sequence[Request]) -> None:
+        if self.asleep:
+            self.waiting += requests
+            return
         for request in requests:
             self.seen.append(request)
             self.running[request.id] = request
@@ -168,7 +188,7 @@ class FakeEngine(EngineClient):
         return RequestOutput(
             id=request.id,
             new_ids=[token],
-            logprobs=None if params.logprobs is None else [logprob(token, params.logprobs)],
+            logprobs=None if params.logprobs is None else [logprob(token, params.logprobs, params.logprob_token_ids)],
             prompt_logprobs=self._prompt_logprobs(request) if position == 0 else None,
             finish_reason=reason,
             stop_reason=stop_reason,
@@ -182,6 +202,7 @@ class FakeEngine(EngineClient):
         return [None, *(logprob(token, top) for token in request.prompt_ids[1:])]
 
 
-def logprob(token: int, top: int) -> TokenLogprob:
-    """The picked token first, its neighbours after it."""
-    return TokenLogprob(token, -0.5, 1, [(token + i, -0.5 - i) for i in range(top)])
+def logprob(token: int, top: int, listed: Sequence[int] | None = None) -> TokenLogprob:
+    """The picked token first, its neighbours after it, or the listed ones."""
+    others = [token + i for i in range(top)] if listed is None else dict.fromkeys([token, *listed])
+    return TokenLogprob(token, -0.5, 1, [(other, -0.5 - i) for i, other in enumerate(others)])

@@ -51,10 +51,10 @@ async def _read_all(reader: asyncio.StreamReader) -> bytes:
 @asynccontextmanager
 async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Port]:
     app = make_app(engine, **options)
-    config = ServerConfig(served_model_name=[NAME], **options)
+    config = ServerConfig(**{"served_model_name": [NAME], **options})
     async with app.router.lifespan_context(app):
         ready = asyncio.Event()
-        server = HttpServer(app, config, ready.set)
+        server = HttpServer(app, config, ready.set, lambda: [app])
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             task = asyncio.create_task(server.serve(sockets=[listener]))

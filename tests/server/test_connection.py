@@ -12,11 +12,12 @@ from typing import Any
 import httpx
 import pytest
 import trustme
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.engine.errors import ConfigError
 from quire.server.cli.hosting import tls_context
 from quire.server.config import ServerConfig
-from quire.server.connection import MAX_HEAD_BYTES
+from quire.server.connection import MAX_HEAD_BYTES, MAX_PIPELINED
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import Port, idle, serving
 
@@ -176,14 +177,20 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert statuses(await port.send(get * 50 + last)) == [200] * 50 + [404]
 
 
-async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request() -> None:
-    async with serving(FakeEngine(LETTERS), api_key=["secret"], read_timeout=2) as port:
-        upgrade = (
-            b" HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n"
-            b"Sec-WebSocket-Version: 13\r\n\r\n"
-        )
-        answers = [statuses(await port.send(b"GET " + path + upgrade)) for path in (b"/health", b"/v1/models")]
-        assert [each[0] for each in answers] == [200, 401]
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"foo, bar/1"])
+@pytest.mark.parametrize("cut", [None, 30, 130, -10])
+async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request(protocol: bytes, cut: int | None) -> None:
+    asked = b"Upgrade: " + protocol
+    body = b'{"prompt": "Hi", "max_tokens": 3}'
+    first = POST + b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABk\r\n" + asked + b"\r\n"
+    first += b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = POST + b"connection: upgrade\r\n" + asked.lower() + b"\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunked += b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
+    sent = first + chunked + completion(body)
+    async with serving(FakeEngine(LETTERS)) as port:
+        answer = await port.send(*([sent] if cut is None else [sent[:cut], sent[cut:]]), pause=0.05)
+    assert statuses(answer) == [200, 200, 200]
+    assert answer.count(b'"completion_tokens":3') == 3
 
 
 async def metric(url: str, name: str) -> float:
@@ -210,7 +217,7 @@ async def test_who_does_not_read_is_cut_off(caplog: pytest.LogCaptureFixture) ->
             await idle(engine)
             assert engine.aborted == [engine.seen[0].id]
         assert await metric(port.url, "quire:slow_readers_total") == 1
-        assert await metric(port.url, 'vllm:request_success_total{finished_reason="abort"') == 1
+        assert await metric(port.url, 'vllm:request_success_total{engine="0",finished_reason="abort"') == 1
     assert "left its answer unread for 0.5 s" in caplog.text
 
 
@@ -306,3 +313,29 @@ def test_certificates_that_cannot_be_used(certificates: dict[str, Path], tmp_pat
     ):
         with pytest.raises(ConfigError, match=message):
             tls_context(ServerConfig(**options))
+
+
+async def test_a_chunk_a_byte_costs_no_copy_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_on: list[int] = []
+    plain = HttpToolsProtocol.on_body
+
+    def on_body(self: HttpToolsProtocol, body: bytes) -> None:
+        passed_on.append(len(body))
+        plain(self, body)
+
+    monkeypatch.setattr(HttpToolsProtocol, "on_body", on_body)
+    body = json.dumps({"prompt": "x" * 20_000, "max_tokens": 1}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    async with serving(FakeEngine(LETTERS, max_model_len=100_000)) as port:
+        answer = await port.send(POST + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n" + chunks)
+    assert statuses(answer) == [200]
+    assert sum(passed_on) == len(body)
+    assert len(passed_on) < 1000
+
+
+async def test_thousands_of_requests_in_one_piece_end_the_connection() -> None:
+    async with serving(FakeEngine(LETTERS)) as port:
+        few = b"GET /version HTTP/1.1\r\n\r\n" * 50 + b"GET /version HTTP/1.1\r\nConnection: close\r\n\r\n"
+        assert statuses(await port.send(few)) == [200] * 51
+        assert len(statuses(await port.send(few * 100))) <= MAX_PIPELINED + 2
+        assert statuses(await port.send(few)) == [200] * 51

@@ -30,7 +30,7 @@ async def test_a_stream_that_is_left(path: str) -> None:
         await idle(engine)
         assert sorted(engine.aborted) == sorted(request.id for request in engine.seen)
         metrics = (await http.get("/metrics")).text
-        assert f'vllm:request_success_total{{finished_reason="abort",model_name="{NAME}"}} 2.0' in metrics
+        assert f'vllm:request_success_total{{engine="0",finished_reason="abort",model_name="{NAME}"}} 2.0' in metrics
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -91,3 +91,22 @@ async def test_many_streams_of_the_openai_sdk_at_once() -> None:
 
         await asyncio.gather(*map(one, range(40)))
         await idle(engine)
+
+
+async def test_a_grammar_whose_caller_has_left_is_not_checked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, given_up = asyncio.Event(), asyncio.Event()
+
+    async def check(*args: object) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.set()
+
+    async with serving(FakeEngine(LETTERS)) as port, httpx.AsyncClient(base_url=port.url) as http:
+        monkeypatch.setattr(port.server._models()[0].state.runtime.grammars, "check", check)
+        call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x", "guided_regex": "a"}))
+        await began.wait()
+        call.cancel()
+        async with asyncio.timeout(30):
+            await given_up.wait()

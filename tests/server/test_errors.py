@@ -123,7 +123,20 @@ BAD_INPUTS = [
     (chat(tools=[{"type": "function"}]), "tools", "required"),
     (chat(response_format={"type": "yaml"}), "response_format", "json_schema"),
     (chat(modalities=["audio"]), "modalities", "not supported"),
-    (chat(echo=True), "echo", "not supported"),
+    (chat(echo=True), "echo", "continue_final_message"),
+    (chat(request_id="not sound"), "request_id", "match"),
+    (completion(request_id="x" * 129), "request_id", "match"),
+    (chat(logprob_token_ids=[1]), "logprob_token_ids", "needs logprobs"),
+    (completion(logprob_token_ids=[1]), "logprob_token_ids", "needs logprobs"),
+    (completion(logprob_token_ids=[1, 259], logprobs=1), "logprob_token_ids", "259.*outside the vocabulary"),
+    (chat(logprob_token_ids=[-1], logprobs=True), "logprob_token_ids", "-1.*outside the vocabulary"),
+    (completion(logprob_token_ids=["a"], logprobs=1), "logprob_token_ids", "valid integer"),
+    (completion(logprob_token_ids=[1] * 129, logprobs=1), "logprob_token_ids", "at most 128"),
+    (completion(logprob_token_ids=[1], logprobs=1, use_beam_search=True), "logprob_token_ids", "use_beam_search"),
+    (completion(logprob_token_ids=[1], logprobs=1, echo=True, max_tokens=0), "logprob_token_ids", "generates none"),
+    (chat(kv_transfer_params={"do_remote_decode": True}), "kv_transfer_params", "not supported"),
+    (completion(kv_transfer_params={"do_remote_decode": True}), "kv_transfer_params", "not supported"),
+    (completion(ec_transfer_params={"x": 1}), "ec_transfer_params", "not supported"),
     (chat(chat_template_kwargs={"messages": []}), "chat_template_kwargs", "messages"),
     (("/tokenize", {}), "prompt", "either"),
     (("/detokenize", {"tokens": ["x"]}), "tokens", "valid integer"),
@@ -230,7 +243,7 @@ async def test_unknown_routes_and_methods(api: Api) -> None:
     for path, meant in (("/chat/completions", CHAT), ("/v1/v1/completions", COMPLETIONS), (f"{CHAT}/", CHAT)):
         message = (await api.post(path, {}, 404))["error"]["message"]
         assert message == f"Unknown request URL: POST {path}; did you mean {meant}?"
-    assert "/openapi.json lists" in (await api.post("/v1/embeddings", {}, 404))["error"]["message"]
+    assert "/openapi.json lists" in (await api.post("/v1/audio/speech", {}, 404))["error"]["message"]
     response = await api.http.get(COMPLETIONS)
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
@@ -250,8 +263,12 @@ async def test_a_bad_query_names_its_parameter(api: Api) -> None:
 
 
 async def test_at_most_ten_details(api: Api) -> None:
+    names = [f"{name}_penalty" for name in ("repetition", "presence", "frequency", "length")]
+    names += ["temperature", "top_p", "top_k", "min_p", "n", "seed", "min_tokens", "priority"]
+    error = (await api.post(CHAT, {"messages": [{"role": "user"}], **dict.fromkeys(names, "x")}, 400))["error"]
+    assert error["message"].count("Input should be a valid") == 10 < len(names)
     error = (await api.post(CHAT, {"messages": [{}] * 50}, 400))["error"]
-    assert error["message"].count("Field required") == 10
+    assert error["message"] == "messages[0].role: Field required", "a list ends with its first wrong entry"
 
 
 async def test_an_engine_that_fails_a_request() -> None:

@@ -14,7 +14,8 @@ from starlette.types import Message
 
 from quire.engine.errors import EngineError, Overloaded
 from quire.server.config import ServerConfig
-from quire.server.sse import PING, EventStream
+from quire.server.encoding import PING
+from quire.server.sse import EventStream
 from tests.server.api import NAME
 from tests.server.fake import FakeEngine, hashed
 from tests.server.hosted import idle, serving
@@ -238,4 +239,5 @@ async def test_the_head_of_a_stream_byte_by_byte() -> None:
         b"transfer-encoding: chunked",
         b"x-accel-buffering: no",
         b"x-request-id: me",
+        b"x-weights-version: 1",
     ]

@@ -123,9 +123,40 @@ def test_a_request_is_explained(page: Browser, patient: Server) -> None:
     with streams(patient, 1) as events:
         page.until(lambda: all(events) and page.all("#requests tbody .name"))
         page.click("#requests tbody .name")
+        page.until(lambda: page.one("#explain-dialog").is_displayed())
+        assert page.text("#explain-sum").endswith(" in all, so far")
+        script = "return [...document.querySelectorAll('#explain-dialog .strip span')].map((each) => each.title)"
+        assert [each.partition(":")[0] for each in page.run(script)][:2] == ["before the engine", "waiting for a place"]
+        assert "It took part in" in page.text("#explain-body")
+        page.click("#explain-json")
         page.until(lambda: page.one("#text-dialog").is_displayed())
         assert events[0][0]["id"] in str(page.one("#text-body").get_property("value"))
         page.click("#text-dialog [data-close]")
+
+
+def latest(page: Browser) -> str:
+    """The id of the answer that ended last, and its path; "" while none is listed."""
+    return "".join(each(page, "#answers tr:first-child .name", "title"))
+
+
+def test_an_answer_stays_listed_after_its_end_and_can_be_explained(page: Browser, patient: Server) -> None:
+    body = {"prompt": "once upon a time", "max_tokens": 3, "ignore_eos": True}
+    ended = httpx.post(f"{patient.url}/v1/completions", json=body, timeout=120).json()
+    with streams(patient, 1) as events:
+        page.until(lambda: all(events) and ended["id"] in latest(page))
+        (told, *_) = patient.get("/v1/engine/requests?limit=1").json()["data"]
+        cells = [text.split(" (")[0] for text in each(page, "#answers tbody tr:first-child td", "textContent")]
+        assert (cells[2], cells[3], cells[-2]) == (told["model"], "length", str(told["prompt_tokens"]))
+        assert cells[-1] == "3"
+        assert not page.one("#answers").text.count(events[0][0]["id"][:12]), "it has not ended"
+        page.click("#answers tbody tr:first-child .name")
+        page.until(lambda: page.one("#explain-dialog").is_displayed())
+        assert "The first of 3 tokens" in page.text("#explain-body")
+        page.click("#explain-dialog [data-close]")
+    running = events[0][0]["id"]
+    page.until(lambda: running in latest(page))
+    assert each(page, "#answers tbody tr:first-child .phase", "textContent") == ["abort"]
+    assert not page.one("#dashboard").find_element("id", "tenants-sheet").is_displayed(), "nobody needs a key here"
 
 
 def test_identical_prompts_share_pages(page: Browser, patient: Server) -> None:
@@ -151,7 +182,8 @@ def test_an_engine_death_is_shown_and_streams_go_on(page: Browser, patient: Serv
 def test_the_event_stream_closes_with_the_view_and_opens_once(page: Browser, patient: Server) -> None:
     page.click("#to-playground")
     page.one("#draft")
-    page.run("window.asked = 0; const real = fetch; window.fetch = (...all) => { asked++; return real(...all) }")
+    count = "(...all) => { asked += `${all[0]}`.includes('/engine/events'); return real(...all) }"
+    page.run(f"window.asked = 0; const real = fetch; window.fetch = {count}")
     page.click("#to-dashboard")
     page.until(lambda: page.run("return asked") == 1)
     page.until(lambda: page.text("#live") == "Live")
@@ -174,6 +206,7 @@ def test_a_key_is_asked_for_and_stored_only_on_request(browser: Browser, tmp_pat
         assert "may watch the engine" in browser.text("#live")
         browser.fill("#key", "boss" + Keys.ENTER)
         browser.until(lambda: browser.text("#live") == "Live")
+        browser.until(lambda: [row.split()[0] for row in each(browser, "#tenants tbody tr", "innerText")] == ["key-1"])
         assert browser.run("return JSON.stringify({...localStorage})").count("boss") == 0
         browser.click("#key-button")
         browser.click("#key-keep")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from tests.web.browser import Browser
 
 pytestmark = pytest.mark.slow
 
+MAX_TOKENS = 120
 STORY = "Tell me a story about a fox."
 LAST = "#log .message:last-child"
 
@@ -30,11 +33,12 @@ def visited(browser: Browser, server: Server) -> Browser:
     browser.open(f"{server.url}/")
     browser.until(lambda: browser.text("#model") != "")
     browser.fill("#temperature", "0")
+    browser.fill("#max_tokens", str(MAX_TOKENS))  # of its own it writes until its context is full
     return browser
 
 
 def answer(server: Server, messages: list[dict[str, str]], **fields: Any) -> str:
-    body = {"messages": messages, "temperature": 0, "max_tokens": 256, **fields}
+    body = {"messages": messages, "temperature": 0, "max_tokens": MAX_TOKENS, **fields}
     response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
     return str(response.json()["choices"][0]["message"]["content"])
 
@@ -72,8 +76,7 @@ def test_it_shows_the_apis_answer_and_remembers_it(page: Browser, server: Server
     second = settled(page)
     assert flat(second) == flat(answer(server, history))
     page.driver.refresh()
-    page.until(lambda: len(page.all("#log .message")) == 4)
-    assert said(page) == second
+    page.until(lambda: len(page.all("#log .message")) == 4 and said(page) == second)
     assert page.one("#temperature").get_property("value") == "0"
     page.click("#clear")
     assert page.all("#log .message") == []
@@ -81,21 +84,20 @@ def test_it_shows_the_apis_answer_and_remembers_it(page: Browser, server: Server
 
 def test_stop_ends_the_stream_and_the_request(browser: Browser, patient: Server) -> None:
     page = visited(browser, patient)
-    page.click(".settings details details summary")
+    page.click("#tools-fold summary")
     page.fill("#extra", '{"ignore_eos": true, "max_tokens": 8000}')
     page.fill("#draft", STORY + Keys.ENTER)
     page.until(lambda: len(said(page)) > 40)
     early = said(page)
     page.until(lambda: len(said(page)) > len(early))  # it grows while it is written
     assert page.run(f"return document.querySelector('{LAST}').ariaBusy") == "true"
-    page.click("#stop")
+    page.click("#stop-button")
     page.until(lambda: "stopped" in page.text(f"{LAST} .note"))
     page.until(lambda: patient.metric("vllm:num_requests_running") == 0)
     kept = said(page)
     assert kept.startswith(early[:20])
     page.driver.refresh()
-    page.until(lambda: page.all(LAST))
-    assert said(page) == kept, "what there is stays"
+    page.until(lambda: page.all(LAST) and said(page) == kept)  # what there is stays
 
 
 def test_messages_can_be_edited_deleted_and_sent_again(page: Browser, server: Server) -> None:
@@ -107,13 +109,205 @@ def test_messages_can_be_edited_deleted_and_sent_again(page: Browser, server: Se
     field = page.one("#log .message:first-child textarea")
     field.clear()
     field.send_keys("Tell me of a king.", Keys.CONTROL + Keys.ENTER)
-    page.click("#log .message:first-child [data-action=ask]")
-    page.until(lambda: len(page.all("#log .message")) == 2)
     told = settled(page)
     system = {"role": "system", "content": "You tell short tales."}
     assert flat(told) == flat(answer(server, [system, {"role": "user", "content": "Tell me of a king."}]))
     page.click(f"{LAST} [data-action=delete]")
     assert len(page.all("#log .message")) == 1
+    page.click(f"{LAST} [data-action=ask]")
+    page.until(lambda: len(page.all("#log .message")) == 2)
+    assert settled(page) == told
+
+
+def test_what_was_there_before_is_a_version_to_go_back_to(page: Browser) -> None:
+    page.fill("#draft", STORY + Keys.ENTER)
+    first = settled(page)
+    page.fill("#temperature", "1")
+    page.fill("#seed", "7")
+    page.click(f"{LAST} [data-action=again]")
+    page.until(lambda: any("2 of 2" in each.text for each in page.all(f"{LAST} .version")))
+    second = settled(page)
+    assert second != first
+    page.click(f"{LAST} [aria-label='Earlier version']")
+    page.until(lambda: said(page) == first)
+    page.driver.refresh()
+    page.until(lambda: page.all(LAST) and said(page) == first)
+    page.click(f"{LAST} [aria-label='Later version']")
+    page.until(lambda: said(page) == second)
+    page.click(f"{LAST} [data-action=delete]")
+    page.until(lambda: said(page) == first)
+    assert not page.all(".version")
+
+
+def test_a_cut_answer_goes_on_where_it_ended(page: Browser, server: Server) -> None:
+    page.fill("#max_tokens", "12")
+    page.fill("#draft", STORY + Keys.ENTER)
+    cut = settled(page)
+    page.click(f"{LAST} [data-action=more]")
+    page.until(lambda: len(said(page)) > len(cut) and page.all(f"{LAST} [data-action=more]"))
+    asked = [{"role": "user", "content": STORY}]
+    assert flat(said(page)) == flat(answer(server, asked, max_tokens=24))
+
+
+def test_conversations_are_kept_apart_found_and_brought_back(page: Browser) -> None:
+    for text in ("Tell me of a fox.", "Tell me of a raven."):
+        page.fill("#max_tokens", "8")
+        page.fill("#draft", text + Keys.ENTER)
+        settled(page)
+        page.click("#clear")
+    assert page.all("#log .message") == []
+
+    def titles() -> list[str]:
+        return [each.text for each in page.all(".talk-title")]
+
+    page.click("#talks")
+    assert titles() == ["Tell me of a raven.", "Tell me of a fox."]
+    page.fill("#talks-search", "FOX")
+    page.until(lambda: titles() == ["Tell me of a fox."])
+    page.click("#talks-list [aria-label^=Delete]")
+    assert titles() == []
+    page.click("#talks-undo")
+    assert titles() == ["Tell me of a fox."]
+    page.click(".talk")
+    assert page.text("#log .message:first-child .body") == "Tell me of a fox."
+
+
+def test_two_tabs_do_not_overwrite_each_other(page: Browser, server: Server) -> None:
+    page.fill("#max_tokens", "8")
+    page.fill("#draft", "The first tab." + Keys.ENTER)
+    settled(page)
+    first = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    page.resize(1440, 1000)
+    try:
+        page.driver.get(f"{server.url}/")
+        page.until(lambda: page.text("#model") != "")
+        assert page.all("#log .message") == []
+        page.fill("#max_tokens", "8")
+        page.fill("#draft", "The second tab." + Keys.ENTER)
+        settled(page)
+        page.click("#clear")
+    finally:
+        page.driver.close()
+        page.driver.switch_to.window(first)
+    page.driver.refresh()
+    page.until(lambda: page.all(LAST) and page.text("#log .message:first-child .body") == "The first tab.")
+    page.click("#talks")
+    page.until(lambda: {each.text for each in page.all(".talk-title")} == {"The first tab.", "The second tab."})
+
+
+def test_what_is_exported_can_be_imported(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/")
+    talk = {
+        "system": "Be brief.",
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {
+                "role": "assistant",
+                "content": "Two",
+                "version": 1,
+                "versions": [[{"role": "assistant", "content": "One"}, {"role": "user", "content": "More"}], None],
+            },
+        ],
+    }
+    script = "const talk = module.talkFrom(args[0]); talk.show(1, 0); return [talk.toJSON(), talk.toMarkdown()];"
+    kept, markdown = browser.module("/web/js/talk.js", script, talk)
+    one, two = kept["messages"][1:], kept["messages"][1]["versions"]
+    assert [each["content"] for each in one] == ["One", "More"]
+    assert two == [None, [{"role": "assistant", "content": "Two"}]]
+    assert markdown == "# Hi\n\n## System prompt\n\nBe brief.\n\n## You\n\nHi\n\n## Model\n\nOne\n\n## You\n\nMore\n"
+    for bad in (1, {}, {"messages": 1}, {"messages": [1]}, {"messages": [{"role": "user", "content": 1}]}):
+        told = browser.module("/web/js/talk.js", "module.talkFrom(args[0])", bad)
+        assert str(told).startswith("failed: Error: "), bad
+
+
+def attach(page: Browser, *paths: Path) -> None:
+    page.all("#attach")[0].send_keys("\n".join(map(str, paths)))
+
+
+def test_files_go_with_a_message_in_fences_and_are_shown_folded(page: Browser, server: Server, tmp_path: Path) -> None:
+    notes, code = tmp_path / "notes.txt", tmp_path / "fox.md"
+    notes.write_text("The fox lives in a den.\r\n")
+    code.write_text("A fence:\n```py\nfox()\n```\n")
+    attach(page, notes, code)
+    page.until(lambda: len(page.all("#attached li")) == 2)
+    page.fill("#max_tokens", "6")
+    page.fill("#draft", "Who lives there?" + Keys.ENTER)
+    settled(page)
+    fences = "```notes.txt\nThe fox lives in a den.\n```\n\n````fox.md\nA fence:\n```py\nfox()\n```\n````"
+    asked = f"{fences}\n\nWho lives there?"
+    assert flat(said(page)) == flat(answer(server, [{"role": "user", "content": asked}], max_tokens=6))
+    assert not page.one("#log .message:first-child").text.count("den"), "folded"
+    page.click(".attached-file summary")
+    assert "The fox lives in a den." in page.one("#log .message:first-child").text
+    page.click("#log .message:first-child [data-action=edit]")
+    page.one("#log .message:first-child textarea").send_keys(" And who else?", Keys.CONTROL + Keys.ENTER)
+    page.until(lambda: any("2 of 2" in each.text for each in page.all("#log .message:first-child .version")))
+    settled(page)
+    assert len(page.all(".attached-file")) == 2, "an edited message keeps its files"
+    page.driver.refresh()
+    page.until(lambda: page.all(LAST) and len(page.all(".attached-file")) == 2)
+
+
+def test_files_that_cannot_be_attached_are_named(page: Browser, tmp_path: Path) -> None:
+    large, binary, none, fine = (tmp_path / name for name in ("large.txt", "picture.png", "none.txt", "fine.txt"))
+    large.write_text("x" * 300_000)
+    binary.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    none.write_text("")
+    fine.write_text("fine")
+    attach(page, large, binary, none, fine)
+    page.until(lambda: page.all("#attached li"))
+    page.until(lambda: page.text("#problem").count("\n") == 2)
+    assert page.text("#problem").split("\n") == [
+        "large.txt has 293 KiB; the files of a message may have 256 KiB together.",
+        "picture.png is not text in UTF-8; only such files can be attached.",
+        "none.txt is empty.",
+    ]
+    assert [each.text for each in page.all("#attached li span:first-child")] == ["fine.txt"]
+    page.click("#attached button")
+    assert not page.all("#attached li")
+    page.run(
+        "const data = new DataTransfer(); data.items.add(new File(['dropped'], 'dropped.txt'));"
+        "for (const type of ['dragenter', 'dragover', 'drop']) document.getElementById('chat').dispatchEvent("
+        "new DragEvent(type, { dataTransfer: data, bubbles: true, cancelable: true }))"
+    )
+    page.until(lambda: [each.text for each in page.all("#attached li span:first-child")] == ["dropped.txt"])
+    assert not page.all(".dropping")
+
+
+def test_presets_are_saved_picked_deleted_and_read_from_a_file(page: Browser, tmp_path: Path) -> None:
+    def choices() -> list[str]:
+        return [each.text for each in page.all("#preset option")]
+
+    def pick(name: str) -> None:
+        page.run(
+            "const s = document.getElementById('preset'); s.value = arguments[0]; s.dispatchEvent(new Event('change'))",
+            name,
+        )
+
+    assert choices()[0] == "Not saved"
+    page.click("#preset-save")
+    page.fill("#preset-name", "cold" + Keys.ENTER)
+    page.until(lambda: choices()[-1] == "cold")
+    page.fill("#temperature", "1.5")
+    assert page.one("#preset").get_property("value") == ""
+    pick("cold")
+    assert page.one("#temperature").get_property("value") == "0"
+    page.driver.refresh()
+    page.until(lambda: page.text("#model") != "" and page.one("#preset").get_property("value") == "cold")
+    kept = page.run("return localStorage['quire.presets']")
+    page.click("#preset-delete")
+    assert "cold" not in choices()
+    assert page.one("#temperature").get_property("value") == "0"
+    exported = tmp_path / "all.json"
+    exported.write_text(json.dumps({"conversations": [], "presets": json.loads(kept)}))
+    page.click("#talks")
+    page.all("#talks-import")[0].send_keys(str(exported))
+    page.until(lambda: page.text("#talks-said") == "Read: 0 conversations and one preset.")
+    assert page.one("#preset").get_property("value") == "cold"
+    exported.write_text('{"conversations": [], "presets": {"x": {"temperature": 1}}}')
+    page.all("#talks-import")[0].send_keys(str(exported))
+    page.until(lambda: "temperature must be a string" in page.text("#talks-said"))
 
 
 def test_tokens_are_coloured_by_what_the_api_reports(page: Browser, server: Server) -> None:
@@ -178,7 +372,7 @@ def test_errors_are_shown_in_words(page: Browser) -> None:
     page.until(lambda: "temperature" in page.text("#problem"))
     assert [message.get_attribute("class") for message in page.all("#log .message")] == ["message user"]
     assert all("400" in error for error in page.errors()), "the browser logs the refusal, and nothing else"
-    page.click(".settings details details summary")
+    page.click("#tools-fold summary")
     page.fill("#tools", "[{")
     page.click("#send")
     page.until(lambda: page.text("#problem").startswith("Tools:"))
@@ -200,10 +394,34 @@ HOSTILE = """# <img src=x onerror=alert(1)>
 > > deep"""
 
 
+SHOWN = r"""Here $E=mc^2$, not $5 and $6; $\href{javascript:alert(7)}{x}$ \(a<b\)
+
+$$\frac{1}{2}$$
+
+- [x] done
+```python
+return "<b>"
+```"""
+
+
+def test_code_is_coloured_and_formulas_are_set(browser: Browser, server: Server) -> None:
+    browser.open(f"{server.url}/")
+    draw = "document.querySelector('#opening').replaceChildren(module.markdown(args[0]))"
+    browser.module("/web/js/message/markdown.js", draw, SHOWN)
+    browser.until(lambda: browser.all("#opening .code-keyword") and len(browser.all("#opening math")) == 4)
+    assert browser.text("#opening .code-keyword") == "return"
+    assert browser.text("#opening .code-string") == '"<b>"'
+    assert browser.text("#opening math mi") == "E"
+    assert browser.all("#opening math[display=block] mfrac")
+    assert "not $5 and $6;" in browser.text("#opening")
+    assert browser.run("return document.querySelector('#opening .task input').checked")
+    assert not browser.all("#opening [href]")
+
+
 def test_markdown_is_text_whatever_it_says(browser: Browser, server: Server) -> None:
     browser.open(f"{server.url}/")
     tags, links, text = browser.module(
-        "/web/js/markdown.js",
+        "/web/js/message/markdown.js",
         "const box = document.createElement('div'); box.append(module.markdown(args[0]));"
         "const all = [...box.querySelectorAll('*')];"
         "return [all.map((each) => each.localName), all.filter((each) => each.href).map((each) => each.protocol),"
@@ -211,7 +429,7 @@ def test_markdown_is_text_whatever_it_says(browser: Browser, server: Server) -> 
         HOSTILE,
     )
     allowed = {"h3", "p", "strong", "a", "code", "pre", "ul", "ol", "li", "blockquote"}
-    assert set(tags) - {"table", "thead", "tbody", "tr", "th", "td"} == allowed
+    assert set(tags) - {"br", "div", "button", "table", "thead", "tbody", "tr", "th", "td"} == allowed
     assert set(links) == {"https:"}
     for kept in (
         "<img src=x onerror=alert(1)>",
@@ -222,4 +440,44 @@ def test_markdown_is_text_whatever_it_says(browser: Browser, server: Server) -> 
     ):
         assert kept in text, kept
     for source in ("", "*", "**", "`", "```", "- ", "[](", "|", "> ", "# ", "_a_b_", "\n\n\n", "*" * 2000, "[" * 2000):
-        assert not str(browser.module("/web/js/markdown.js", "module.markdown(args[0])", source)).startswith("failed")
+        assert not str(browser.module("/web/js/message/markdown.js", "module.markdown(args[0])", source)).startswith(
+            "failed"
+        )
+
+
+def test_what_is_typed_stays_until_the_settings_are_valid(page: Browser) -> None:
+    page.fill("#max_tokens", "5")
+    page.click("#json")
+    page.fill("#schema", '{"type": "object"')
+    page.fill("#draft", "Who is there?" + Keys.ENTER)
+    page.until(lambda: page.text("#problem").startswith("JSON schema: "))
+    place = "document.querySelector(arguments[0]).getBoundingClientRect()"
+    bottom, top = page.run(f"return {place}.bottom", "#problem"), page.run(f"return {place}.top", "#composer")
+    assert bottom <= top + 1, "the composer does not cover it"
+    assert page.all("#log .message") == []
+    page.fill("#schema", '{"type": "object", "maxProperties": 0}')
+    page.one("#draft").send_keys(Keys.ENTER)
+    page.until(lambda: len(page.all("#log .message")) == 2)
+    settled(page)
+    assert "Who is there?" in page.text("#log .message:first-child")
+
+
+def test_a_label_belongs_to_one_field(page: Browser) -> None:
+    ids = page.run("return [...document.querySelectorAll('[id]')].map((each) => each.id)")
+    assert len(ids) == len(set(ids))
+    assert page.run("return document.querySelector('label[for=stop]').control.tagName") == "TEXTAREA"
+
+
+def test_a_tool_that_was_forced_is_not_forced_again_after_its_result(page: Browser) -> None:
+    script = "return args[0].map((messages) => module.chatBody(args[1], {system: ''}, messages).tool_choice)"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [{"role": "user", "content": "x"}]
+    answered = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answered.append({"role": "tool", "tool_call_id": "1", "content": "7"})
+    for choice, after in (
+        ("required", "auto"),
+        ({"type": "function", "function": {"name": "f"}}, "auto"),
+        ("none", "none"),
+    ):
+        settings = {"stop": "", "tools": "", "schema": "", "extra": json.dumps({"tool_choice": choice})}
+        assert page.module("/web/js/request.js", script, [asked, answered], settings) == [choice, after]

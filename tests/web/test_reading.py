@@ -1,8 +1,10 @@
-"""Thinking and tool calls, which the embedded model does not write: a scripted engine does."""
+"""Thinking, tool calls and JSON, which the embedded model does not write: a scripted engine does."""
 
 from __future__ import annotations
 
+import json
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,45 +25,149 @@ CALL = b"""<think>They want *weather*.</think>Let me look.
 <tool_call>
 {"name": "weather", "arguments": {"city": "Bern"}}
 </tool_call>"""
+CALL += CALL[CALL.index(b"\n<tool_call>") :].replace(b"Bern", b"Oslo")
 AFTER = b"It **snows** in Bern."
+FOX = b'{"name": "Reynard", "age": 7, "friends": ["Grimbert", "Isengrim"]}'
+FOX_SHOWN = "name Reynardage 7friends 2 items1 Grimbert2 Isengrim"
 TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]'
 
 
 def weather(request: Request, position: int) -> int:
     """Calls a tool, and answers once its result is there."""
     prompt = bytes(token for token in request.prompt_ids if token < 256)
-    text = AFTER if b"-3 C" in prompt else CALL
+    text = AFTER if b"-3 C" in prompt else FOX if b"A fox" in prompt else CALL
     return text[position] if position < len(text) else EOS
 
 
 @pytest.fixture
 def url(chromium: Browser) -> Iterator[str]:
-    engine = FakeEngine(weather, eos=[EOS], max_model_len=2048)
+    engine = FakeEngine(weather, eos=[EOS], max_model_len=400_000)
     template = CHATML + "{# tools: <tool_call> <think> #}"
     app = make_app(engine, chat_template=template, tool_call_parser="hermes", reasoning_parser="think")
     port = free_port()
     running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning"))
     thread = threading.Thread(target=running.run)
     thread.start()
+    while not running.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
     yield f"http://127.0.0.1:{port}"
     app.state.runtime.live_view.close()
     running.should_exit = True
     thread.join(30)
 
 
-def test_thinking_and_calls_are_shown_and_a_result_goes_back(browser: Browser, url: str) -> None:
+def test_thinking_and_calls_are_shown_and_results_go_back(browser: Browser, url: str) -> None:
     browser.open(f"{url}/")
-    browser.click(".settings details details summary")
+    browser.click("#tools-fold summary")
     browser.fill("#tools", TOOLS)
+    assert browser.text("#tools-said") == "The model may call weather."
     browser.fill("#max_tokens", "400")
-    browser.fill("#draft", "How is the weather in Bern?" + Keys.ENTER)
-    browser.until(lambda: browser.all(".tool-call button"))
+    browser.fill("#draft", "How is the weather in Bern and in Oslo?" + Keys.ENTER)
+    browser.until(lambda: len(browser.all(".tool-result textarea")) == 2)
     assert browser.text(".reasoning p") == "They want *weather*."
+    assert browser.text(".reasoning summary").startswith("Thought for ")
+    assert browser.run("return document.querySelector('.reasoning').open") is False, "its time is over"
     assert browser.text(".prose p").strip() == "Let me look."
     assert browser.text(".tool-name code") == "weather"
-    assert browser.text(".tool-call pre") == '{\n  "city": "Bern"\n}'
-    browser.click(".tool-call button")
-    browser.one(".message.tool textarea").send_keys("-3 C, snow", Keys.CONTROL + Keys.ENTER)
-    browser.click("#log .message:last-child [data-action=ask]")
-    browser.until(lambda: len(browser.all("#log .message")) == 4 and browser.all("#log .message:last-child strong"))
+    assert browser.run("return document.querySelector('.tool-arguments').innerText") == "city Bern"
+    for given in ('{"sky": "snow"}', "-3 C, rain"):
+        browser.one(".tool-result textarea").send_keys(given, Keys.CONTROL + Keys.ENTER)
+    browser.until(lambda: len(browser.all("#log .message")) == 5 and browser.all("#log .message:last-child strong"))
     browser.until(lambda: browser.text("#log .message:last-child .prose") == "It snows in Bern.")
+    assert browser.text("#log .message:nth-child(3) .json-text") == "snow"
+    assert not browser.all(".tool-result")
+    browser.driver.refresh()
+    browser.until(lambda: len(browser.all("#log .message")) == 5)
+    assert not browser.all(".tool-result"), "which calls have results is known of a stored talk, too"
+
+
+def test_what_goes_to_the_model_is_what_the_api_wants(browser: Browser, url: str) -> None:
+    """The request that follows a call, as the page would send it again."""
+    browser.open(f"{url}/")
+    browser.click("#tools-fold summary")
+    browser.fill("#tools", TOOLS)
+    browser.fill("#draft", "Weather?" + Keys.ENTER)
+    browser.until(lambda: len(browser.all(".tool-result textarea")) == 2)
+    for _ in range(2):
+        browser.one(".tool-result button").click()
+    browser.click("#as-curl")
+    body = str(browser.one("#text-body").get_property("value"))
+    sent = json.loads(body[body.index("{") : body.rindex("'")].replace("'\\''", "'"))
+    browser.click("#text-dialog [data-close]")
+    asked, called, *told = sent["messages"][:4]
+    assert [each["role"] for each in (asked, called, *told)] == ["user", "assistant", "tool", "tool"]
+    assert [each["tool_call_id"] for each in told] == [each["id"] for each in called["tool_calls"]]
+    assert all(each.keys() == {"role", "content", "tool_call_id"} for each in told)
+    assert "reasoning" not in called
+
+
+def test_an_answer_in_json_is_a_tree_with_its_text_behind_it(browser: Browser, url: str) -> None:
+    browser.open(f"{url}/")
+    assert not browser.one("#json").is_selected()
+    browser.click("#json")
+    browser.fill("#schema", '{"type": "objekt"}')
+    assert "there is no type" in browser.text("#schema-said")
+    assert browser.one("#schema").get_attribute("aria-invalid") == "true"
+    browser.fill("#draft", "A fox in the form of a tree" + Keys.ENTER)
+    browser.until(lambda: browser.text("#problem").startswith("JSON schema: "))
+    assert browser.all("#log .message") == [], "nothing was asked"
+    browser.one("#schema").send_keys(Keys.CONTROL + "a", Keys.DELETE)
+    browser.click("#schema-example")
+    assert browser.text("#schema-said") == "Fits: an object with name, age, friends."
+    browser.click("#send")
+    browser.until(lambda: browser.all(".json .tree"))
+    shown = browser.run("return [...document.querySelectorAll('.json .json-name, .json [class^=json-]')].length")
+    assert shown > 6
+    assert browser.text(".json .tree") == FOX_SHOWN
+    assert browser.text(".json .raw code") == FOX.decode()
+    browser.click("#as-curl")
+    body = str(browser.one("#text-body").get_property("value"))
+    sent = json.loads(body[body.index("{") : body.rindex("'")].replace("'\\''", "'"))
+    assert sent["response_format"]["type"] == "json_schema"
+    assert sent["response_format"]["json_schema"]["schema"]["required"] == ["name", "age", "friends"]
+    browser.click("#text-dialog [data-close]")
+
+
+HUGE = "[" * 60 + "]" * 60
+
+
+def test_what_is_no_tree_stays_text(browser: Browser, url: str) -> None:
+    browser.open(f"{url}/")
+    is_tree = "return module.jsonOf(args[0]) !== null"
+    path = "/web/js/message/tree.js"
+    for text in ('{"a": 1}', " [1, 2]", "{}"):
+        assert browser.module(path, is_tree, text) is True
+    for text in ("[link](https://example.org)", "{", "7", '"text"', HUGE, json.dumps([0] * 5000)):
+        assert browser.module(path, is_tree, text) is False, text
+    hostile = '{"<img src=x onerror=alert(1)>": "<b>x</b>", "__proto__": {"a": null}}'
+    script = "const block = module.jsonBlock(module.jsonOf(args[0]), args[0]);"
+    shown = browser.module(
+        path, script + "return [block.textContent, block.querySelectorAll('img, b').length]", hostile
+    )
+    assert shown[1] == 0
+    assert "<b>x</b>" in shown[0]
+    assert "__proto__" in shown[0]
+
+
+def test_a_long_conversation_is_not_drawn_again_for_an_answer(browser: Browser, url: str) -> None:
+    browser.open(f"{url}/")
+    browser.run(
+        "const messages = []; for (let i = 0; i < 1000; i++) messages.push({role: 'user', content: 'Question ' + i},"
+        "{role: 'assistant', content: '# Answer ' + i + '\\n\\n- `one`\\n- **two**'});"
+        "localStorage['quire.talk.long'] = JSON.stringify({id: 'long', updated: 1, system: '', messages});"
+        "sessionStorage['quire.shown'] = 'long'"
+    )
+    browser.driver.refresh()
+    browser.until(lambda: len(browser.all("#log .message:nth-child(2000)")) == 1)
+    browser.run(
+        "for (const each of document.querySelectorAll('.message')) each.seen = each.querySelector('.prose, .plain')"
+    )
+    browser.fill("#draft", "And now?" + Keys.ENTER)
+    browser.until(lambda: "tokens" in browser.text("#log .message:last-child .note"))
+    again = (
+        "return [...document.querySelectorAll('.message')].filter((each) => each.seen?.isConnected === false).length"
+    )
+    assert browser.run(again) == 1, "of the last one alone, whose buttons change"
+    bottom = "return Math.abs(innerHeight + scrollY - document.documentElement.scrollHeight)"
+    browser.until(lambda: browser.run(bottom) < 2)

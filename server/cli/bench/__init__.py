@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from quire.engine.advice import nearest
+
 PARTS = {
     "serve": "a running server, any that speaks the OpenAI API: throughput and latencies under load",
     "offline": "an engine in this process: tokens per second",
@@ -22,5 +24,8 @@ def main(argv: Sequence[str], started: float) -> int:
     listing = "\n".join(f"  {name:<7}  {text}" for name, text in PARTS.items())
     usage = f"usage: quire bench {{{','.join(PARTS)}}} [flags]\n\n{__doc__}\n\n{listing}"
     asked = bool(argv) and argv[0] in ("-h", "--help")
+    if argv and (near := nearest(argv[0], PARTS)):
+        print(f"quire bench: no {argv[0]!r}; {near}", file=sys.stderr)
+        return 2
     print(usage, file=sys.stdout if asked else sys.stderr)
     return 0 if asked else 2

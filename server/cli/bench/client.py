@@ -8,13 +8,14 @@ request's task wakes up only once, at the end.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable
 from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
 
-from quire.engine.errors import ConfigError
+from quire.server.cli.connect import server_url
 
 TIMEOUT_SECONDS = 1800.0
 ERROR_CHARACTERS = 200
@@ -31,14 +32,21 @@ class StreamError(Exception):
 class StreamClient:
     """Posts to one server. keep_alive: connections are used again if the server keeps them open."""
 
-    def __init__(self, base: str, api_key: str | None = None, *, keep_alive: bool = True) -> None:
-        """`base` may end in /v1 or not. Raises ConfigError if it is not an http or https URL."""
-        parts = urlsplit(base)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"not a server's URL: {base!r}; it looks like http://127.0.0.1:8000")
+    def __init__(
+        self,
+        base: str,
+        api_key: str | None = None,
+        *,
+        keep_alive: bool = True,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        """`base` may end in /v1 or not. `trust`: of certificates; None: the system's. Raises ConfigError if it is no
+        server's URL."""
+        parts = urlsplit(server_url(base))
+        assert parts.hostname is not None
         self._address = (parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme])
-        self._secure = parts.scheme == "https"
-        self._prefix = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._tls = (trust or True) if parts.scheme == "https" else None
+        self._prefix = parts.path + "/v1"
         self._headers = f"Host: {parts.netloc.rpartition('@')[2]}\r\nContent-Type: application/json\r\n"
         if api_key:
             self._headers += f"Authorization: Bearer {api_key}\r\n"
@@ -88,7 +96,7 @@ class StreamClient:
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_connection(_Connection, *self._address, ssl=self._secure or None)
+            _, connection = await loop.create_connection(_Connection, *self._address, ssl=self._tls)
         except OSError as error:
             raise StreamError(f"cannot connect: {error.strerror or error}") from None
         return connection

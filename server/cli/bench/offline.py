@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 
 from quire.engine.config import EngineConfig
-from quire.engine.llm import LLM
-from quire.engine.types import SamplingParams
+from quire.engine.offline.llm import LLM
+from quire.engine.offline.params import SamplingParams
 from quire.server.cli.bench.report import add_report_flags, check_report, write_json
 from quire.server.cli.bench.workload import add_workload_flags, check_workload, random_prompts
 from quire.server.cli.settings import add_flags, parse

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from quire.server.cli.bench.client import StreamClient, StreamError
 from quire.server.cli.bench.report import add_report_flags, check_report, draw, print_table, write_json
 from quire.server.cli.bench.stats import Answer, Failure, Summary, arrivals, latencies, summarize
 from quire.server.cli.bench.workload import add_workload_flags, check_workload, random_prompts, read_prompts
-from quire.server.cli.chat import served_model
+from quire.server.cli.connect import add_server_flags, headers, models, server_url, trusted
 from quire.server.cli.settings import number
 
 WARMUP_TOKENS = 4
@@ -170,9 +169,8 @@ async def measure(args: argparse.Namespace, client: StreamClient, model: str) ->
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quire bench serve", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="the server (%(default)s)")
+    add_server_flags(parser, "http://127.0.0.1:8000")
     parser.add_argument("--model", metavar="NAME", help="the model to ask for; default: the first that it lists")
-    parser.add_argument("--api-key", metavar="KEY", help="default: the variable OPENAI_API_KEY")
     parser.add_argument("--no-keepalive", action="store_true", help="a new connection for every request")
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument(
@@ -205,11 +203,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     check_workload(parser, args)
     check_report(args.json, args.png)
-    api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
-    client = StreamClient(args.url, api_key, keep_alive=not args.no_keepalive)
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=args.url.rstrip("/").removesuffix("/v1") + "/v1", headers=headers) as http:
-        model = args.model or served_model(http)
+    trust = trusted(args.cacert)
+    client = StreamClient(args.url, args.api_key, keep_alive=not args.no_keepalive, trust=trust)
+    base = server_url(args.url, tls=args.cacert is not None) + "/v1"
+    with httpx.Client(base_url=base, headers=headers(args.api_key), verify=trust) as http:
+        model = args.model or models(http)[0]
     measured = uvloop.run(measure(args, client, model))
     summary = summarize(measured.results, measured.seconds)
     report(args, model, measured, summary)

@@ -7,39 +7,99 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from quire.engine.checkpoint.files import read_raw_config, read_stored_weights
+from quire.engine.checkpoint.families import WITH_EXPERTS
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.kv_plan import KV_CODE_SCALE_BYTES, QUANTIZED_BITS
+from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.config import DEMO_MODEL
+from quire.engine.config import load
 from quire.engine.errors import ConfigError
-from quire.server.cli.plan.estimate import UTILIZATION, Wishes, cheapest, estimate
-from quire.server.cli.plan.machine import Machine, find_card, read_cards, this_machine, with_memory
+from quire.engine.lora.modules import planned_modules
+from quire.server.cli.plan.configured import wishes_of
+from quire.server.cli.plan.drafts import planned_draft, speculative_config
+from quire.server.cli.plan.estimate import UTILIZATION, Wishes, estimate
+from quire.server.cli.plan.machine import Machine, divided, find_card, read_cards, this_machine, with_memory
 from quire.server.cli.plan.picture import draw
 from quire.server.cli.plan.report import as_dict, as_table, as_text
+from quire.server.cli.plan.tiers import DISK, Offload
+from quire.server.cli.plan.ways_out import cheapest, lighter
 from quire.server.cli.settings import number
+from quire.server.cli.unknown_flags import dashed, unknown_arguments
+from quire.server.config import ServerConfig
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status: 0 if the model fits, else 1."""
     parser = _parser()
-    args = parser.parse_args(argv)
-    raw, folder = read_raw_config(args.model, args.revision)
+    args, unknown = parser.parse_known_args(dashed(argv))
+    if unknown:
+        parser.exit(2, f"{parser.prog}: {unknown_arguments(unknown, parser._option_string_actions)}")
+    if args.picture is not None and args.picture.suffix.lower() != ".svg":
+        raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
+    config = ServerConfig() if args.config is None else load(ServerConfig, {}, args.config)
+    model = args.model or config.model
+    args.dp = args.dp or config.data_parallel_size
+    raw, folder = read_raw_config(model, args.revision or config.revision)
     sizes = read_sizes(raw)
     stored = None if folder is None else read_stored_weights(folder)
-    wishes = Wishes(args.dtype, args.context, args.concurrency, args.gpu_memory_utilization)
+    wishes = _wishes(args, config, raw)
     if args.gpu == "all":
-        cards = [replace(card, count=args.tp) for card in read_cards().values()]
+        cards = [divided(card, args.tp, args.dp) for card in read_cards().values()]
         print(as_table([estimate(sizes, card, wishes, stored) for card in cards]))
         return 0
     made = estimate(sizes, _machine(args), wishes, stored)
-    better = None if made.fits else cheapest(sizes, wishes, stored)
+    better = None if made.fits or sizes.model_type in WITH_EXPERTS else cheapest(sizes, wishes, stored, args.tp)
+    if args.picture is not None and made.fits and not made.page_bytes:
+        raise ConfigError("--picture: an encoder keeps no KV cache that could be drawn")
     if args.picture is not None:
-        args.picture.write_text(draw(made, args.model), encoding="utf-8")
+        try:
+            args.picture.write_text(draw(made, model), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--picture: cannot write {args.picture}: {error.strerror}") from None
+    light = None if made.fits else lighter(sizes, made.machine, wishes, stored)
     if args.json:
         print(json.dumps(as_dict(made, better), indent=2))
     else:
-        print(as_text(made, args.model, better))
+        told = ("--config", args.config) if args.config is not None else ()
+        print(as_text(replace(made, flags=(*told, *made.flags)), model, better, light))
     return 0 if made.fits else 1
+
+
+def _wishes(args: argparse.Namespace, config: ServerConfig, raw: dict[str, Any]) -> Wishes:
+    """What the flags ask for, and else the settings of --config."""
+    flags = {
+        "dtype": args.dtype,
+        "context": args.context,
+        "concurrency": args.concurrency,
+        "utilization": args.gpu_memory_utilization,
+        "quantization": args.quantization,
+        "quantize_embedding": args.quantize_embedding,
+        "kv_cache_dtype": args.kv_cache_dtype,
+    }
+    wishes = replace(wishes_of(config), **{name: value for name, value in flags.items() if value is not None})
+    wishes = replace(wishes, offload=_offload(args, wishes.offload))
+    max_loras = args.max_loras or (config.max_loras if config.enable_lora else 0)
+    wishes = replace(wishes, draft=planned_draft(args.speculative_config or config.speculative_config))
+    if not max_loras:
+        return wishes
+    return replace(
+        wishes,
+        modules=planned_modules(raw),
+        max_loras=max_loras,
+        max_cpu_loras=args.max_cpu_loras or config.max_cpu_loras,
+        max_lora_rank=args.max_lora_rank or config.max_lora_rank,
+    )
+
+
+def _offload(args: argparse.Namespace, told: Offload) -> Offload:
+    """What the flags ask for below the KV cache, and else what --config does."""
+    return Offload(
+        told.memory if args.kv_offload_memory is None else args.kv_offload_memory,
+        args.kv_offload_dir or told.folder,
+        told.disk if args.kv_offload_disk is None else args.kv_offload_disk,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,9 +108,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model",
         nargs="?",
-        default=DEMO_MODEL,
         metavar="MODEL",
-        help="directory, config.json or hub id; default: the embedded model",
+        help="directory, config.json or hub id; default: what --config names, or the embedded model",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file of quire serve's settings, or a preset; flags go before it"
     )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     where = parser.add_mutually_exclusive_group()
@@ -58,18 +120,40 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--memory", type=positive, metavar="GiB", help="a GPU of so much memory")
     parser.add_argument("--bandwidth", type=positive, metavar="GB/s", help="the device's, if the table lacks it")
     parser.add_argument("--tflops", type=positive, metavar="N", help="the device's 16-bit arithmetic, likewise")
-    parser.add_argument("--tp", type=number(int, 1), default=1, metavar="N", help="devices that share the model")
+    ranks = ("--tensor-parallel-size", "--tp")
+    parser.add_argument(
+        *ranks, dest="tp", type=number(int, 1), default=1, metavar="N", help="GPUs, or processes, that share the model"
+    )
+    replicas = ("--data-parallel-size", "--dp")
+    parser.add_argument(
+        *replicas, dest="dp", type=number(int, 1, 32), metavar="N", help="engines that share the requests"
+    )
     parser.add_argument("--context", type=number(int, 1), metavar="N", help="tokens of a request; default: what fits")
     parser.add_argument("--concurrency", type=number(int, 1), metavar="N", help="requests at once; default: what fits")
     parser.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="weights and KV cache"
+        "--dtype", choices=("auto", "bfloat16", "float16", "float32"), help="weights and KV cache; default: auto"
+    )
+    parser.add_argument("--kv-cache-dtype", choices=("auto", *KV_CODE_SCALE_BYTES), help="the KV cache, in 8 bits")
+    parser.add_argument("--quantization", choices=tuple(QUANTIZED_BITS), help="of the weights at load")
+    parser.add_argument(
+        "--quantize-embedding",
+        action=argparse.BooleanOptionalAction,
+        help="embedding and head to int8 at load; default: with --quantization",
     )
     parser.add_argument(
         "--gpu-memory-utilization",
         type=number(float, 0, 1, above=True),
-        default=UTILIZATION,
         metavar="X",
         help=f"share to use (default: {UTILIZATION})",
+    )
+    parser.add_argument("--kv-offload-memory", type=positive, metavar="GiB", help="of the host's, for earlier KV")
+    parser.add_argument("--kv-offload-dir", metavar="DIR", help="for earlier KV on a disk")
+    parser.add_argument("--kv-offload-disk", type=positive, metavar="GiB", help=f"that it may take (default: {DISK:g})")
+    parser.add_argument("--max-loras", type=number(int, 1, 256), metavar="N", help="adapters in one step")
+    parser.add_argument("--max-cpu-loras", type=number(int, 1), metavar="N", help="adapters in a host's memory")
+    parser.add_argument("--max-lora-rank", type=number(int, 1, 256), metavar="N", help="their largest rank")
+    parser.add_argument(
+        "--speculative-config", type=speculative_config, metavar="JSON", help="as of quire serve: what guesses tokens"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw memory and what fits")
@@ -83,9 +167,9 @@ def _machine(args: argparse.Namespace) -> Machine:
         machine = this_machine() if args.memory is None else with_memory(args.memory)
     if (args.bandwidth is None) != (args.tflops is None) and machine.bandwidth is None:
         raise ConfigError("--bandwidth and --tflops go together: a limit needs both")
-    return replace(
+    machine = replace(
         machine,
-        count=args.tp,
         bandwidth=machine.bandwidth if args.bandwidth is None else args.bandwidth * 1e9,
         flops=machine.flops if args.tflops is None else args.tflops * 1e12,
     )
+    return divided(machine, args.tp, args.dp)

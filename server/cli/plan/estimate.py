@@ -6,23 +6,31 @@ and keys once, and at least as long as its arithmetic. Real steps take longer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from quire.engine.checkpoint.files import StoredWeights, read_raw_config, read_stored_weights, resolve_model
-from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, GIB, fit_pages
-from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
+from quire.engine.checkpoint.kv_plan import (
+    CUDA_CONTEXT_BYTES,
+    DTYPE_BYTES,
+    GIB,
+    KV_CODE_SCALE_BYTES,
+    QUANTIZED_BITS,
+    TABLE_BITS,
+    fit_pages,
+    int8_embedding,
+)
+from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, page_groups
+from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ModelError
-from quire.server.cli.plan.machine import Machine, read_cards
+from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
+from quire.server.cli.plan.drafts import Draft
+from quire.server.cli.plan.machine import PAGE, Machine
+from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
 
-BLOCK_SIZE = 16
-"""Tokens of a page. Some kernels need larger pages; that wastes less than one of these larger pages per request."""
 _DEFAULTS = EngineConfig()
 MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
 STEP_TOKENS = _DEFAULTS.max_num_batched_tokens
 UTILIZATION = _DEFAULTS.gpu_memory_utilization
-_COUNTS = (1, 2, 4, 8)
-"""Numbers of devices that `cheapest` tries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,27 @@ class Wishes:
     max_num_seqs: int = MAX_NUM_SEQS
     kv_cache_memory: float | None = None
     """GiB; None: the server's own rule."""
+    offload: Offload = NO_OFFLOAD
+    """KV below the cache."""
+    backend: str = "auto"
+    """Of attention."""
+    quantization: str | None = None
+    """At load."""
+    kv_cache_dtype: str = "auto"
+    quantize_embedding: bool | None = None
+    """The same of embedding and head; None: with quantization."""
+    max_loras: int = 0
+    """Adapters in one step; 0: none are served."""
+    max_cpu_loras: int | None = None
+    max_lora_rank: int = _DEFAULTS.max_lora_rank
+    modules: Modules = field(default_factory=dict)
+    """That may have adapters."""
+    draft: Draft | None = None
+    """What guesses tokens with weights of its own."""
+    at_once: int = STEP_TOKENS
+    """Most tokens of a sequence in a step."""
+    keeps_all: bool = False
+    """Layers with a sliding window keep all tokens too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +78,38 @@ class Estimate:
     """Bytes of the whole model."""
     weight_source: str
     kv_token_bytes: int
+    block_size: int
+    """Tokens of a page."""
     page_bytes: int
+    """Of all layers, and of what their groups leave unused."""
+    needs: PageNeeds
+    """How many pages a context holds, of the groups of layers."""
     layer_page_bytes: int
     """Bytes of one layer's part of a page, not divided among devices."""
     kv_budget: int
+    device_weight_bytes: int = 0
+    """Of the weights as they are kept."""
+    step_bytes: int = 0
+    """Of the largest step on a GPU."""
+    utilization: float = 1.0
+    """Share of a GPU's memory to use."""
     num_blocks: int = 0
     """Pages that the server will allocate when it is started with `flags`."""
     context: int = 0
     concurrency: int = 0
     """How many full contexts fit at once; no more than --max-num-seqs."""
+    kv_cache_dtype: str = "auto"
+    """What keys and values are held in; auto: `dtype`."""
+    quantized: str | None = None
+    """How the weights are quantized at load."""
     fitting: tuple[tuple[int, int], ...] = ()
     """Pairs of a context length and how many such contexts fit at once, for lengths that are powers of two."""
+    adapter_bytes: int = 0
+    """Of all adapters that are kept at hand."""
+    draft_bytes: int = 0
+    """Of the weights of what guesses tokens."""
+    tiers: tuple[Tier, ...] = ()
+    """Below the KV cache."""
     reasons: tuple[str, ...] = ()
     """Why the model does not fit; empty when it does."""
     flags: tuple[str, ...] = ()
@@ -70,8 +120,24 @@ class Estimate:
         return not self.reasons
 
     @property
+    def beside(self) -> list[str]:
+        """What `device_weight_bytes` counts besides the model's own weights."""
+        return [name for name, size in (("adapters", self.adapter_bytes), ("drafts", self.draft_bytes)) if size]
+
+    @property
     def kv_tokens(self) -> int:
-        return self.kv_budget // self.page_bytes * BLOCK_SIZE
+        return self.kv_budget // self.page_bytes * self.block_size if self.page_bytes else 0
+
+    @property
+    def group_pages(self) -> int:
+        """Pages of single groups for which there is room."""
+        return self.kv_budget // self.page_bytes * len(self.needs.windows) if self.page_bytes else 0
+
+    def context_bytes(self, length: int) -> int:
+        """Of a context's pages, the most that it holds at one time."""
+        if self.needs.windows == (None,):
+            return length * self.kv_token_bytes
+        return self.needs.most(length) * self.page_bytes // len(self.needs.windows)
 
     def decode_limit(self, streams: int, context: int) -> float | None:
         """The most tokens per second of `streams` streams together, each with `context` tokens.
@@ -81,7 +147,7 @@ class Estimate:
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
-        read = self._weight_bytes_of(sizes.touched(streams)) / machine.count
+        read = self.weight_bytes * sizes.share_read(streams) / machine.count
         read += streams * context * self.kv_token_bytes
         work = streams * (2 * sizes.active_parameters + 4 * sizes.attention_width * context) / machine.count
         return streams / max(read / machine.bandwidth, work / machine.flops)
@@ -93,11 +159,8 @@ class Estimate:
             return None
         body = sizes.active_parameters - sizes.head_parameters
         work = tokens * 2 * body + 2 * sizes.head_parameters + 2 * sizes.attention_width * tokens**2
-        read = self._weight_bytes_of(sizes.touched(tokens))
+        read = self.weight_bytes * sizes.share_read(tokens)
         return max(work / machine.flops, read / machine.bandwidth) / machine.count
-
-    def _weight_bytes_of(self, parameters: int) -> float:
-        return self.weight_bytes * parameters / self.sizes.parameters
 
 
 _COMPRESSION_SAVES = 0.24
@@ -124,66 +187,97 @@ def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
     if asked != "auto":
         return asked
     name = sizes.dtype if sizes.dtype in DTYPE_BYTES else "bfloat16"
-    if name == "float16" and not machine.gpu:
+    if name == ("float32" if machine.gpu else "float16") and machine.bf16:
         return "bfloat16"
     return "float16" if name == "bfloat16" and not machine.bf16 else name
 
 
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
-    dtype = serving_dtype(sizes, machine, wishes.dtype)
-    width = DTYPE_BYTES[dtype]
+    width = DTYPE_BYTES[dtype := serving_dtype(sizes, machine, wishes.dtype)]
     weights = weights_by_arithmetic(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
+    in_8_bits = int8_embedding(quantized := wishes.quantization, wishes.quantize_embedding)
+    if quantized is not None:
+        weights = round(
+            (sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8 + sizes.embeddings * width
+        )
+    if in_8_bits:
+        weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
     on_device = weights // machine.count
-    if not machine.gpu and sizes.embeddings < 2 * sizes.head_parameters:
-        on_device += sizes.head_parameters * width  # the CPU kernels make a packed copy of a tied head
-    if machine.compresses and dtype == "bfloat16":
-        linears = on_device - sizes.head_parameters * width  # all but the embedding table
+    if not in_8_bits and not machine.gpu and sizes.embeddings < 2 * sizes.head_parameters:
+        on_device += sizes.head_parameters * width // machine.count  # the CPU kernels pack a copy of a tied head
+    if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
+        linears = on_device - sizes.head_parameters * width // machine.count  # all but the embedding table
         on_device -= round(linears * _COMPRESSION_SAVES)
-    split = min(machine.count, sizes.kv_heads)
-    token = sizes.kv_numbers * width // split
-    page = token * BLOCK_SIZE
-    budget = machine.kv_budget(on_device, step_bytes(sizes, width), wishes.utilization)
+    adapters = adapter_bytes(machine, wishes, width)
+    drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
+    sharing = 1 if machine.gpu else machine.count  # parts of one memory: what one rank alone has takes from all
+    on_device += adapters // sharing + drafts // sharing
+    drafting = None if wishes.draft is None else wishes.draft.sizes
+    own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
+    whole = kv_bytes(sizes, dtype, wishes.kv_cache_dtype)
+    token = whole // (split := min(machine.count, sizes.kv_heads)) + own // sharing
+    kept = token - own // sharing * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
+    block_size = PAGE
+    if wishes.kv_cache_dtype == "auto":  # flash-attn, whose pages are larger, holds no 8 bits
+        block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend)
+    groups = _groups(sizes, wishes, block_size)
+    step = step_bytes(sizes, width)
+    beside = 0 if machine.gpu else wishes.offload.host_bytes // (sharing * machine.replicas)
+    budget = machine.kv_budget(on_device + beside, step, wishes.utilization)
     if wishes.kv_cache_memory is not None:
-        budget = int(wishes.kv_cache_memory * GIB)
+        budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
+    if wishes.draft is not None:
+        seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
+        budget = max(budget - wishes.draft.spare(block_size) * seqs * own * block_size // sharing, 0)
     made = Estimate(
         sizes=sizes,
         machine=machine,
         dtype=dtype,
         weight_bytes=weights,
-        weight_source="config.json" if stored is None else "safetensors headers",
+        weight_source="config.json" if stored is None or quantized else "the files' headers",
         kv_token_bytes=token,
-        page_bytes=page,
-        layer_page_bytes=sizes.kv_numbers * width * BLOCK_SIZE // sizes.num_layers,
+        block_size=block_size,
+        kv_cache_dtype=wishes.kv_cache_dtype,
+        quantized=quantized,
+        page_bytes=(whole * groups.slots // len(sizes.windows) // split + own // sharing) * block_size,
+        needs=PageNeeds(groups.windows, block_size, wishes.at_once),
+        layer_page_bytes=(whole + own) * block_size // sizes.num_layers,
         kv_budget=budget,
+        device_weight_bytes=on_device,
+        step_bytes=step,
+        utilization=wishes.utilization,
+        adapter_bytes=adapters,
+        draft_bytes=drafts,
+        tiers=wishes.offload.share(machine.replicas).tiers(kept * block_size, block_size),
     )
     return _fitted(made, wishes, on_device)
 
 
-def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
-    """Tokens that the KV cache of an engine with this configuration will hold.
+def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
+    keep_all = wishes.keeps_all or wishes.draft is not None or wishes.offload != NO_OFFLOAD
+    return page_groups(sizes.windows, sizes.max_position, block_size, keep_all=keep_all)
 
-    None if no estimate can be made, or none is needed because num_kv_blocks is given. The model's files must exist.
-    """
-    if config.num_kv_blocks is not None:
-        return None
-    try:
-        raw, folder = read_raw_config(str(resolve_model(config.model, config.revision)))
-        stored = read_stored_weights(folder) if folder is not None and config.load_format == "auto" else None
-        wishes = Wishes(
-            dtype=config.dtype,
-            context=config.max_model_len,
-            utilization=config.gpu_memory_utilization,
-            max_num_seqs=config.max_num_seqs,
-            kv_cache_memory=config.kv_cache_memory,
-        )
-        return estimate(read_sizes(raw), machine, wishes, stored).num_blocks * BLOCK_SIZE or None
-    except ModelError:
-        return None
+
+def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    if kv_cache_dtype == "auto":
+        return sizes.kv_numbers * DTYPE_BYTES[dtype]
+    return sizes.kv_numbers + sizes.kv_numbers // sizes.head_dim * KV_CODE_SCALE_BYTES[kv_cache_dtype]
+
+
+def adapter_bytes(machine: Machine, wishes: Wishes, width: int) -> int:
+    """Of adapters of the largest rank on all linears: those in slots, and in a host's memory those kept beside them."""
+    if not wishes.max_loras:
+        return 0
+    count = wishes.max_loras if machine.gpu else kept_adapters(wishes.max_loras, wishes.max_cpu_loras)
+    return count * adapter_numbers(wishes.modules, wishes.max_lora_rank, head=machine.gpu) * width
 
 
 def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
     """The estimate completed with what fits, or with the reasons why it does not. on_device: bytes of the weights."""
+    if not made.page_bytes:
+        return _without_cache(made, wishes, on_device)
     pages = made.kv_budget // made.page_bytes
     longest = made.sizes.max_position
     reasons = _reasons(made, wishes, on_device, pages)
@@ -191,14 +285,30 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
         return replace(made, reasons=tuple(reasons))
     asked = wishes.context
     if asked is None and wishes.concurrency is not None:
-        asked = min(longest, pages // wishes.concurrency * BLOCK_SIZE)
+        asked = made.needs.longest(made.group_pages // wishes.concurrency, longest)
     seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
-    context, needed, blocks = fit_pages(pages, BLOCK_SIZE, max_position=longest, max_num_seqs=seqs, max_model_len=asked)
+    context, needed, blocks = fit_pages(pages, made.needs, max_position=longest, max_num_seqs=seqs, max_model_len=asked)
     flags = []
     if asked is not None or context < longest:
         flags += ["--max-model-len", str(context)]
+    if made.machine.count > 1:
+        flags += ["--tensor-parallel-size", str(made.machine.count)]
+    if made.machine.replicas > 1:
+        flags += ["--data-parallel-size", str(made.machine.replicas)]
     if wishes.dtype != "auto" or made.dtype != made.sizes.dtype:
         flags += ["--dtype", made.dtype]
+    if wishes.quantization is not None:
+        flags += ["--quantization", wishes.quantization]
+    if wishes.kv_cache_dtype != "auto":
+        flags += ["--kv-cache-dtype", wishes.kv_cache_dtype]
+    if wishes.quantize_embedding is not None:
+        flags += ["--quantize-embedding" if wishes.quantize_embedding else "--no-quantize-embedding"]
+    if wishes.max_loras:
+        flags += ["--enable-lora", "--max-loras", str(wishes.max_loras), "--max-lora-rank", str(wishes.max_lora_rank)]
+        if wishes.max_cpu_loras is not None:
+            flags += ["--max-cpu-loras", str(wishes.max_cpu_loras)]
+    if wishes.draft is not None:
+        flags += ["--speculative-config", wishes.draft.asked.model_dump_json(exclude_unset=True)]
     if seqs != MAX_NUM_SEQS:
         flags += ["--max-num-seqs", str(seqs)]
     if made.machine.gpu and wishes.utilization != UTILIZATION:
@@ -206,15 +316,27 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
     if wishes.kv_cache_memory is not None:
         flags += ["--kv-cache-memory", f"{wishes.kv_cache_memory:g}"]
     lengths = [2**power for power in range(9, 24) if 2**power < longest] + [longest]
-    fitting = tuple((length, pages // -(-length // BLOCK_SIZE)) for length in lengths)
+    fitting = tuple((length, made.group_pages // made.needs.most(length)) for length in lengths)
     return replace(
         made,
         num_blocks=blocks,
         context=context,
-        concurrency=min(pages // needed, seqs),
+        concurrency=min(made.group_pages // needed, seqs),
         fitting=tuple((length, count) for length, count in fitting if count),
-        flags=tuple(flags),
+        flags=(*flags, *wishes.offload.flags),
     )
+
+
+def _without_cache(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
+    """Of an encoder, which needs room for its weights alone."""
+    machine = made.machine
+    room = machine.memory * (wishes.utilization if machine.gpu else 1.0)
+    if on_device > room:
+        text = f"the weights take {on_device / GIB:.1f} GiB and {machine.name} has {room / GIB:.1f} GiB to use"
+        return replace(made, reasons=(text,))
+    flags = () if wishes.dtype == "auto" else ("--dtype", made.dtype)
+    context = wishes.context or made.sizes.max_position
+    return replace(made, context=context, concurrency=wishes.max_num_seqs, flags=flags)
 
 
 def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list[str]:
@@ -225,17 +347,17 @@ def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list
     if wishes.context is not None and wishes.context > sizes.max_position:
         return [f"a context of {wishes.context:,} tokens exceeds the model's {sizes.max_position:,} positions"]
     if pages < 1:
-        room = machine.memory * (wishes.utilization if machine.gpu else 1.0)
+        room = machine.memory * wishes.utilization - CUDA_CONTEXT_BYTES if machine.gpu else machine.memory
         each = " on each device" if machine.count > 1 else ""
+        what = " and ".join(["weights", *made.beside]) if made.beside else "the weights"
         return [
-            f"the weights take {on_device / GIB:.1f} GiB{each} and {machine.name} has {room / GIB:.1f} GiB to use: "
+            f"{what} take {on_device / GIB:.1f} GiB{each} and {machine.name} has {room / GIB:.1f} GiB for them: "
             "nothing is left for a KV cache"
         ]
     context, together = wishes.context, wishes.concurrency or 1
-    if context is not None and pages // -(-context // BLOCK_SIZE) < together:
-        needed = together * -(-context // BLOCK_SIZE) * made.page_bytes
-        shorter = pages // together * BLOCK_SIZE
-        fewer = pages // -(-context // BLOCK_SIZE)
+    if context is not None and (fewer := made.group_pages // made.needs.most(context)) < together:
+        needed = together * made.needs.most(context) * made.page_bytes / len(made.needs.windows)
+        shorter = made.needs.longest(made.group_pages // together, context)
         return [
             f"{together} x {context:,} tokens need {needed / GIB:.2f} GiB of KV cache, {made.kv_budget / GIB:.2f} GiB "
             f"are left; {together} x {shorter:,} tokens fit" + (f", or {fewer} x {context:,}" if fewer else "")
@@ -243,14 +365,3 @@ def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list
     if pages < together:
         return [f"{together} requests at once need a page each, and {pages} pages fit"]
     return []
-
-
-def cheapest(sizes: ModelSizes, wishes: Wishes, stored: StoredWeights | None) -> Machine | None:
-    """The GPU of the table with the least memory on which the model fits, or several such GPUs; None if none do."""
-    cards = sorted(read_cards().values(), key=lambda card: (card.memory, card.bandwidth or 0.0))
-    for count in _COUNTS:
-        for card in cards:
-            machine = replace(card, count=count)
-            if estimate(sizes, machine, wishes, stored).fits:
-                return machine
-    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.engine.checkpoint.kv_plan import (
@@ -19,6 +19,12 @@ from quire.engine.errors import ConfigError
 _CARDS = Path(__file__).with_name("cards.toml")
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _CPU = Path("/proc/cpuinfo")
+PAGE, FLASH_PAGE = 16, 256
+"""Tokens of a page: of most attention backends, and of most made of flash-attn."""
+FLASH_PAGES = {"flash3": FLASH_PAGE, "flash4": 128, "flash": FLASH_PAGE, "torch_varlen": FLASH_PAGE}
+"""By the backend that is asked for."""
+FLASH_HEAD_DIM = 256
+"""The largest head size that flash-attn takes; it also needs 16-bit numbers, and a GPU that computes bfloat16."""
 ENGINE_HOST_BYTES = 200 * 2**20
 """Memory that the API and engine processes take besides weights and KV cache; measured on Linux."""
 
@@ -40,6 +46,16 @@ class Machine:
     compresses: bool = False
     """Whether it is a CPU whose kernels compress bfloat16 linear layers to 12 bits."""
     count: int = 1
+    replicas: int = 1
+    """How many such machines, of `count` devices each, serve the same model; these are parts of one CPU's machine."""
+
+    def page_tokens(self, dtype: str, head_dim: int, backend: str = "auto") -> int:
+        """Tokens of a page of the KV cache, which the attention backend decides.
+
+        "auto" is the backend that a GPU would have with everything installed: flash-attn, where it can serve.
+        """
+        flash = self.gpu and self.bf16 and dtype != "float32" and head_dim % 8 == 0 and head_dim <= FLASH_HEAD_DIM
+        return FLASH_PAGE if backend == "auto" and flash else FLASH_PAGES.get(backend, PAGE)
 
     def kv_budget(self, weight_bytes: int, step_bytes: int, utilization: float) -> int:
         """Bytes for the KV cache of each device, by the engine's own rule.
@@ -49,7 +65,8 @@ class Machine:
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
-        return host_kv_budget(self.memory - ENGINE_HOST_BYTES - weight_bytes)
+        parts = self.count * self.replicas
+        return host_kv_budget(parts * (self.memory - ENGINE_HOST_BYTES - weight_bytes)) // parts
 
 
 def read_cards() -> dict[str, Machine]:
@@ -82,8 +99,11 @@ def find_card(name: str) -> Machine:
     if inside := [card for known, card in cards.items() if _words(known) <= words]:
         return max(inside, key=lambda card: len(card.name))
     close = [known for known in cards if asked in _plain(known)]
-    hint = f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(cards)}"
-    raise ConfigError(f"gpu: {name!r} is not in the table; {hint}; or give --memory in GiB", param="gpu")
+    if len(close) == 1 and _plain(close[0]).endswith(asked):  # 4090
+        return cards[close[0]]
+    hint = f"did you mean {' or '.join(close)}" if close else f"it has {', '.join(cards)}"
+    asks = "?" if close else ""
+    raise ConfigError(f"gpu: {name!r} is not in the table; {hint}; or give --memory in GiB{asks}", param="gpu")
 
 
 def this_machine(*, gpu: bool = True) -> Machine:
@@ -96,6 +116,20 @@ def this_machine(*, gpu: bool = True) -> Machine:
             continue
     compresses = _CPU.exists() and " avx512_bf16 " in _CPU.read_text(encoding="utf-8")
     return Machine("this machine's CPU", memory=available_host_bytes(), gpu=False, compresses=compresses)
+
+
+def divided(machine: Machine, ranks: int, replicas: int = 1) -> Machine:
+    """So many such GPUs; or a CPU machine as so many equal parts, for the processes that share its memory and cores: so
+    many ranks of each of so many replicas. Raises ConfigError for replicas on GPUs."""
+    if machine.gpu and replicas > 1:
+        message = "data_parallel_size: replicas are served on CPUs alone so far, not with --gpu or --memory"
+        raise ConfigError(message, param="data_parallel_size")
+    parts = ranks * replicas
+    if machine.gpu or parts == 1:
+        return replace(machine, count=ranks)
+    bandwidth, flops = (None if each is None else each / parts for each in (machine.bandwidth, machine.flops))
+    name, memory = f"part of {machine.name}", machine.memory // parts
+    return replace(machine, name=name, memory=memory, bandwidth=bandwidth, flops=flops, count=ranks, replicas=replicas)
 
 
 def with_memory(gib: float) -> Machine:

@@ -4,52 +4,89 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from quire.engine.checkpoint.families import FAMILIES
-from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, GIB
+from quire.engine.checkpoint.families import WITH_EXPERTS
+from quire.engine.checkpoint.kv_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTES, GIB, KV_CODE_SCALE_BYTES
 from quire.engine.config import DEMO_MODEL
-from quire.server.cli.plan.estimate import BLOCK_SIZE, Estimate
-from quire.server.cli.plan.machine import Machine
-from quire.server.config import ServerConfig
+from quire.server.cli.plan.estimate import Estimate
+from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
 
+MIB = 2**20
 _SHORT = 1024
 """Tokens of context for which the speed of a single stream is given."""
 
 
-def as_text(made: Estimate, name: str, better: Machine | None) -> str:
+def as_text(made: Estimate, name: str, better: Machine | None, lighter: str | None = None) -> str:
+    """better: where else a model that does not fit would; lighter: the --quantization with which it would here."""
     sizes = made.sizes
+    if not made.page_bytes:
+        return _encoder_text(made, name, better)
     active = f", {_count(sizes.active_parameters)} per token" if sizes.experts else ""
-    kept = ", in 12 bits on this CPU" if made.machine.compresses and made.dtype == "bfloat16" else ""
     quantized = f" ({sizes.quantization}, {sizes.bits:g} bits)" if sizes.quantization else ""
+    compressed = made.machine.compresses and made.dtype == "bfloat16" and not quantized
+    kept = ", in 12 bits on this CPU" if compressed else ""
+    kept = f", {made.quantized} at load" if made.quantized else kept
     lines = [
         ("model", f"{sizes.model_type}, {_count(sizes.parameters)} parameters{active}"),
         ("weights", f"{made.dtype}{quantized}: {_size(made.weight_bytes)}, by {made.weight_source}{kept}"),
         (
             "KV",
-            f"{sizes.kv_formula} x {DTYPE_BYTES[made.dtype]} B = {_size(made.kv_token_bytes)} a token"
-            f"{' and device' if made.machine.count > 1 else ''}; a page of {BLOCK_SIZE} tokens "
+            f"{_kv_formula(made)} = {_size(made.kv_token_bytes)} a token"
+            f"{' and device' if made.machine.count > 1 else ''}; a page of {made.block_size} tokens "
             f"{_size(made.page_bytes)}, {_size(made.layer_page_bytes)} per layer",
         ),
+        *([("adapters", f"{_size(made.adapter_bytes)} in all, of linears")] if made.adapter_bytes else []),
+        *([("drafts", f"{_size(made.draft_bytes)} of weights")] if made.draft_bytes else []),
         ("memory", _memory(made)),
     ]
     if made.fits:
-        command = shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [name]), *made.flags])
         lines += [
             ("cache", _cache(made)),
+            *([("below it", _tiers(made))] if made.tiers else []),
             (
                 "fits",
-                f"{made.concurrency:,} x {made.context:,} tokens of {_size(made.context * made.kv_token_bytes)} each",
+                f"{made.concurrency:,} x {made.context:,} tokens of {_size(made.context_bytes(made.context))} each",
             ),
             ("room for", ", ".join(f"{count:,} x {length:,}" for length, count in made.fitting)),
             *_speed(made),
-            ("serve", command),
         ]
+        if not unserved(made):
+            lines.append(("serve", _command(name, made.flags)))
     else:
         lines += [("does not fit", reason) for reason in made.reasons]
+        if lighter is not None:
+            lines.append(("fits with", f"--quantization {lighter}"))
         if better is not None:
             lines.append(("fits on", f"{better.count} x {better.name}" if better.count > 1 else better.name))
     lines += [("note", note) for note in notes(made)]
+    return "\n".join(f"{label:<13} {text}" for label, text in lines)
+
+
+def _kv_formula(made: Estimate) -> str:
+    ways = min(made.machine.count, made.sizes.kv_heads)
+    formula = made.sizes.kv_formula + (f" / {ways} devices" if ways > 1 else "")
+    if made.kv_cache_dtype == "auto":
+        return f"{formula} x {DTYPE_BYTES[made.dtype]} B"
+    scale = KV_CODE_SCALE_BYTES[made.kv_cache_dtype]
+    return f"{formula} x 1 B" + (f", a scale of {scale} B for each head" if scale else "")
+
+
+def _encoder_text(made: Estimate, name: str, better: Machine | None) -> str:
+    """Of a model that keeps no KV cache."""
+    sizes = made.sizes
+    lines = [
+        ("model", f"{sizes.model_type}, {_count(sizes.parameters)} parameters"),
+        ("weights", f"{made.dtype}: {_size(made.weight_bytes)}, by {made.weight_source}"),
+        ("KV", "none: an encoder reads each prompt at once"),
+    ]
+    if made.fits:
+        lines += [("fits", f"prompts of up to {made.context:,} tokens"), ("serve", _command(name, made.flags))]
+    else:
+        lines += [("does not fit", reason) for reason in made.reasons]
+        if better is not None:
+            lines.append(("fits on", better.name))
     return "\n".join(f"{label:<13} {text}" for label, text in lines)
 
 
@@ -66,28 +103,34 @@ def as_dict(made: Estimate, better: Machine | None) -> dict[str, Any]:
         "quantization": sizes.quantization,
         "weight_bytes": made.weight_bytes,
         "weight_source": made.weight_source,
-        "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu},
+        "adapter_bytes": made.adapter_bytes,
+        "draft_bytes": made.draft_bytes,
+        "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
+        | {"replicas": machine.replicas},
         "kv": {
+            "dtype": made.dtype if made.kv_cache_dtype == "auto" else made.kv_cache_dtype,
             "bytes_per_token": made.kv_token_bytes,
-            "block_size": BLOCK_SIZE,
+            "block_size": made.block_size,
             "page_bytes": made.page_bytes,
             "page_bytes_per_layer": made.layer_page_bytes,
             "budget_bytes": made.kv_budget,
             "num_blocks": made.num_blocks,
         },
+        "tiers": [{"name": each.name, "bytes": each.size, "tokens": each.tokens} for each in made.tiers],
         "fits": made.fits,
         "reasons": list(made.reasons),
         "context": made.context,
         "concurrency": made.concurrency,
         "fitting": [{"context": length, "concurrency": count} for length, count in made.fitting],
         "limits": None
-        if machine.bandwidth is None or not made.fits
+        if machine.bandwidth is None or not made.fits or not made.page_bytes
         else {
             "decode_tokens_per_second_alone": made.decode_limit(1, min(_SHORT, made.context)),
             "decode_tokens_per_second_full": made.decode_limit(many, made.context),
             "prefill_seconds": made.prefill_seconds(made.context),
         },
-        "flags": list(made.flags),
+        "served": not unserved(made),
+        "flags": [] if unserved(made) else list(made.flags),
         "fits_on": None if better is None else {"name": better.name, "count": better.count},
         "notes": notes(made),
     }
@@ -115,29 +158,83 @@ def as_table(estimates: Sequence[Estimate]) -> str:
 def notes(made: Estimate) -> list[str]:
     """Reservations about the figures."""
     sizes = made.sizes
-    found = list(sizes.notes)
-    if sizes.model_type not in FAMILIES:
-        found.append(f"Quire does not serve {sizes.model_type or 'this'} models yet: figures only")
-    if sizes.quantization:
-        found.append("Quire does not load quantized weights yet: figures only")
-    if made.machine.count > 1 and "tensor_parallel_size" not in ServerConfig.model_fields:
-        found.append("Quire does not split a model over devices yet: figures only, without the cost of talking")
+    found = [*sizes.notes, *(f"{reason}: figures only" for reason in unserved(made))]
+    if made.machine.replicas > 1:
+        found.append(f"these are the figures of each of {made.machine.replicas} replicas")
     if sizes.sliding:
-        found.append(f"{sizes.sliding} of {sizes.num_layers} layers see a sliding window; all their keys are kept")
+        found.append(f"{sizes.sliding} of {sizes.num_layers} layers see a sliding window; {_saved(made)}")
     return found
+
+
+def _saved(made: Estimate) -> str:
+    if made.needs.windows == (None,):
+        return "all their keys are kept"
+    if not made.fits:
+        return "keys outside of it are not kept"
+    every = -(-made.context // made.block_size) * made.page_bytes
+    saved = 1 - made.context_bytes(made.context) / every
+    return f"keys outside of it are not kept, which saves {saved:.0%} of a context of {made.context:,} tokens"
+
+
+def unserved(made: Estimate) -> list[str]:
+    """Why Quire does not serve the model there; [] where it does."""
+    found = list(made.sizes.unserved)
+    if made.machine.gpu and made.sizes.model_type in WITH_EXPERTS:
+        found.append("Quire serves mixtures of experts on CPUs alone so far")
+    if made.machine.count > 1 and made.machine.gpu:
+        found.append("Quire divides models on CPUs, not among GPUs yet, and their talking is not counted")
+    elif made.machine.count > 1 and made.sizes.model_type in WITH_EXPERTS:
+        found.append("Quire does not divide mixtures of experts among ranks yet")
+    if made.machine.count > 1 and made.tiers:
+        found.append("Quire keeps no pages of several ranks beside their cache yet")
+    return found
+
+
+def _command(name: str, flags: Sequence[str]) -> str:
+    """`quire serve` takes directories; a plan is made of a config.json too."""
+    model = str(Path(name).parent) if name.endswith(".json") else name
+    return shlex.join(["quire", "serve", *([] if name == DEMO_MODEL else [model]), *flags])
+
+
+_ROUNDING = 4
+"""MiB by which four rounded figures may differ."""
 
 
 def _memory(made: Estimate) -> str:
     machine = made.machine
     each = f"{machine.count} x {machine.name}, each" if machine.count > 1 else f"{machine.name},"
-    free = " free" if not machine.gpu else ""
-    return f"{each} {machine.memory / GIB:.1f} GiB{free}: {made.kv_budget / GIB:.2f} GiB for the KV cache"
+    # Whole MiB that add up: what is rounded is in the rough estimate, of the largest step or of what Quire takes.
+    all_of_it, kept, cache = (
+        round(size / MIB) for size in (machine.memory * made.utilization, made.device_weight_bytes, made.kv_budget)
+    )
+    others = "".join(f" and {name}" for name in made.beside)
+    weights = f"{kept:,} MiB of weights{others}"
+    if not machine.gpu:
+        total, own = round(machine.memory / MIB), round(ENGINE_HOST_BYTES / MIB)
+        left = f"{total - own - kept:,} MiB; of it {cache:,} MiB for the KV cache"
+        return f"{each} {total:,} MiB free - {own:,} MiB for Quire - {weights} = {left}"
+    cuda = round(CUDA_CONTEXT_BYTES / MIB)
+    whole = f"{machine.memory / MIB:,.0f} MiB x {made.utilization:g} = {all_of_it:,} MiB"
+    step = round(made.step_bytes / MIB)
+    if all_of_it < cuda + kept:
+        return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights}: {cuda + kept - all_of_it:,} MiB too few"
+    room = all_of_it - cuda - kept - step
+    if room > cache + _ROUNDING:  # less than fits was asked for
+        left = f"{room:,} MiB; of it {cache:,} MiB for the KV cache"
+    else:
+        step, left = max(all_of_it - cuda - kept - cache, 0), f"{cache:,} MiB for the KV cache"
+    return f"{each} {whole} - {cuda:,} MiB for CUDA - {weights} - {step:,} MiB for the largest step = {left}"
 
 
 def _cache(made: Estimate) -> str:
-    tokens = made.num_blocks * BLOCK_SIZE
+    tokens = made.num_blocks * made.block_size
     all_used = f": all that {made.concurrency:,} full contexts (--max-num-seqs) use" if tokens < made.kv_tokens else ""
     return f"{made.num_blocks:,} pages = {tokens:,} tokens = {_size(made.num_blocks * made.page_bytes)}{all_used}"
+
+
+def _tiers(made: Estimate) -> str:
+    kinds = {"host": "pinned memory of the host" if made.machine.gpu else "memory, set aside", "disk": "disk"}
+    return "; ".join(f"{_size(each.size)} of {kinds[each.name]} = {each.tokens:,} tokens" for each in made.tiers)
 
 
 def _speed(made: Estimate) -> list[tuple[str, str]]:

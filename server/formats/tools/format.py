@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from quire.engine.text.described_tools import EXAMPLE
 from quire.server.formats.tools.sink import CallDelta, Sink
 from quire.server.formats.tools.source import Source, Steps, first_of, held_back
 
@@ -27,7 +28,7 @@ class Tool:
 Tools = Mapping[str, Tool]
 """By name."""
 Token = Callable[[str], str]
-"""Writes a marker for a Lark grammar: as a special token where the vocabulary has one, otherwise as text."""
+"""Writes a literal for a Lark grammar: what the vocabulary has as special tokens as these, the rest as text."""
 
 
 class ToolFormat(ABC):
@@ -37,6 +38,13 @@ class ToolFormat(ABC):
     """The texts that calls begin with. They may be special tokens; the parser sees them all the same."""
     other_markers: ClassVar[tuple[str, ...]] = ()
     """Special tokens inside and behind calls."""
+    example: ClassVar[str] = EXAMPLE
+    """A call, for a model that is told in words how to write one."""
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """All texts of calls in which special tokens may stand."""
+        return (*self.markers, *self.other_markers)
 
     def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
         """Read an answer to its end; the text left in the source is content."""

@@ -4,23 +4,63 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from quire.server.formats.tools import strict_json
 from quire.server.formats.tools.sink import Sink
 from quire.server.formats.tools.source import Source, Steps
 
-HEAD = re.compile(
-    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
-    r'\s*"(?:arguments|parameters)"\s*:\s*'
-)
-"""A call up to its arguments, with the keys in the usual order: its arguments can be passed on as they come."""
 FIRST_KEY = re.compile(r'\s*\{\s*"((?:[^"\\]|\\.)*)"')
-KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
-"""The keys that a call may begin with. An object that begins with another is content, and is not held back."""
 PLAIN = frozenset('{}[]:,"+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \t\n\r')
 """All characters that JSON has outside strings."""
 CLOSING = {"{": "}", "[": "]"}
+
+
+@dataclass(frozen=True)
+class JsonKeys:
+    """How the object of a call names its parts."""
+
+    name: str = "name"
+    arguments: str = "arguments"
+    more: tuple[str, ...] = ("type", "id")
+    """Keys of its other parts."""
+    inside: str = ""
+    """If name and arguments stand in an object inside the call's: the key of that."""
+
+    @property
+    def first(self) -> frozenset[str]:
+        """The keys that a call may begin with. An object that begins with another is content, and is not held back."""
+        return frozenset({self.name, self.arguments, "name", "arguments", "parameters", *self.more, self.inside})
+
+    @cached_property
+    def head(self) -> re.Pattern[str]:
+        """A call up to its arguments, with the keys in the usual order: its arguments can be passed on as they come."""
+        more = "|".join(map(re.escape, self.more)) or "type"
+        skipped = rf'(?:"(?:{more})"\s*:\s*(?:"(?:[^"\\]|\\.)*"|\d+)\s*,\s*)*'
+        inner = rf'"{re.escape(self.inside)}"\s*:\s*\{{\s*' if self.inside else ""
+        name, arguments = re.escape(self.name), re.escape(self.arguments)
+        return re.compile(
+            rf'\s*\{{\s*{skipped}{inner}{skipped}"(?:{name}|name)"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
+            rf'\s*"(?:{arguments}|arguments|parameters)"\s*:\s*'
+        )
+
+    @property
+    def depth(self) -> int:
+        """How many objects are open where the arguments have begun."""
+        return 3 if self.inside else 2
+
+    def parts(self, call: dict[str, Any]) -> tuple[Any, Any]:
+        """The name and the arguments of a whole call."""
+        inner = call.get(self.inside, call)
+        if not isinstance(inner, dict):
+            return None, None
+        name = inner.get(self.name, inner.get("name"))
+        return name, inner.get(self.arguments, inner.get("arguments", inner.get("parameters")))
+
+
+USUAL = JsonKeys()
 
 
 class Scanner:
@@ -77,10 +117,10 @@ class Scanner:
                 self.broken = True
 
 
-def read_arguments(source: Source, sink: Sink) -> Steps[None]:
+def read_arguments(source: Source, sink: Sink) -> Steps[bool]:
     """Pass on the JSON object that comes next as the open call's arguments, and close the call at its end.
 
-    The call is left open where the text ends early or has a character that breaks the JSON.
+    False: the call is left open, because the text ends early or has a character that breaks the JSON.
     """
     scanner = Scanner()
     while True:
@@ -88,27 +128,28 @@ def read_arguments(source: Source, sink: Sink) -> Steps[None]:
         if scanner.done:
             sink.close()
         if scanner.done or scanner.broken or source.closed:
-            return
+            return scanner.done
         yield
 
 
-def read_call(source: Source, sink: Sink, names: Container[str] | None = None) -> Steps[bool]:
-    """Read a call {"name": …, "arguments": {…}}, or with "parameters".
+def read_call(source: Source, sink: Sink, names: Container[str] | None = None, keys: JsonKeys = USUAL) -> Steps[bool]:
+    """Read a call {"name": …, "arguments": {…}}, or with "parameters", or with the keys given.
 
     False, with nothing taken, when something else comes, or a name that is not among `names`.
     """
     scanner = Scanner()
     position = 0
-    while not (scanner.done or scanner.broken or scanner.depth == 2):
-        position = scanner.scan(source.text, position, stop_depth=2)
+    depth = keys.depth
+    while not (scanner.done or scanner.broken or scanner.depth == depth):
+        position = scanner.scan(source.text, position, stop_depth=depth)
         first = FIRST_KEY.match(source.text)
-        if first is not None and first[1] not in KEYS:
+        if first is not None and first[1] not in keys.first:
             return False
         if source.closed and position == len(source.text):
             break
-        if position == len(source.text) and not (scanner.done or scanner.depth == 2):
+        if position == len(source.text) and not (scanner.done or scanner.depth == depth):
             yield
-    head = HEAD.fullmatch(source.text[: position - 1]) if scanner.depth == 2 else None
+    head = keys.head.fullmatch(source.text[: position - 1]) if scanner.depth == depth else None
     if head is not None and source.text[position - 1] == "{":
         name = _decoded(head[1])
         if name is None or (names is not None and name not in names):
@@ -116,14 +157,14 @@ def read_call(source: Source, sink: Sink, names: Container[str] | None = None) -
         sink.open(name)
         source.take(position - 1)
         yield from read_arguments(source, sink)
-        yield from _take_rest(source)
+        yield from _take_rest(source, depth - 1)
         return True
-    return (yield from _read_whole(source, sink, names))
+    return (yield from _read_whole(source, sink, names, keys))
 
 
-def _take_rest(source: Source) -> Steps[None]:
-    """Take the text between the arguments and the end of the call's object."""
-    scanner = Scanner("{")
+def _take_rest(source: Source, depth: int) -> Steps[None]:
+    """Take the text between the arguments and the end of the call's object, which is `depth` objects deep."""
+    scanner = Scanner("{" * depth)
     while True:
         source.take(scanner.scan(source.text))
         if scanner.done or scanner.broken or source.closed:
@@ -131,7 +172,7 @@ def _take_rest(source: Source) -> Steps[None]:
         yield
 
 
-def _read_whole(source: Source, sink: Sink, names: Container[str] | None) -> Steps[bool]:
+def _read_whole(source: Source, sink: Sink, names: Container[str] | None, keys: JsonKeys) -> Steps[bool]:
     """Read a call with another order of keys, or with its arguments in a string. Waits for all of it."""
     scanner = Scanner()
     position = scanner.scan(source.text)
@@ -139,10 +180,9 @@ def _read_whole(source: Source, sink: Sink, names: Container[str] | None) -> Ste
         yield
         position = scanner.scan(source.text, position)
     call = _object(source.text[:position]) if scanner.done else None
-    name = None if call is None else call.get("name")
-    if call is None or not isinstance(name, str) or (names is not None and name not in names):
+    name, arguments = (None, None) if call is None else keys.parts(call)
+    if not isinstance(name, str) or (names is not None and name not in names):
         return False
-    arguments = call.get("arguments", call.get("parameters"))
     if not isinstance(arguments, str):
         arguments = strict_json.write({} if arguments is None else arguments)
     if not strict_json.writable(name + arguments):

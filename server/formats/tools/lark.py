@@ -6,14 +6,11 @@ An expression is a string of Lark; a call is a list of expressions in their orde
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.engine.text.grammar import json_rule
 from quire.server.formats.tools.format import Schema, Tool
-
-XML_VALUE_END = "\n</parameter>\n"
-RULES = f"xml_value[suffix={json.dumps(XML_VALUE_END)}]: /(?s:.*)/\n"
 
 
 def grammar_of(
@@ -37,8 +34,7 @@ def grammar_of(
     rules = [f"start: {' '.join(whole)}"] if must else _optional(whole, unlike)
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(calls))))
     rules += [f"call_{index}: {' '.join(call)}" for index, call in enumerate(calls)]
-    body = "\n".join(rules) + "\n"
-    return body + RULES if "xml_value" in body else body
+    return "\n".join(rules) + "\n"
 
 
 def _optional(calls: Sequence[str], unlike: str | None) -> list[str]:
@@ -74,14 +70,17 @@ def arguments_of(tool: Tool) -> str:
 def keyword_call(tool: Tool) -> list[str]:
     """f(a=1, b=2), with the arguments in the schema's order; those not required may be left out."""
     arguments = [(f"{text(name + '=')} {json_rule(schema)}", required) for name, schema, required in properties(tool)]
-    return [text(f"{tool.name}("), *_comma_separated(arguments), text(")")]
+    return [text(f"{tool.name}("), *separated(arguments, text(", ")), text(")")]
 
 
-def _comma_separated(items: Sequence[tuple[str, bool]]) -> list[str]:
-    """The items that are present, with commas between. There is one alternative for each item that may come first."""
+def separated(items: Sequence[tuple[str, bool]], separator: str) -> list[str]:
+    """The items that are present, each with whether it must be, with the separator, an expression, between.
+
+    There is one alternative for each item that may come first.
+    """
     alternatives = []
     for index, (item, required) in enumerate(items):
-        rest = [f'(", " {later})' + ("" if needed else "?") for later, needed in items[index + 1 :]]
+        rest = [f"({separator} {later})" + ("" if needed else "?") for later, needed in items[index + 1 :]]
         alternatives.append(" ".join([item, *rest]))
         if required:
             break
@@ -89,21 +88,6 @@ def _comma_separated(items: Sequence[tuple[str, bool]]) -> list[str]:
         return []
     skippable = "" if any(required for _, required in items) else "?"
     return [f"( {' | '.join(alternatives)} ){skippable}"]
-
-
-def xml_parameters(tool: Tool, is_string: Callable[[Any], bool]) -> list[str]:
-    """<parameter=key>, the value on lines of its own, </parameter>, for each property in the schema's order."""
-    parameters = []
-    for name, schema, required in properties(tool):
-        begin = text(f"<parameter={name}>\n")
-        if not is_string(schema):
-            body = f"{json_rule(schema)} {text(XML_VALUE_END)}"
-        elif "enum" in schema:
-            body = f"( {' | '.join(text(str(value)) for value in schema['enum'])} ) {text(XML_VALUE_END)}"
-        else:
-            body = "xml_value"
-        parameters.append(f"( {begin} {body} ){'' if required else '?'}")
-    return parameters
 
 
 def properties(tool: Tool) -> list[tuple[str, Any, bool]]:

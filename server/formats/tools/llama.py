@@ -23,6 +23,7 @@ class LlamaJson(ToolFormat):
 
     markers = ("<|python_tag|>", "<|python_start|>")
     other_markers = ("<|python_end|>",)
+    example = '{"name": "<function-name>", "parameters": <args-json-object>}'
 
     def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
         if (yield from source.word()) == "{":
@@ -52,6 +53,7 @@ class Pythonic(ToolFormat):
 
     markers = ("<|python_start|>", "<|tool_call_start|>")
     other_markers = ("<|python_end|>", "<|tool_call_end|>")
+    example = "[<function-name>(<parameter-name>=<value>, ...)]"
 
     def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
         if (yield from source.word()) == "[":

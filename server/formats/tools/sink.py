@@ -33,8 +33,11 @@ class Sink:
         self._calls: list[CallDelta] = []
         self._space = ""
         self._arguments: list[str] = []
+        self._ids: set[str] = set()
         self._opened = 0
         self._complete = 0
+        self.last_complete = False
+        """Whether the call opened last was closed with arguments that are JSON."""
 
     @property
     def all_complete(self) -> bool:
@@ -48,13 +51,16 @@ class Sink:
         if shown:
             self._content.append(shown)
 
-    def open(self, name: str) -> None:
-        """A call begins."""
+    def open(self, name: str, id: str = "") -> None:
+        """A call begins. `id`: what the model wrote as its id, if it may stand; ids are unique in a message."""
         self._space = ""
         self._arguments = []
+        self.last_complete = False
         self._opened += 1
         if self._kept:
-            self._calls.append(CallDelta(self._opened - 1, id=self._new_id(), name=name))
+            id = id if id and id not in self._ids else self._new_id()
+            self._ids.add(id)
+            self._calls.append(CallDelta(self._opened - 1, id=id, name=name))
 
     def arguments(self, piece: str) -> None:
         """More of the open call's arguments, as JSON text."""
@@ -66,11 +72,14 @@ class Sink:
 
     def close(self) -> None:
         """The open call is complete."""
+        if self.last_complete:
+            return
         try:
             strict_json.parse("".join(self._arguments))
         except ValueError:
             return
         self._complete += 1
+        self.last_complete = True
 
     def call(self, name: str, arguments: str) -> None:
         """Add a call that was read as a whole."""

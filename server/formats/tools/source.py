@@ -45,6 +45,35 @@ class Source:
         self.text = text + self.text
         self._taken[-1] = self._taken[-1].removesuffix(text)
 
+    def here(self) -> int:
+        """A place to which `back` can return, as long as no new mark is set."""
+        return len(self._taken)
+
+    def back(self, place: int) -> None:
+        """Put back all text taken since `here` gave this place."""
+        self.text = "".join(self._taken[place:]) + self.text
+        del self._taken[place:]
+
+    def loosely(self, literal: str) -> Steps[bool]:
+        """Take `literal`, with whatever white space. False, with nothing taken, when something else comes next."""
+        wanted = "".join(literal.split())
+        while True:
+            end = loose_end(self.text, wanted)
+            if end is not None:
+                self.take(max(end, 0))
+                return end >= 0
+            if self.closed:
+                return False
+            yield
+
+    def exactly(self, literal: str) -> Steps[bool]:
+        """Take `literal` if it comes next, character by character."""
+        while not self.closed and len(self.text) < len(literal) and literal.startswith(self.text):
+            yield
+        found = self.text.startswith(literal)
+        self.take(len(literal) if found else 0)
+        return found
+
     def follows(self, literal: str) -> Steps[bool]:
         """Whether `literal` comes next, behind white space. If so, both are taken, otherwise nothing."""
         while True:
@@ -76,6 +105,21 @@ class Source:
         return text[:1]
 
 
+def loose_end(text: str, wanted: str) -> int | None:
+    """Where `wanted` ends, read from the text's beginning over white space; -1: something else is there; None: the text
+    ends before that is decided."""
+    place = 0
+    for character in wanted:
+        while place < len(text) and text[place].isspace():
+            place += 1
+        if place == len(text):
+            return None
+        if text[place] != character:
+            return -1
+        place += 1
+    return place
+
+
 def first_of(text: str, literals: tuple[str, ...]) -> tuple[int, str] | None:
     """Where the first of the literals in the text begins, and which it is."""
     found = [(start, literal) for literal in literals if (start := text.find(literal)) >= 0]
@@ -84,7 +128,7 @@ def first_of(text: str, literals: tuple[str, ...]) -> tuple[int, str] | None:
 
 def held_back(text: str, literals: tuple[str, ...]) -> int:
     """How many characters at the end of the text may be the beginning of a literal."""
-    longest = max(map(len, literals))
+    longest = max(map(len, literals), default=0)
     tail = text[-longest:]
     return max(
         (len(tail) - start for start in range(len(tail)) if any(one.startswith(tail[start:]) for one in literals)),

@@ -1,21 +1,27 @@
-"""All tool formats, and which of them a chat template uses."""
+"""All tool formats that have a name, and which of them a chat template uses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.server.formats.tools.deepseek import CALLS_BEGIN, DeepSeek, DeepSeek31
+from quire.server.formats.tools import known
 from quire.server.formats.tools.format import ToolFormat
-from quire.server.formats.tools.hermes import Hermes
 from quire.server.formats.tools.llama import LlamaJson, Pythonic
-from quire.server.formats.tools.mistral import Mistral, MistralNamed
-from quire.server.formats.tools.qwen_xml import QwenXml, SeedOss
 
 
 def _other_calls(text: str) -> bool:
     """Whether a template uses Hermes' marker for another format, as those of GLM 4.5 and Apriel 1.5 do."""
     return "<arg_key>" in text or "<tool_calls>[" in text
+
+
+PYTHONIC = (
+    "func_name1(params_name1=",
+    "<|tool_call_start|>",
+    "List of tools: [",
+    "List of tools: <|tool_list_start|>[",
+)
+"""Texts of templates whose models write Python's calls, though LFM2's show none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +35,18 @@ class Row:
 
 
 TABLE = (
-    Row("deepseek_v3", DeepSeek(), lambda text: CALLS_BEGIN in text and "```json" in text),
-    Row("deepseek_v31", DeepSeek31(), lambda text: CALLS_BEGIN in text),
-    Row("mistral_args", MistralNamed(), lambda text: "[TOOL_CALLS]" in text and "[ARGS]" in text),
-    Row("mistral", Mistral(), lambda text: "[TOOL_CALLS]" in text),
-    Row("seed_oss", SeedOss(), lambda text: "seed:tool_call" in text),
-    Row("qwen3_coder", QwenXml(), lambda text: "<function=" in text and "<parameter=" in text),
-    Row("hermes", Hermes(), lambda text: "<tool_call>" in text and '"arguments"' in text and not _other_calls(text)),
-    Row("pythonic", Pythonic(), lambda text: "func_name1(params_name1=" in text or "<|tool_call_start|>" in text),
+    Row("deepseek_v3", known.DEEPSEEK, lambda text: known.CALLS_BEGIN in text and "```json" in text),
+    Row("deepseek_v31", known.DEEPSEEK_31, lambda text: known.CALLS_BEGIN in text),
+    Row("mistral_args", known.MISTRAL_NAMED, lambda text: "[TOOL_CALLS]" in text and "[ARGS]" in text),
+    Row("mistral", known.MISTRAL, lambda text: "[TOOL_CALLS]" in text),
+    Row("seed_oss", known.SEED_OSS, lambda text: "seed:tool_call" in text),
+    Row("qwen3_coder", known.QWEN_XML, lambda text: "<function=" in text and "<parameter=" in text),
+    Row(
+        "hermes", known.HERMES, lambda text: "<tool_call>" in text and '"arguments"' in text and not _other_calls(text)
+    ),
+    Row("openai", known.HARMONY, lambda text: "<|channel|>commentary" in text and "functions." in text),
+    Row("granite", known.GRANITE, lambda text: "<|tool_call|>" in text and "available_tools" in text),
+    Row("pythonic", Pythonic(), lambda text: any(one in text for one in PYTHONIC)),
     Row("llama3_json", LlamaJson(), lambda text: '{"name": function name, "parameters":' in text),
 )
 """A template uses the format of the first row that fits."""

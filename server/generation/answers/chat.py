@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from quire.server.encoding import encode_json
 from quire.server.formats.tools.sink import CallDelta
 from quire.server.generation.answers.logprobs import chat_logprobs
-from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.answers.writer import ChunkWriter
 from quire.server.generation.choice import ChoiceDelta, TokenText
 from quire.server.generation.fold import Answer
 from quire.server.generation.generation import Usage
 
 
-class ChatWriter(AnswerWriter):
+class ChatWriter(ChunkWriter):
     CHUNK = "chat.completion.chunk"
+    BEFORE_TEXT = b'[{"index":%d,"token_ids":null,"delta":{'
     AFTER_TEXT = b"}"
     UNFINISHED = b',"logprobs":null,"finish_reason":null'
 
     def first(self) -> bytes:
-        """The role of each choice, before the first step."""
-        delta = b'[{"index":%d,"delta":{"role":"assistant","content":""'
-        return b"".join([self._opening + delta % index + self._running for index in range(self._spec.num_choices)])
+        """The role of each choice, and the prompt's token ids, before the first step."""
+        ids = self._spec.prompts[0].ids if self._spec.token_ids else None
+        opening = self._head.opening(self.CHUNK, {"prompt_token_ids": ids})
+        delta = b'[{"index":%d,"token_ids":null,"delta":{"role":"assistant","content":""'
+        return b"".join([opening + delta % index + self._running for index in range(self._spec.num_choices)])
 
     def _events(self, delta: ChoiceDelta) -> bytes:
         """Reasoning, content and each call are events of their own: some clients read only one of them in an event."""
         if delta.reasoning or delta.calls:
             rest = msgspec.structs.replace(delta, text="") if delta.calls else delta
-            more = rest.text or rest.tokens or rest.finish_reason or rest.token_ids or rest.prompt_ids
+            more = rest.text or rest.tokens or rest.finish_reason or rest.token_ids
             return self._extra_events(delta) + (self._content_event(rest) if more else b"")
         return self._content_event(delta)
 
@@ -41,20 +43,19 @@ class ChatWriter(AnswerWriter):
         if delta.calls and delta.text:
             parts.append(b'"content":' + encode_json(delta.text))
         parts += [b'"tool_calls":' + encode_json([_call_delta(call)]) for call in delta.calls]
-        opening = b'%b[{"index":%d,"delta":{' % (self._opening, delta.index)
+        opening = self._opening_of(delta.index)
         return b"".join([opening + part + self._running for part in parts])
 
     def _content_event(self, delta: ChoiceDelta) -> bytes:
-        content = b'"content":' + encode_json(delta.text) if delta.text else b""
-        token_ids = b'"token_ids":%b,' % encode_json(delta.token_ids) if delta.token_ids else b""
-        opening = self._opening
-        if delta.prompt_ids is not None:
-            opening = self._head.opening(self.CHUNK, {"prompt_token_ids": delta.prompt_ids})
-        return self._closed(b'%b[{"index":%d,%b"delta":{%b' % (opening, delta.index, token_ids, content), delta)
+        opening = self._opening_of(delta.index)
+        if self._spec.token_ids:
+            ids = encode_json(delta.token_ids)
+            opening = b'%b[{"index":%d,"token_ids":%b,"delta":{' % (self._opening, delta.index, ids)
+        return self._closed(opening + b'"content":' + encode_json(delta.text) if delta.text else opening, delta)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [self._choice(answer, {"message": _message(answer)}) for answer in answers]
-        fields = self._head.fields("chat.completion")
+        fields = self._fields("chat.completion")
         return encode_json({**fields, "choices": choices, "usage": usage.as_dict(), **self._prompt(answers[0])})
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
@@ -62,11 +63,11 @@ class ChatWriter(AnswerWriter):
 
 
 def _message(answer: Answer) -> dict[str, object]:
-    calls: list[dict[str, Any]] = []
-    for delta in answer.calls:
-        if delta.name is not None:
-            calls.append({"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": ""}})
-        calls[delta.index]["function"]["arguments"] += delta.arguments
+    calls = [
+        {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.text}}
+        for part in answer.parts.all
+        if part.kind == "call"
+    ]
     message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.reasoning:
         message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}

@@ -6,28 +6,28 @@ from collections.abc import Sequence
 
 from quire.server.encoding import encode_json
 from quire.server.generation.answers.logprobs import completion_logprobs
-from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.answers.writer import ChunkWriter
 from quire.server.generation.choice import ChoiceDelta, TokenText
 from quire.server.generation.fold import Answer
 from quire.server.generation.generation import Usage
 
 
-class CompletionWriter(AnswerWriter):
+class CompletionWriter(ChunkWriter):
     CHUNK = "text_completion"
+    BEFORE_TEXT = b'[{"index":%d,"prompt_token_ids":null,"token_ids":null,"text":'
     AFTER_TEXT = b""
     UNFINISHED = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
 
     def _events(self, delta: ChoiceDelta) -> bytes:
-        text = b'%b[{"index":%d,"text":%b' % (self._opening, delta.index, encode_json(delta.text))
-        if delta.prompt_ids is not None:
-            text += b',"prompt_token_ids":' + encode_json(delta.prompt_ids)
-        if delta.token_ids:
-            text += b',"token_ids":' + encode_json(delta.token_ids)
-        return self._closed(text, delta)
+        opening = self._opening_of(delta.index)
+        if self._spec.token_ids:
+            about = self._opening, delta.index, encode_json(delta.prompt_ids), encode_json(delta.token_ids)
+            opening = b'%b[{"index":%d,"prompt_token_ids":%b,"token_ids":%b,"text":' % about
+        return self._closed(opening + encode_json(delta.text), delta)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         choices = [self._choice(answer, {"text": answer.text}) | self._prompt(answer) for answer in answers]
-        return encode_json({**self._head.fields(self.CHUNK), "choices": choices, "usage": usage.as_dict()})
+        return encode_json({**self._fields(self.CHUNK), "choices": choices, "usage": usage.as_dict()})
 
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)

@@ -1,4 +1,5 @@
-"""What the writers of all endpoints share: the head of an answer, and the ends of its choices and chunks."""
+"""What writers of answers do, and what those of OpenAI's completions share: the head of an answer, and the ends of its
+choices and chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import DONE, END, encode_json
+from quire.server.encoding import DONE, END, PING, encode_json
+from quire.server.errors import stream_error
 from quire.server.generation.answers.head import Head
 from quire.server.generation.answers.logprobs import prompt_logprobs
 from quire.server.generation.choice import ChoiceDelta, TokenText
@@ -17,10 +19,46 @@ from quire.server.generation.spec import GenerationSpec
 
 
 class AnswerWriter(ABC):
-    """Writes deltas as server-sent events, and whole answers as one body. Constant parts are encoded once."""
+    """Writes one call's deltas as server-sent events, or its whole answers as one body."""
+
+    PING: ClassVar[bytes] = PING
+    """What a silent stream sends to stay alive."""
+    _usage: Usage | None = None
+    weights_version: str = ""
+    """Of the weights that computed the last token so far; told before each step and the end."""
+
+    def tell_usage(self, usage: Usage) -> None:
+        """The usage so far, told before each step where the spec has continuous_usage."""
+        self._usage = usage
+
+    def first(self) -> bytes:
+        """The events before the first step."""
+        return b""
+
+    @abstractmethod
+    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        """The events of a step."""
+
+    @abstractmethod
+    def last(self, usage: Usage) -> bytes:
+        """The events after the last step."""
+
+    def failed(self, error: Exception) -> bytes:
+        """The last event of a stream that an error ends."""
+        return stream_error(error)
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed."""
+
+
+class ChunkWriter(AnswerWriter):
+    """Writes chunks of OpenAI's completions. Constant parts are encoded once."""
 
     CHUNK: ClassVar[str]
     """The `object` of a chunk."""
+    BEFORE_TEXT: ClassVar[bytes]
+    """Opens the part of a choice that has the text; %d is the choice's index, and token ids are null."""
     AFTER_TEXT: ClassVar[bytes]
     """Closes the part of a choice that has the text."""
     UNFINISHED: ClassVar[bytes]
@@ -28,35 +66,29 @@ class AnswerWriter(ABC):
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._spec = spec
-        self._head = Head(spec.id, spec.model, fingerprint)
+        self._head = Head(spec.answer_id, spec.model, spec.fingerprint(fingerprint))
         self._tokenizer = tokenizer
         self._opening = self._head.opening(self.CHUNK)
+        self._openings: dict[int, bytes] = {}
+        """By choice: the begin of its chunks, up to the text."""
         self._end_chunks(b'}],"usage":null}' + END if spec.include_usage else b"}]}" + END)
 
     def tell_usage(self, usage: Usage) -> None:
-        """Set the usage that chunks give from now on."""
+        """Chunks give this usage from now on."""
         self._end_chunks(b'}],"usage":%b}%b' % (encode_json(usage.as_dict()), END))
 
     def _end_chunks(self, close: bytes) -> None:
         self._close = close
         self._running = self.AFTER_TEXT + self.UNFINISHED + close
 
-    def first(self) -> bytes:
-        """The events before the first step."""
-        return b""
-
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        return b"".join([self._events(delta) for delta in deltas])
+        return self._events(deltas[0]) if len(deltas) == 1 else b"".join(map(self._events, deltas))
 
     def last(self, usage: Usage) -> bytes:
-        """The events after the last step."""
         if not self._spec.include_usage:
             return DONE
-        return self._opening + b'[],"usage":' + encode_json(usage.as_dict()) + b"}" + END + DONE
-
-    @abstractmethod
-    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
+        end = self._with_version(b'[],"usage":' + encode_json(usage.as_dict()) + b"}" + END)
+        return self._opening + end + DONE
 
     @abstractmethod
     def _events(self, delta: ChoiceDelta) -> bytes:
@@ -65,18 +97,30 @@ class AnswerWriter(ABC):
     @abstractmethod
     def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]: ...
 
+    def _opening_of(self, index: int) -> bytes:
+        """The begin of a choice's chunk without token ids, up to the text."""
+        opening = self._openings.get(index)
+        if opening is None:
+            opening = self._openings[index] = self._opening + self.BEFORE_TEXT % index
+        return opening
+
     def _closed(self, event: bytes, delta: ChoiceDelta) -> bytes:
         """The whole of an event that is written up to its text."""
         if delta.finish_reason is None and not delta.tokens:
             return event + self._running
+        close = self._close if delta.finish_reason is None else self._with_version(self._close)
         return b'%b%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b' % (
             event,
             self.AFTER_TEXT,
             encode_json(self._logprobs(delta.tokens) if delta.tokens else None),
             encode_json(delta.finish_reason),
             encode_json(delta.stop_reason),
-            self._close,
+            close,
         )
+
+    def _with_version(self, event: bytes) -> bytes:
+        """The end of an event, with the field weights_version at the end of its object."""
+        return b'%b,"weights_version":%b}%b' % (event.removesuffix(b"}" + END), encode_json(self.weights_version), END)
 
     def _choice(self, answer: Answer, shown: Mapping[str, object]) -> dict[str, object]:
         """A whole choice with the fields `shown`."""
@@ -86,14 +130,17 @@ class AnswerWriter(ABC):
             "logprobs": self._logprobs(answer.tokens) if self._spec.logprobs else None,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
-            **({} if answer.prompt_ids is None else {"token_ids": answer.token_ids}),
+            "token_ids": answer.token_ids if self._spec.token_ids else None,
         }
 
+    def _fields(self, kind: str) -> dict[str, object]:
+        """Those of a whole answer that are not about its choices."""
+        return {**self._head.fields(kind), "weights_version": self.weights_version}
+
     def _prompt(self, answer: Answer) -> dict[str, object]:
-        """The fields about the prompt that were asked for."""
-        prompt: dict[str, object] = {}
-        if answer.prompt_ids is not None:
-            prompt["prompt_token_ids"] = answer.prompt_ids
-        if answer.prompt_logprobs is not None:
-            prompt["prompt_logprobs"] = prompt_logprobs(answer.prompt_logprobs, self._tokenizer)
-        return prompt
+        """The fields about the prompt; null where they were not asked for, because vLLM's clients read them anyway."""
+        logprobs = answer.prompt_logprobs
+        return {
+            "prompt_token_ids": answer.prompt_ids,
+            "prompt_logprobs": None if logprobs is None else prompt_logprobs(logprobs, self._tokenizer),
+        }

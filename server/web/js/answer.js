@@ -1,7 +1,7 @@
 // Streams one answer and builds up a message from its chunks.
 
 import { call, events } from "./api.js";
-import { tokensOf } from "./tokens.js";
+import { tokensOf } from "./message/tokens.js";
 
 /**
  * Sends a request and adds what it streams to `message`: content, reasoning, tool_calls, tokens, meta. Calls `grown`
@@ -39,6 +39,7 @@ function take(chunk, message, seconds) {
   const said = delta.content || delta.reasoning_content || delta.tool_calls || choice.logprobs;
   if (said) meta.first ??= seconds();
   if (said) meta.seconds = seconds();
+  if (message.reasoning && !message.content && (delta.content || delta.tool_calls)) meta.thought ??= seconds();
   message.content += delta.content ?? "";
   if (delta.reasoning_content) message.reasoning = (message.reasoning ?? "") + delta.reasoning_content;
   for (const part of delta.tool_calls ?? []) addCall(message, part);

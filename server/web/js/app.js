@@ -1,12 +1,12 @@
 // The page around the two views: which of them is shown, the theme, the API key, and the dialogs that both use.
 
-import { call } from "./api.js";
-import { $, say } from "./dom.js";
+import { $, copy, say } from "./dom.js";
+import { explain } from "./explain.js";
 import { keepsKey, loadKey, loadTheme, saveKey, saveTheme } from "./store.js";
-import { Dashboard } from "./dashboard.js";
+import { Dashboard } from "./engine/dashboard.js";
 import { Playground } from "./playground.js";
 
-const frame = { askForKey, showText, explain };
+const frame = { askForKey, showText, explain: (id) => explain(id, showText) };
 // These are not ids of elements, because a browser would scroll to those.
 const ROUTES = { "#/": "playground", "#/engine": "dashboard" };
 const views = { playground: new Playground(frame), dashboard: new Dashboard(frame) };
@@ -66,24 +66,10 @@ function showText(title, text) {
   $("text-body").setSelectionRange(0, 0);
 }
 
-/** Shows where a request's time went. Throws ApiError. */
-async function explain(id) {
-  const response = await call(`/v1/requests/${encodeURIComponent(id)}/explain`);
-  showText("Where this request's time went", JSON.stringify(await response.json(), null, 2));
-}
-
 async function copyText() {
-  const body = $("text-body");
-  try {
-    await navigator.clipboard.writeText(body.value);
-  } catch {
-    body.select(); // browsers allow the clipboard only on https and localhost
-    if (!document.execCommand("copy")) {
-      say($("text-copied"), "Selected: copy with Ctrl+C");
-      return;
-    }
-  }
-  say($("text-copied"), "Copied");
+  const done = await copy($("text-body").value);
+  if (!done) $("text-body").select();
+  say($("text-copied"), done ? "Copied" : "Selected: copy with Ctrl+C");
 }
 
 $("key-button").addEventListener("click", () => askForKey());

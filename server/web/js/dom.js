@@ -47,3 +47,37 @@ export function sleep(milliseconds) {
     setTimeout(resolve, milliseconds);
   });
 }
+
+/** Copies a text; false where the browser allows it to nobody (clipboards are for https and localhost). */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = el("textarea", { value: text, readOnly: true, class: "unseen" });
+    (document.querySelector("dialog[open]") ?? document.body).append(field);
+    const before = document.activeElement;
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    before?.focus();
+    return done;
+  }
+}
+
+/** A button that copies what `text` returns, and says that it did. */
+export function copyButton(text, properties = {}) {
+  const button = el("button", { type: "button", "data-action": "copy", ...properties }, "Copy");
+  button.addEventListener("click", async () => {
+    say(button, (await copy(text())) ? "Copied" : "Not allowed here");
+    setTimeout(() => say(button, "Copy"), 1500);
+  });
+  return button;
+}
+
+/** Lets the user save a text as a file. */
+export function download(name, text, type) {
+  const address = URL.createObjectURL(new Blob([text], { type }));
+  el("a", { href: address, download: name }).click();
+  URL.revokeObjectURL(address);
+}

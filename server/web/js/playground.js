@@ -2,35 +2,46 @@
 
 import { call } from "./api.js";
 import { ask } from "./answer.js";
-import { content, MessageView, note } from "./conversation.js";
+import { Completion } from "./completion.js";
 import { $, el, perFrame, say } from "./dom.js";
-import { buildFields, DEFAULTS, fillModels, parameters } from "./fields.js";
+import { Files } from "./files.js";
+import { MessageView, note } from "./message/view.js";
+import { chatBody, completionBody, PATHS } from "./request.js";
+import { buildFields, fillModels, settingsFrom, showSchemaField } from "./settings/fields.js";
+import { Presets } from "./settings/presets.js";
+import { placeSettings } from "./settings/sheet.js";
 import { curl, python } from "./snippets.js";
-import { loadKey, loadState, saveState } from "./store.js";
+import { startersFor } from "./starters.js";
+import {
+  loadKey, loadState, onOtherTabs, saveState, setShownTalk, shownTalk, storedTalk, storeTalk,
+} from "./store.js";
+import { isEmpty, Talk } from "./talk.js";
+import { Talks } from "./talks.js";
 
-const STARTERS = [
-  "Tell me a story about a fox.",
-  "Tell me a story about a king who had three sons.",
-  "Who lives in the dark forest?",
-];
-const PATHS = { chat: "/v1/chat/completions", completion: "/v1/completions" };
 const NEAR_END = 160;
-
-/** A message in the API's form. */
-function wire({ role, content: text, tool_calls, tool_call_id }) {
-  return { role, content: text, ...(tool_calls && { tool_calls }), ...(tool_call_id && { tool_call_id }) };
-}
 
 export class Playground {
   constructor(frame) {
     this.frame = frame;
-    this.state = loadState({ mode: "chat", system: "", messages: [], prompt: "", settings: {} });
-    this.state.settings = { ...DEFAULTS, ...this.state.settings };
+    const { mode, prompt, settings } = loadState({ mode: "chat", prompt: "", settings: {} });
+    this.state = { mode, prompt, settings: settingsFrom(settings) };
+    this.talk = new Talk(storedTalk(shownTalk()) ?? {});
     this.views = [];
-    this.continued = null;
     this.running = null;
     this.modelsKnown = false;
+    this.files = new Files((text) => this.#problem(text));
+    const keepPrompt = (text) => this.#keep(() => (this.state.prompt = text));
+    this.completion = new Completion(prompt, this.state.settings, keepPrompt);
     buildFields(this.state.settings, (name) => this.#settingChanged(name));
+    this.presets = new Presets(this.state.settings, () => this.#settingChanged("logprobs"));
+    placeSettings();
+    const gone = (id) => {
+      if (id !== this.talk.id) return;
+      this.talk.forgotten = true; // an answer that is still being written must not bring it back
+      this.#open();
+    };
+    const open = (id) => this.#open(storedTalk(id));
+    this.talks = new Talks(() => this.talk, open, gone, () => this.presets.show());
     this.#listen();
     this.#restore();
   }
@@ -48,7 +59,9 @@ export class Playground {
   async #loadModels() {
     try {
       const response = await call("/v1/models");
-      fillModels((await response.json()).data.map(({ id }) => id), this.state.settings);
+      const models = (await response.json()).data.map(({ id }) => id);
+      fillModels(models, this.state.settings);
+      this.#showStarters(startersFor(models));
       this.modelsKnown = true;
       this.#problem("");
     } catch (error) {
@@ -59,34 +72,33 @@ export class Playground {
   #restore() {
     const { state } = this;
     document.querySelector(`input[name=mode][value=${state.mode}]`).checked = true;
-    $("system").value = state.system;
-    $("system-fold").open = Boolean(state.system);
-    $("prompt").value = state.prompt;
-    // On a phone open settings would take up the whole screen.
-    $("settings-fold").open = matchMedia("(min-width: 62rem)").matches;
-    $("starters").append(
-      ...STARTERS.map((text) =>
-        el("button", { type: "button", class: "starter", onclick: () => this.#say(text) }, text),
-      ),
-    );
-    this.#renderLog();
+    this.#open(this.talk);
     this.#modeChanged();
   }
 
+  #showStarters(texts) {
+    const start = (text) =>
+      el("button", { type: "button", class: "starter", onclick: () => this.#say(text) }, text);
+    $("starters").replaceChildren(...texts.map(start));
+  }
+
   #listen() {
-    const { state } = this;
     for (const input of document.querySelectorAll("input[name=mode]")) {
       input.addEventListener("change", () => this.#modeChanged(input.value));
     }
-    $("system").addEventListener("input", () => this.#keep(() => (state.system = $("system").value)));
-    $("prompt").addEventListener("input", () => this.#keep(() => (state.prompt = $("prompt").value)));
+    $("system").addEventListener("input", () => this.#keepTalk(() => (this.talk.system = $("system").value)));
     $("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
     });
-    $("stop").addEventListener("click", () => this.stop());
+    $("stop-button").addEventListener("click", () => this.stop());
+    $("talks").addEventListener("click", () => this.talks.show());
+    onOtherTabs((id) => {
+      if (id !== this.talk.id || !storedTalk(id)) return;
+      if (this.running) this.overtaken = true;
+      else this.#open(storedTalk(id));
+    });
     $("clear").addEventListener("click", () => this.#clear());
-    $("adopt").addEventListener("click", () => this.#adopt());
     $("as-curl").addEventListener("click", () => this.#showCode("curl"));
     $("as-python").addEventListener("click", () => this.#showCode("Python"));
     $("playground").addEventListener("keydown", (event) => {
@@ -102,16 +114,35 @@ export class Playground {
 
   #keep(change) {
     change?.();
-    // Tokens with their alternatives are large, so they are shown but not stored.
-    const messages = this.state.messages.filter((each) => !each.writing).map(({ tokens: _, ...rest }) => rest);
-    saveState({ ...this.state, messages });
+    saveState(this.state);
+  }
+
+  #keepTalk(change, talk = this.talk) {
+    change?.();
+    if (talk.blank || talk.forgotten) return;
+    talk.updated = Date.now();
+    if (!storeTalk(talk)) this.#problem("The browser's storage is full or forbidden: this conversation is not kept.");
+  }
+
+  /** Shows a stored conversation, or a new one. */
+  #open(stored) {
+    this.stop();
+    this.talk = stored instanceof Talk ? stored : new Talk(stored ?? {});
+    $("system").value = this.talk.system;
+    $("system-fold").open = Boolean(this.talk.system);
+    this.#renderLog();
+    setShownTalk(this.talk.id);
+    this.#problem("");
   }
 
   #settingChanged(name) {
     this.#keep();
+    this.presets.show();
+    showSchemaField(this.state.settings);
+    if (name === "json") $("schema").closest(".field").scrollIntoView({ block: "nearest" });
     if (name !== "logprobs" && name !== "markdown") return;
     for (const view of this.views) view.refresh();
-    if (this.continued) this.#renderContinuation();
+    this.completion.draw();
     $("probabilities").hidden = !this.state.settings.logprobs;
   }
 
@@ -122,21 +153,20 @@ export class Playground {
     $("completion").hidden = chat;
     $("draft").hidden = !chat;
     $("draft").disabled = !chat;
+    $("attach-label").hidden = !chat;
+    $("attached").hidden = !chat || !this.files.taken.length;
     $("composer").classList.toggle("bare", !chat);
     $("send").textContent = chat ? "Send" : "Continue it";
+    say($("clear"), chat ? "New" : "Clear");
+    $("talks").hidden = !chat;
     $("hint").firstElementChild.textContent = chat ? "Enter" : "Ctrl+Enter";
     $("probabilities").hidden = !this.state.settings.logprobs;
   }
 
-  /** The request that would be sent now, including the draft. Throws Error when a setting is not valid. */
+  /** The request that would be sent now. Throws Error when a setting is not valid. */
   #body(messages) {
-    const { state } = this;
-    const chat = state.mode === "chat";
-    const body = { ...parameters(state.settings, chat), stream: true, stream_options: { include_usage: true } };
-    if (!chat) return { model: body.model, prompt: state.prompt, ...body };
-    const said = messages.map(wire);
-    const system = state.system.trim() ? [{ role: "system", content: state.system }] : [];
-    return { model: body.model, messages: [...system, ...said], ...body };
+    const { mode, prompt, settings } = this.state;
+    return mode === "chat" ? chatBody(settings, this.talk, messages) : completionBody(settings, prompt);
   }
 
   #validBody(messages) {
@@ -151,54 +181,64 @@ export class Playground {
   #submit() {
     if (this.running) return;
     if (this.state.mode === "completion") this.#continue();
-    else if ($("draft").value.trim()) this.#say($("draft").value);
-    else if (["user", "tool"].includes(this.state.messages.at(-1)?.role)) this.#answer();
+    else if ($("draft").value.trim() || this.files.taken.length) this.#say($("draft").value);
+    else if (["user", "tool"].includes(this.talk.messages.at(-1)?.role)) this.#answer();
   }
 
   #say(text) {
-    if (this.running) return;
-    this.#add({ role: "user", content: text });
+    if (this.running || !this.#validBody([])) return; // what is typed stays until the settings are valid
+    const files = this.files.empty();
+    this.#add({ role: "user", content: text, ...(files.length && { files }) });
     $("draft").value = "";
     this.#answer();
   }
 
   #add(message) {
-    this.state.messages.push(message);
+    this.talk.messages.push(message);
     const view = new MessageView(message, this.#actions(), this.state.settings);
+    const before = this.views.at(-1);
     this.views.push(view);
+    before?.refresh(); // it is not the last one any more
     $("log").append(view.element);
     $("opening").hidden = true;
-    this.#keep();
+    this.#keepTalk();
     return view;
   }
 
-  async #answer() {
+  /** Asks for an answer to what there is; with `at`, in the place of the messages from there on. */
+  async #answer(at = this.talk.messages.length) {
     const message = { role: "assistant", content: "", writing: true };
-    const body = this.#validBody(this.state.messages);
+    const body = this.#validBody(this.talk.messages.slice(0, at));
     if (!body) return;
-    const view = this.#add(message);
+    if (at === this.talk.messages.length) this.#add(message);
+    else {
+      this.talk.branch(at, [message]);
+      this.#renderLog();
+    }
     this.#scroll(true);
-    await this.#run("chat", body, message, () => view.refresh());
-    if (!message.content && !message.reasoning && !message.tool_calls && !message.tokens) this.#remove(view);
+    const { talk } = this;
+    await this.#run("chat", body, message, () => this.#refresh(message));
+    if (isEmpty(message) && !message.tokens) this.#remove({ message }, talk);
   }
 
-  async #continue() {
+  /** Goes on with an answer that was cut. */
+  async #more({ message }) {
+    const last = this.talk.messages.indexOf(message);
+    const body = this.#validBody(this.talk.messages.slice(0, last + 1));
+    if (!body || this.running) return;
+    message.writing = true;
+    await this.#run("chat", { ...body, add_generation_prompt: false, continue_final_message: true }, message, () =>
+      this.#refresh(message));
+  }
+
+  #continue() {
     const body = this.#validBody([]);
-    if (!body) return;
-    this.continued = { role: "completion", content: "" };
-    $("continuation").hidden = false;
-    $("adopt").hidden = true;
-    await this.#run("completion", body, this.continued, () => this.#renderContinuation());
-    $("adopt").hidden = !this.continued.content;
-  }
-
-  #renderContinuation() {
-    $("continued").replaceChildren(...content(this.continued, this.state.settings));
-    say($("continued-note"), this.running ? "" : note(this.continued.meta));
+    if (body) this.completion.ask((message, draw) => this.#run("completion", body, message, draw));
   }
 
   /** Sends one request and reads its answer to the end; `draw` is called to show the progress. */
   async #run(mode, body, message, draw) {
+    const { talk } = this;
     this.running = new AbortController();
     this.#problem("");
     this.#working(true);
@@ -216,16 +256,19 @@ export class Playground {
       delete message.writing;
       this.running = null;
       this.#working(false);
+      if (this.overtaken) talk.renew(); // another tab has stored the same conversation meanwhile: both are kept
+      this.overtaken = false;
+      if (talk === this.talk) setShownTalk(talk.id);
+      this.#keepTalk(undefined, talk); // another one may be on the page by now
       draw();
-      this.#keep();
     }
   }
 
   #working(running) {
     $("send").hidden = running;
-    $("stop").hidden = !running;
+    $("stop-button").hidden = !running;
     $("clear").disabled = running;
-    if (running && document.activeElement === $("send")) $("stop").focus();
+    if (running && document.activeElement === $("send")) $("stop-button").focus();
     else if (!running && document.activeElement === document.body)
       (this.state.mode === "chat" ? $("draft") : $("send")).focus();
     if (running) say($("said"), "The model is writing");
@@ -247,73 +290,91 @@ export class Playground {
   #problem(text) {
     say($("problem"), text);
     $("problem").hidden = !text;
+    if (text) $("problem").scrollIntoView({ block: "nearest" }); // not behind the composer
   }
 
   #actions() {
     return {
-      changed: () => this.#keep(),
-      again: (view) => this.#rerun(this.state.messages.indexOf(view.message)),
-      askFrom: (view) => this.#rerun(this.state.messages.indexOf(view.message) + 1),
+      changed: () => this.#keepTalk(),
+      isLast: (view) => view.message === this.talk.messages.at(-1),
+      again: (view) => this.running || this.#answer(this.talk.messages.indexOf(view.message)),
+      ask: () => this.running || this.#answer(),
+      askAs: (view, text) => this.#askAs(this.talk.messages.indexOf(view.message), text),
+      more: (view) => this.#more(view),
+      show: (view, version) => this.#showVersion(view, version),
       remove: (view) => this.#remove(view),
       explain: (id) => this.frame.explain(id).catch((error) => this.#failed(error)),
-      answerCall: (view, { id }) => {
-        this.#add({ role: "tool", tool_call_id: id, content: "" }).edit();
-      },
+      results: (view) => this.talk.results(view.message),
+      mayTell: (view) => this.talk.endsWithCalls(view.message),
+      tell: (view, toolCall, text) => this.running || this.#tell(view, toolCall, text),
     };
   }
 
-  /** Removes this message and all after it, and lets the model answer the rest. */
-  #rerun(from) {
-    if (this.running) return;
-    this.state.messages.length = from;
+  /** Adds what a tool returned; with the last result the talk goes on. */
+  #tell(view, { id, function: { name } }, text) {
+    if (this.talk.endsWithCalls(view.message)) this.#add({ role: "tool", tool_call_id: id, name, content: text });
+    view.refresh();
+    if (!this.talk.endsWithCalls(view.message)) return; // the talk went on without it
+    if (this.talk.results(view.message).size === view.message.tool_calls.length) this.#answer();
+    else view.element.querySelector(".tool-result textarea")?.focus();
+  }
+
+  /** Asks with another text in the place of a message of the user's and what followed it. */
+  #askAs(at, text) {
+    const { files } = this.talk.messages[at];
+    const asked = { role: "user", content: text, ...(files && { files }) };
+    if (this.running || !this.#validBody([...this.talk.messages.slice(0, at), asked])) return;
+    this.talk.branch(at, [asked]);
     this.#renderLog();
     this.#answer();
   }
 
-  #remove(view) {
-    if (view.message.writing) return;
-    this.state.messages.splice(this.state.messages.indexOf(view.message), 1);
+  #showVersion({ message }, version) {
+    if (this.running) return;
+    const at = this.talk.messages.indexOf(message);
+    this.talk.show(at, version);
     this.#renderLog();
-    this.#keep();
+    this.#keepTalk();
+    (this.views[at].buttons.querySelector(".version button:enabled") ?? $("draft")).focus();
+  }
+
+  #remove(view, talk = this.talk) {
+    if (view.message.writing) return;
+    talk.remove(talk.messages.indexOf(view.message));
+    if (talk === this.talk) this.#renderLog();
+    this.#keepTalk(undefined, talk);
     if (document.activeElement === document.body) $("draft").focus();
   }
 
+  /** Shows a message as it is now, wherever it is on the page by now. */
+  #refresh(message) {
+    this.views.find((view) => view.message === message)?.refresh();
+  }
+
   #renderLog() {
-    this.views = this.state.messages.map((message) => new MessageView(message, this.#actions(), this.state.settings));
+    const { messages } = this.talk;
+    this.views = messages.map((message) => new MessageView(message, this.#actions(), this.state.settings));
     $("log").replaceChildren(...this.views.map((view) => view.element));
     $("opening").hidden = this.views.length > 0;
   }
 
   #clear() {
-    if (this.state.mode === "chat") {
-      this.state.messages.length = 0;
-      this.#renderLog();
+    if (this.state.mode === "completion") this.completion.clear();
+    else {
+      this.#open();
       $("draft").focus();
-    } else {
-      this.state.prompt = $("prompt").value = "";
-      this.continued = null;
-      $("continuation").hidden = true;
-      $("prompt").focus();
     }
     this.#problem("");
-    this.#keep();
-  }
-
-  #adopt() {
-    this.#keep(() => (this.state.prompt += this.continued.content));
-    $("prompt").value = this.state.prompt;
-    this.continued = null;
-    $("continuation").hidden = true;
-    $("prompt").focus();
   }
 
   #showCode(kind) {
     try {
-      const draft = $("draft").value.trim() ? [{ role: "user", content: $("draft").value }] : [];
+      const { taken: files } = this.files;
+      const draft = $("draft").value.trim() || files.length ? [{ role: "user", content: $("draft").value, files }] : [];
       const asked =
-        this.state.messages.at(-1)?.role === "assistant" && !draft.length
-          ? this.state.messages.slice(0, -1)
-          : this.state.messages;
+        this.talk.messages.at(-1)?.role === "assistant" && !draft.length
+          ? this.talk.messages.slice(0, -1)
+          : this.talk.messages;
       const body = this.#body([...asked, ...draft]);
       const key = Boolean(loadKey());
       this.frame.showText(

@@ -6,6 +6,11 @@ const SDK = new Set([
   "parallel_tool_calls", "response_format", "logit_bias", "user", "reasoning_effort", "suffix", "service_tier",
 ]);
 
+const CHAT_ONLY = new Set([
+  "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "response_format",
+  "reasoning_effort", "service_tier",
+]);
+
 /** A curl command. It reads the key from an environment variable, so that the key is not saved with it. */
 export function curl(path, body, hasKey) {
   const lines = [`curl -N ${location.origin}${path}`, "-H 'Content-Type: application/json'"];
@@ -18,8 +23,9 @@ export function curl(path, body, hasKey) {
 export function python(body, hasKey) {
   const { stream_options: _, ...rest } = body;
   const chat = "messages" in rest;
-  const known = Object.entries(rest).filter(([name]) => SDK.has(name));
-  const extra = Object.fromEntries(Object.entries(rest).filter(([name]) => !SDK.has(name)));
+  const isKnown = (name) => SDK.has(name) && (chat || !CHAT_ONLY.has(name));
+  const known = Object.entries(rest).filter(([name]) => isKnown(name));
+  const extra = Object.fromEntries(Object.entries(rest).filter(([name]) => !isKnown(name)));
   const args = known.map(([name, value]) => `    ${name}=${literal(value, 4)},`);
   if (Object.keys(extra).length) args.push(`    extra_body=${literal(extra, 4)},`);
   const key = hasKey ? 'os.environ["QUIRE_KEY"]' : '"none"';

@@ -1,6 +1,10 @@
 // What the browser stores between visits. The API key is kept after the tab is closed only if the user asks for it.
+// Each conversation has an entry of its own, and each tab knows which one it shows: tabs do not overwrite each other.
 
+const TALK = "quire.talk.";
+const SHOWN = "quire.shown";
 const STATE = "quire.playground";
+const PRESETS = "quire.presets";
 const THEME = "quire.theme";
 const KEY = "quire.key";
 
@@ -16,20 +20,58 @@ function write(storage, name, value) {
   try {
     if (value === null) storage.removeItem(name);
     else storage.setItem(name, value);
+    return true;
   } catch {
-    // storage is forbidden or full: nothing is stored
+    return false; // storage is forbidden or full: nothing is stored
+  }
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return null;
   }
 }
 
 export function loadState(defaults) {
-  try {
-    return { ...defaults, ...JSON.parse(read(localStorage, STATE) ?? "{}") };
-  } catch {
-    return { ...defaults };
-  }
+  return { ...defaults, ...parsed(read(localStorage, STATE)) };
 }
 
 export const saveState = (state) => write(localStorage, STATE, JSON.stringify(state));
+
+/** Settings under names that their user gave. */
+export const loadPresets = () => parsed(read(localStorage, PRESETS)) ?? {};
+/** Whether they could be stored. */
+export const savePresets = (presets) => write(localStorage, PRESETS, JSON.stringify(presets));
+
+/** All conversations that are kept, as they were stored, the latest first. */
+export function storedTalks() {
+  let names = [];
+  try {
+    names = Object.keys(localStorage).filter((name) => name.startsWith(TALK));
+  } catch {
+    // storage is forbidden
+  }
+  const talks = names.map((name) => parsed(read(localStorage, name))).filter((each) => Array.isArray(each?.messages));
+  return talks.sort((one, other) => other.updated - one.updated);
+}
+
+export const storedTalk = (id) => parsed(read(localStorage, TALK + id));
+/** Whether it could be stored. */
+export const storeTalk = (talk) => write(localStorage, TALK + talk.id, JSON.stringify(talk));
+export const forgetTalk = (id) => write(localStorage, TALK + id, null);
+
+/** The id of the conversation that this tab shows. */
+export const shownTalk = () => read(sessionStorage, SHOWN);
+export const setShownTalk = (id) => write(sessionStorage, SHOWN, id);
+
+/** Calls `changed(id)` when another tab has stored or forgotten a conversation. */
+export function onOtherTabs(changed) {
+  addEventListener("storage", ({ key }) => {
+    if (key?.startsWith(TALK)) changed(key.slice(TALK.length));
+  });
+}
 
 export const loadTheme = () => read(localStorage, THEME) ?? "auto";
 export const saveTheme = (theme) => write(localStorage, THEME, theme);

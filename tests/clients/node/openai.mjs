@@ -1,7 +1,7 @@
 // The OpenAI SDK for Node against the server whose address is the first argument. Fails by throwing.
 import assert from 'node:assert/strict'
 import OpenAI from 'openai'
-import { zodFunction, zodResponseFormat } from 'openai/helpers/zod'
+import { zodFunction, zodResponseFormat, zodResponsesFunction, zodTextFormat } from 'openai/helpers/zod'
 import { z } from 'zod'
 
 const client = new OpenAI({ baseURL: process.argv[2], apiKey: 'none', maxRetries: 0 })
@@ -64,6 +64,54 @@ async function tools(stream, choice, calls) {
   assert.deepEqual(roles, ['user', ...Array(calls).fill(['assistant', 'tool']).flat()])
 }
 
+async function responses() {
+  const asked = { model, input: 'Once upon a time', max_output_tokens: 12, temperature: 0 }
+  const whole = await client.responses.create(asked)
+  let text = ''
+  let number = 0
+  for await (const event of await client.responses.create({ ...asked, stream: true })) {
+    assert.equal(event.sequence_number, number++)
+    if (event.type === 'response.output_text.delta') text += event.delta
+  }
+  assert.equal(text, whole.output_text)
+  const parsed = await client.responses.parse({
+    model, input: 'Rome?', text: { format: zodTextFormat(Place, 'place') },
+  })
+  Place.parse(parsed.output_parsed)
+}
+
+async function loop() {
+  const tool = zodResponsesFunction({ name: 'weather', parameters: Place })
+  const input = [...messages]
+  const asked = { model, input, tools: [tool], max_output_tokens: 200, parallel_tool_calls: false }
+  const answer = await client.responses.parse({ ...asked, tool_choice: 'required' })
+  const [call] = answer.output
+  assert.equal(call.type, 'function_call')
+  Place.parse(call.parsed_arguments)
+  input.push({ type: 'function_call', call_id: call.call_id, name: call.name, arguments: call.arguments })
+  input.push({ type: 'function_call_output', call_id: call.call_id, output: 'Rain' })
+  const runner = client.responses.stream({ ...asked, tool_choice: 'none', max_output_tokens: 8 })
+  let text = ''
+  runner.on('response.output_text.delta', (event) => { text += event.delta })
+  const last = await runner.finalResponse()
+  assert.equal(text, last.output_text)
+  const plain = await client.responses.create({ model, input: messages, max_output_tokens: 1 })
+  assert.ok(last.usage.input_tokens > plain.usage.input_tokens, 'the call and its result are shown')
+}
+
+async function embeddings() {
+  const input = ['The fox sleeps.', 'A crow sings in the rain.']
+  const vectors = async (fields) => {
+    const answer = await client.embeddings.create({ model, input, ...fields })
+    return answer.data.map((each) => each.embedding)
+  }
+  const floats = await vectors({ encoding_format: 'float' })
+  assert.deepEqual(await vectors({}), floats) // base64 unasked, which the SDK decodes
+  const short = await vectors({ dimensions: 8 })
+  assert.deepEqual(short.map((each) => each.length), [8, 8])
+  await assert.rejects(vectors({ dimensions: 1e6 }), (error) => error.param === 'dimensions')
+}
+
 async function errors() {
   await assert.rejects(client.chat.completions.create({ ...options, model: 'gpt-5' }), OpenAI.NotFoundError)
   await assert.rejects(client.chat.completions.create({ ...options, temperature: 9 }), (error) => {
@@ -73,6 +121,9 @@ async function errors() {
 
 await streams()
 await parse()
+await responses()
+await loop()
+await embeddings()
 for (const stream of [false, true]) {
   await tools(stream, 'required', 2)
   await tools(stream, { type: 'function', function: { name: 'weather' } }, 1)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.checkpoint.files import StoredWeights, read_model_config
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB, check_room, plan_kv
+from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
@@ -157,7 +158,7 @@ def test_the_largest_possible_step_is_measured(
     seen = []
     forward, logits = model.forward, model.logits
     monkeypatch.setattr(model, "forward", lambda ids, *rest: seen.append(len(ids)) or forward(ids, *rest))
-    monkeypatch.setattr(model, "logits", lambda hidden: seen.append(len(hidden)) or logits(hidden))
+    monkeypatch.setattr(model, "logits", lambda hidden, *rest: seen.append(len(hidden)) or logits(hidden, *rest))
     assert measure_step(model, Reference(), config) == 5000
     assert seen == [-(-tokens // context) * min(tokens, context), 20]
 

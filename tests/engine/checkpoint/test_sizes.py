@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.engine.checkpoint.families import FAMILIES
-from quire.engine.checkpoint.files import read_raw_config, read_stored_weights
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
 from tests import tiny_models
@@ -65,6 +66,19 @@ def test_quantized_linear_layers_take_their_number_of_bits() -> None:
     assert packed.parameters == plain.parameters
     assert 0.25 < packed.weight_ratio < 0.32
     assert plain.weight_ratio == 1.0
+
+
+def test_mxfp4_is_of_experts_alone() -> None:
+    """gpt-oss-20b, whose file names no type: its index says 13,761,264,768 bytes."""
+    config = AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32).to_dict()
+    config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": None}
+    found = read_sizes(config)
+    assert (found.dtype, found.unserved) == ("bfloat16", ())
+    assert 2 * found.parameters * found.weight_ratio == pytest.approx(13_761_264_768, rel=0.002)
+    experts = found.expert_parameters * 4.25 / 8
+    beside = 2 * (found.parameters - found.embeddings + found.head_parameters - found.expert_parameters)
+    assert found.share_read(1) * 13_761_264_768 == pytest.approx(beside + experts * 4 / 32, rel=0.002)
+    assert read_sizes(config | {"quantization_config": None}).share_read(1) == pytest.approx(3.61 / 20.91, rel=0.002)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.client.client import EngineClient, merge
+from quire.engine.client.client import EngineClient
+from quire.engine.client.journal import merge
 from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError

@@ -3,132 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.client.exit_cause import ExitCause
-from quire.engine.client.messages import Abort, FromEngine, Ready, Stepped, Submit, ToEngine
-from quire.engine.client.process import EngineProcess
 from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
-from quire.engine.errors import EngineError, RequestQuarantined
-from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput, SamplingParams
-
-INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
-KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)
-LENGTH = 9
-"""Tokens of each answer."""
-
-
-def token(request_id: str, position: int) -> int:
-    return hash((request_id, position)) % 1000
-
-
-class FakeProcess(EngineProcess):
-    """Computes one token per request and step; crashes at the third token of a request with "killer" in its id."""
-
-    def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
-        self._on_begun = on_begun
-        self._sent: asyncio.Queue[FromEngine] = asyncio.Queue()
-        self._exit: asyncio.Future[ExitCause] = asyncio.get_running_loop().create_future()
-        self._running: dict[str, Request] = {}
-        self._tokens: dict[str, int] = {}
-
-    @property
-    def pid(self) -> int:
-        return 1
-
-    def connect(self) -> None:
-        self._sent.put_nowait(Ready(INFO))
-
-    def send(self, message: ToEngine) -> None:
-        match message:
-            case Submit(requests):
-                for request in requests:
-                    assert request.id not in self._running, "sent twice"
-                    self._running[request.id] = request
-                    self._tokens[request.id] = len(request.emitted_ids)
-                    assert request.emitted_ids == [token(request.id, i) for i in range(len(request.emitted_ids))]
-            case Abort(ids):
-                for request_id in ids:
-                    self._running.pop(request_id, None)
-
-    def step(self, max_requests: int) -> None:
-        if self._exit.done() or not self._running:
-            return
-        ids = list(self._running)[:max_requests]
-        self._on_begun(ids)
-        if any("killer" in each and self._tokens[each] >= 2 for each in ids):
-            return self.exit(CRASHED)
-        outputs = []
-        for each in ids:
-            position = self._tokens[each]
-            self._tokens[each] += 1
-            reason = "length" if self._tokens[each] == LENGTH else None
-            outputs.append(RequestOutput(each, [token(each, position)], finish_reason=reason, cached_tokens=position))
-            if reason:
-                del self._running[each]
-        self._sent.put_nowait(Stepped(outputs, EngineStats()))
-
-    def exit(self, cause: ExitCause) -> None:
-        if not self._exit.done():
-            self._exit.set_result(cause)
-
-    async def receive(self) -> FromEngine:
-        return await self._sent.get()
-
-    async def wait_for_exit(self) -> ExitCause:
-        return await asyncio.shield(self._exit)
-
-    async def stop(self) -> None:
-        self.exit(KILLED)
-
-    def close(self) -> None:
-        assert self._exit.done()
-
-
-class Caller:
-    """Submits a group of requests and reads their outputs to the end."""
-
-    def __init__(self, client: ProcessClient, ids: Iterable[str]) -> None:
-        params = SamplingParams(max_tokens=LENGTH)
-        self.found: dict[str, list[int]] = {each: [] for each in ids}
-        self.cached: set[tuple[str, int]] = set()
-        self.aborted: set[str] = set()
-        self.error: EngineError | None = None
-        self.stream = client.submit([Request(id=each, prompt_ids=[1], params=params, seed=0) for each in self.found])
-        self.task = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        try:
-            async for outputs in self.stream:
-                for output in outputs:
-                    self.found[output.id] += output.new_ids
-                    self.cached.add((output.id, output.cached_tokens))
-        except EngineError as error:
-            self.error = error
-
-    def abort(self, index: int) -> None:
-        if self.task.done():  # there is nothing left to abort
-            return
-        each = sorted(self.found)[index % len(self.found)]
-        self.stream.abort(each)
-        self.aborted.add(each)
-
-    def check(self) -> None:
-        assert self.task.done()
-        killers = {each for each in self.found if "killer" in each} - self.aborted
-        assert (self.error is not None) == bool(killers)
-        assert self.error is None or isinstance(self.error, RequestQuarantined)
-        for each, ids in self.found.items():
-            whole = [token(each, i) for i in range(LENGTH)]
-            assert ids == whole[: len(ids)], "a token was lost, repeated or changed"
-            assert len(ids) == LENGTH or each in self.aborted or killers
-        assert len({each for each, _ in self.cached}) == len(self.cached), "cached_tokens changed with a replay"
-
+from quire.engine.types import Request, SamplingParams
+from tests.engine.fake_process import KILLED, LENGTH, Caller, FakeProcess, settle, token
 
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 3)),
@@ -139,12 +23,6 @@ ACTIONS = st.one_of(
     st.tuples(st.just("kill"), st.just(0)),
     st.tuples(st.just("settle"), st.just(0)),
 )
-
-
-async def settle() -> None:
-    """Let all tasks run until they wait for something new."""
-    for _ in range(12):
-        await asyncio.sleep(0)
 
 
 async def run(actions: list[tuple[str, int]]) -> None:
@@ -189,3 +67,47 @@ def test_streams_are_complete_whenever_engines_end(actions: list[tuple[str, int]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quire.engine.client.supervisor.EngineProcess", FakeProcess)
         asyncio.run(run(actions))
+
+
+async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open streams wait for a replacement."""
+    seconds: list[float] = []
+
+    class Noted(FakeProcess):
+        def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
+            super().__init__(config, on_begun)
+            seconds.append(config.warmup_seconds)
+
+    monkeypatch.setattr("quire.engine.client.supervisor.EngineProcess", Noted)
+    client = ProcessClient(EngineConfig(warmup_seconds=20.0))
+    await client.start()
+    for _ in range(2):
+        assert isinstance(client._process, Noted)
+        client._process.exit(KILLED)
+        await settle()
+        for _ in range(200):
+            if client.alive and client._ready:
+                break
+            await asyncio.sleep(0.005)
+    await client.stop()
+    assert seconds == [20.0, 0.0, 0.0]
+
+
+async def test_steps_that_came_together_reach_a_reader_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a server that is behind its engine sends fewer and larger chunks."""
+    monkeypatch.setattr("quire.engine.client.supervisor.EngineProcess", FakeProcess)
+    client = ProcessClient(EngineConfig())
+    await client.start()
+    params = SamplingParams(max_tokens=LENGTH)
+    stream = client.submit([Request(id="a", prompt_ids=[1], params=params, seed=0)])
+    await settle()
+    process = client._process
+    assert isinstance(process, FakeProcess)
+    for _ in range(4):
+        process.step(1)
+    (first,) = await anext(stream)
+    assert first.new_ids == [token("a", position) for position in range(4)]
+    process.step(1)
+    (second,) = await anext(stream)
+    assert second.new_ids == [token("a", 4)]
+    await client.stop()

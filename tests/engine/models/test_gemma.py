@@ -75,4 +75,4 @@ def test_the_scale_of_embeddings_is_rounded_as_in_transformers(tmp_path: Path) -
     path = save_tiny_model(tmp_path, "gemma3", dtype=torch.bfloat16, hidden_size=96)
     embedding = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).model.embed_tokens
     engine = Engine(EngineConfig(model=str(path), num_kv_blocks=8))
-    assert engine.runner._model._embedding_scale == embedding.embed_scale.to(torch.bfloat16).item() == 9.8125
+    assert engine.runner._model._embedding.scale == embedding.embed_scale.to(torch.bfloat16).item() == 9.8125

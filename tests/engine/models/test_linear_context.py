@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import read_model_config
+from quire.engine.layers.schemes import Unquantized
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.loader import dummy_stream, load_weights
-from quire.engine.worker.memory import allocate_kv_cache, prompts
+from quire.engine.worker.loading.loader import dummy_stream, load_weights
+from quire.engine.worker.memory import allocate_pages, layers_of, prompts
 from quire.kernels.backend import AttentionMetadata, Linear, LinearContext
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
@@ -43,13 +44,14 @@ class Told(Reference):
 
 def run(backend: Reference, path: Path, adapters: Tensor | None) -> Tensor:
     spec = decoder_spec(read_model_config(path))
-    model = Decoder(spec, backend, dtype=torch.float32, device=CPU, max_model_len=64, progress=lambda: None)
+    scheme = Unquantized(backend, torch.float32)
+    model = Decoder(spec, backend, scheme, dtype=torch.float32, device=CPU, max_model_len=64, progress=lambda: None)
     table = model.parameters()
     load_weights(table, dummy_stream(table, 1, CPU), device=CPU)
     plain = prompts(1, TOKENS, backend.block_size, CPU)
     fields = {name: getattr(plain, name) for name in AttentionMetadata.__slots__}
     metadata = AttentionMetadata(**fields | {"linear": LinearContext(adapters)})
-    return model.forward(torch.arange(TOKENS), metadata, allocate_kv_cache(model, 4), KEPT)
+    return model.forward(torch.arange(TOKENS), metadata, layers_of(model, allocate_pages(model, 4)), KEPT)
 
 
 def test_linears_are_told_the_adapters_of_their_rows(tmp_path: Path) -> None:
@@ -60,7 +62,7 @@ def test_linears_are_told_the_adapters_of_their_rows(tmp_path: Path) -> None:
     assert told == [(TOKENS, whole)] * (len(LINEARS) + 1) + [(len(KEPT), kept)] * (len(LINEARS) - 1)
 
 
-def test_layers_are_not_fused_for_rows_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_fused_beside_adapters_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Cpu()
     if backend.missing:
         pytest.skip(backend.missing)
@@ -76,4 +78,4 @@ def test_layers_are_not_fused_for_rows_with_adapters(tmp_path: Path, monkeypatch
     assert calls
     calls.clear()
     assert torch.equal(run(backend, path, torch.zeros(TOKENS, dtype=torch.int64)), fused)
-    assert not calls
+    assert calls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
     template = path.read_text(encoding="utf-8")
     ours = renderer(template)
     for messages in DIALOGUES:
-        for tools in (None, TOOLS):
+        for tools in (None, TOOLS) if ours.shows.tools else (None,):
             for add_generation_prompt in (True, False):
                 expected = transformers_text(template, messages, tools, add_generation_prompt)
                 if expected is None:
@@ -129,3 +130,30 @@ def test_a_template_that_is_not_jinja_is_an_error_of_the_model() -> None:
 def test_the_tool_template_is_used_with_tools() -> None:
     both = ChatRenderer({"default": "plain", "tool_use": "tools"}, {})
     assert (both.render([]), both.render([], tools=TOOLS)) == ("plain", "tools")
+
+
+def test_tools_without_a_description_have_an_empty_one_where_the_template_needs_some() -> None:
+    """gpt-oss' template adds it to a text, whatever it is."""
+    tool = {"type": "function", "function": {"name": "clock"}}
+    needs = "{% for t in tools or [] %}{{ t.function.name + ': ' + t.function.description + '\n' }}{% endfor %}"
+    shows = "{{ tools | tojson }}{{ messages[0].content }}"
+    messages = [{"role": "user", "content": "Hi"}]
+    assert ChatRenderer({"default": needs}, {}).render(messages, tools=[tool]) == "clock: \n"
+    assert ChatRenderer({"default": shows}, {}).render(messages, tools=[tool]) == json.dumps([tool]) + "Hi"
+
+
+def test_content_beside_thinking_and_calls_joins_the_thinking_where_the_template_refuses_both() -> None:
+    refuses = (
+        "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}"
+        "{% endif %}[{{ m.thinking }}|{{ m.content }}]"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    turn = {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm", "tool_calls": [call]}
+    user = {"role": "user", "content": "Hi"}
+    takes = refuses.replace("raise_exception('both')", "''")
+    assert ChatRenderer({"default": refuses}, {}).render([user, turn]) == "[|Hi][Hm\n\nWait.|]clock{}"
+    assert ChatRenderer({"default": takes}, {}).render([user, turn]) == "[|Hi][Hm|Wait.]clock{}"
+    plain = {**turn, "reasoning_content": None}
+    assert ChatRenderer({"default": refuses}, {}).render([user, plain]) == "[|Hi][|Wait.]clock{}"

@@ -14,7 +14,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from quire.engine.batch import Admission
+from quire.engine.batch import Admission, Row
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.loop import Engine
@@ -27,7 +27,10 @@ from quire.engine.text.grammar import (
     vocabulary_of,
 )
 from quire.engine.types import Grammar, Request, SamplingParams
-from quire.engine.worker.grammar import SlotGrammars, constrain
+from quire.engine.worker.sampling.device_sampler import DeviceChanges
+from quire.engine.worker.sampling.grammar import SlotGrammars, constrain
+from quire.engine.worker.sampling.sampler import HostChanges
+from quire.engine.worker.sampling.sampling_rules import LogitChanges
 from tests.engine.harness import Answer, request, run
 from tests.texts import Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
 from tests.tiny_models import save_tiny_model
@@ -288,7 +291,7 @@ def test_the_compiler_is_loaded_once_and_in_a_thread() -> None:
     slots.prepare().result()
     for slot in range(2):
         slots.admit(Admission(slot, [65], 1, SamplingParams(grammar=DATE), 0))
-    mask = slots.mask([0, 1])
+    mask = slots.mask([Row(str(slot), slot, 0, 1, [], sample=True) for slot in range(2)])
     assert mask is not None
     assert mask.rows == [0, 1]
     assert len(threads) == 1
@@ -339,10 +342,17 @@ def test_models_that_cannot_end_an_answer_have_no_grammars() -> None:
 
 def test_a_mask_allows_only_its_tokens() -> None:
     logits = torch.arange(140, dtype=torch.float32).reshape(2, 70)
-    mask = torch.zeros(2, 96, dtype=torch.bool)
-    mask[0, 5] = mask[0, 67] = mask[0, 70] = mask[1, 63] = True  # 70 is outside the vocabulary
+    mask = torch.zeros(2, 70, dtype=torch.bool)
+    mask[0, 5] = mask[0, 67] = mask[1, 63] = True
     banned = logits.clone()
     banned[1, 63] = -torch.inf
     allowed = constrain(banned, logits, mask)
     assert allowed.isfinite().nonzero().tolist() == [[0, 5], [0, 67], [1, 63]]
     assert allowed[1, 63] == logits[1, 63], "when bans leave no token that the grammar allows, the grammar wins"
+
+
+@pytest.mark.parametrize("changes", [HostChanges(), DeviceChanges()], ids=["host", "device"])
+def test_bits_are_tokens_the_lowest_first(changes: LogitChanges) -> None:
+    words = torch.tensor([[1 << 5, 0, 1 << 3 | 1 << 6], [0, -(1 << 31), -1]], dtype=torch.int32)
+    wanted = [{5, 67, 70}, {63, *range(64, 96)}]
+    assert [set(row.nonzero().flatten().tolist()) for row in changes.unpack(words)] == wanted

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.errors import ConfigError, InvalidRequest, ModelError
 from quire.engine.text.tokenizer import Scheme, Tokenizer
 from tests.texts import byte_level_tokenizer, sentence_piece_tokenizer, shared
 
@@ -100,6 +100,26 @@ def test_a_directory_without_a_readable_tokenizer_is_an_error(tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot read the tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_tokens_that_the_model_lacks_are_refused(tmp_path: Path) -> None:
+    """Some models' tokenizers have them; one of these in a prompt would end the engine."""
+    save(tmp_path, tokenizer_config={"added_tokens_decoder": {"259": {"content": "<new>", "special": True}}})
+    tokenizer = Tokenizer.load(tmp_path, model_vocab_size=259)
+    assert tokenizer.highest_id == 259
+    assert tokenizer.encode("new") == tokenizer.encode_batch(["new"])[0] == [110, 101, 119]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
+        with pytest.raises(InvalidRequest, match="has the token '<new>', which the model has no embedding for"):
+            encode("a<new>")
+    assert Tokenizer.load(tmp_path, model_vocab_size=260).encode("<new>") == [259]
+
+
+def test_many_added_tokens_get_their_ids_in_order(tmp_path: Path) -> None:
+    added = {str(259 + i): {"content": f"<{i}>", "special": i % 3 == 0} for i in range(500)}
+    save(tmp_path, tokenizer_config={"added_tokens_decoder": added})
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("".join(f"<{i}>" for i in range(500))) == list(range(259, 759))
+    assert {i for i in range(500) if 259 + i in tokenizer.special_ids} == set(range(0, 500, 3))
 
 
 def test_a_given_template_replaces_the_models_own(tmp_path: Path) -> None:

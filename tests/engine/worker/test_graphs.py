@@ -1,86 +1,42 @@
-"""Decode steps as graphs, on a fake of CUDA graphs that is as forgetful as the real ones.
-
-The fake records every operation of the captured function with the very tensors it read and wrote, and a replay runs
-these again on the same memory: it takes no other Python step, sees no new tensor, and refuses at capture what would
-make the host wait or read from it. Between replays everything the recording computed is overwritten.
-"""
+"""Decode steps as graphs, on a fake of CUDA graphs (tests/kernels/fake_capture.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.page_groups import one_group
 from quire.engine.client.heartbeat import NoHeartbeat
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.drafting.drafter import Asked, Drafter, Guess
 from quire.engine.loop import Engine
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.spool import Spool
 from quire.engine.steps import Steps
 from quire.engine.types import Request
 from quire.engine.worker import graphs, startup
+from quire.engine.worker.loading import model as loading
+from quire.engine.worker.sampling.sampling_rules import SamplingRow
+from quire.engine.worker.warmup import warm_up
+from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
 from quire.kernels.gpu import flash
+from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
+from tests.engine.test_heads import Recorded, drafter_of, made_head
+from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn
-
-WAITS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, torch.ops.aten.lift_fresh.default}
-POISON = 77
-
-
-class Recording(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Tensor]]] = []
-        self.fresh: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func not in WAITS, f"{func} waits for the device or reads from the host"
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        inputs = {leaf.untyped_storage()._cdata for leaf in dense((args, kwargs))}
-        made = [out for out in dense(result) if out.untyped_storage()._cdata not in inputs]  # others are views
-        self.calls.append((func, args, kwargs, made))
-        self.fresh += made
-        return result
-
-    def poison(self) -> None:
-        for tensor in self.fresh:
-            tensor.fill_(True if tensor.dtype == torch.bool else POISON)
-
-    def replay(self) -> None:
-        for func, args, kwargs, outputs in self.calls:
-            again = dense(func(*args, **kwargs))
-            if outputs:
-                for out, new in zip(outputs, again, strict=True):
-                    out.copy_(new)
-
-
-def dense(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
-
-
-class FakeCapture:
-    def __init__(self) -> None:
-        self.recordings: list[Recording] = []
-        self.replays = 0
-
-    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        recording = Recording()
-        with recording:
-            result = function()
-        recording.poison()
-        self.recordings.append(recording)
-
-        def replay() -> None:
-            self.replays += 1
-            for each in self.recordings:  # they share memory, as graphs of one pool do
-                each.poison()
-            recording.replay()
-
-        return replay, result
+from tests.tiny_models import save_tiny_model
 
 
 @pytest.fixture
@@ -93,7 +49,12 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
     monkeypatch.setattr(startup, "choose_capture", lambda config, backend, device: capture)
-    options = {"max_model_len": 1024, "max_num_seqs": 12, "max_num_batched_tokens": 256} | options
+    options = {
+        "max_model_len": 1024,
+        "max_num_seqs": 12,
+        "max_num_batched_tokens": 256,
+        "warmup_seconds": 0.0,
+    } | options
     return Engine(EngineConfig(attention_backend="flash", dtype="bfloat16", num_kv_blocks=40, **options))
 
 
@@ -132,6 +93,21 @@ def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("fake_flash")
+def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    path = save_tiny_model(tmp_path, "gemma2", dtype=torch.bfloat16, max_position_embeddings=1024, sliding_window=200)
+    capture, options = FakeCapture(), {"model": str(path), "enable_prefix_caching": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "page_groups", lambda windows, *_, **__: one_group(len(windows)))
+        wanted = run(start(patch, None, **options), traffic())
+    engine = start(monkeypatch, capture, **options)
+    assert engine.info.page_groups == 2
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    assert picked(run(engine, traffic())) == picked(wanted)
+    assert capture.replays > len(capture.recordings) > 3
+
+
+@pytest.mark.usefixtures("fake_flash")
 def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, FakeCapture(), enable_prefix_caching=False)
@@ -157,6 +133,7 @@ def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: p
     kv = engine.runner._kv_cache
     before = [(k[:-1].clone(), v[:-1].clone()) for k, v in kv]
     steps = 0
+    engine.runner.warm_prompts()
     while engine.prepare():
         steps += 1
     assert len(capture.recordings) == steps == 5 * 2  # 1, 2, 4, 8, 16 rows; up to 256 and up to 1024 tokens
@@ -167,11 +144,249 @@ def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: p
     assert len(capture.recordings) == steps, "nothing was captured again"
 
 
+@dataclass
+class Right(Drafter):
+    """Knows the answers, but for every third token."""
+
+    answers: dict[str, Answer]
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        found = []
+        for seq, most in asked:
+            following = self.answers[seq.request.id].ids[seq.num_output :][: min(most, 5)]
+            wrong = len(seq.tokens) % 3
+            found.append(Guess([*following[:wrong], *(token ^ 1 for token in following[wrong:])]))
+        return found
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = run(start(monkeypatch, None), traffic())
+    capture = FakeCapture()
+    engine = start(monkeypatch, capture)
+    engine.scheduler._drafter = Right(wanted)
+    assert picked(run(engine, traffic())) == picked(wanted)
+    assert engine.stats.draft_tokens > 100
+    assert sum(engine.stats.accepted_drafts) > 20
+    again = capture.replays
+    assert picked(run(engine, traffic()[5:])) == picked(wanted, traffic()[5:])
+    assert capture.replays > again
+
+
+@pytest.mark.usefixtures("fake_flash")
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+def test_heads_find_their_hidden_states_in_graphs(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = save_tiny_model(
+        tmp_path / "model", "llama", hidden_size=256, max_position_embeddings=1024, dtype=torch.bfloat16
+    )
+    head, _ = made_head(tmp_path / "head", method, 256)
+    wanted = run(start(monkeypatch, None, model=str(model)), traffic())
+    speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
+    guesses = []
+    for capture in (None, FakeCapture()):
+        engine = start(monkeypatch, capture, model=str(model), speculative_config=speculative)
+        recorded = Recorded(drafter_of(engine), 3)
+        engine.scheduler._drafter = recorded
+        assert picked(run(engine, traffic())) == picked(wanted)
+        guesses.append(recorded.guesses)
+        assert capture is None or capture.replays > 0
+    assert guesses[0] == guesses[1]
+
+
+class Gathered(AdaptedLinear):
+    """Adapters in operations that a graph can hold, as Triton's kernels are: tables of fixed addresses."""
+
+    def __init__(self, linear: Linear, slots: AdapterSlots) -> None:
+        self.linear = linear
+        self.down = torch.zeros((slots.count + 1, slots.max_rank, slots.in_features))
+        self.up = torch.zeros((slots.count + 1, sum(slots.parts), slots.max_rank))
+
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
+        out = self.linear(x, context)
+        if context.adapters is None:
+            return out
+        down, up = self.down[context.adapters], self.up[context.adapters]
+        middle = (down * x[:, None].float()).sum(-1)
+        return (out + (up * middle[:, None]).sum(-1)).to(out.dtype)
+
+    def pack(self, deltas: Sequence[Delta]) -> Sequence[Delta]:
+        return deltas
+
+    @torch.inference_mode()
+    def put(self, slot: int, packed: Sequence[Delta] | None) -> None:
+        """The last part alone, where there are several."""
+        self.up[slot] = 0
+        for delta in packed or ():
+            rank = len(delta.down)
+            self.down[slot, :rank] = delta.down
+            self.up[slot] = 0
+            self.up[slot, delta.first : delta.first + len(delta.up), :rank] = delta.up
+
+
+@pytest.mark.usefixtures("fake_flash")
+@pytest.mark.parametrize("slots", [1, 3])
+def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With one slot, graphs that were captured see each next adapter in it."""
+    monkeypatch.setattr(flash.Flash, "adapted", lambda self, linear, slots: Gathered(linear, slots))
+    shape = {"hidden_size": 128, "max_position_embeddings": 1024, "dtype": torch.bfloat16}
+    path = save_tiny_model(tmp_path / "model", "llama", **shape)
+    (tmp_path / "spool").mkdir()
+    kept = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 8)
+    base = AutoModelForCausalLM.from_pretrained(path)
+    adapters = [None, *(kept.add(f"a{n}", str(save_adapter(tmp_path / f"a{n}", base, 4 + n, seed=n))) for n in (1, 2))]
+    every = [msgspec.structs.replace(each, adapter=adapters[at % 3]) for at, each in enumerate(traffic())]
+    lora = {"model": str(path), "enable_lora": True, "max_loras": slots, "max_lora_rank": 8}
+    wanted = run(start(monkeypatch, None, **lora), every)
+    capture = FakeCapture()
+    engine = start(monkeypatch, capture, **lora)
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    got = run(engine, every)
+    plain = run(start(monkeypatch, None, model=str(path)), traffic())
+    assert {name: answer.ids for name, answer in got.items()} == {name: each.ids for name, each in wanted.items()}
+    for at, each in enumerate(every):
+        assert (got[each.id].ids == plain[each.id].ids) == (at % 3 == 0), each.id
+    assert capture.replays > 10
+    count = len(capture.recordings)
+    run(engine, [each for each in every if each.adapter is None])
+    assert {parts for _, _, parts in engine.runner.graphs._graphs} == {2, 3}, "rows without adapters have their own"
+    assert picked(run(engine, every[1:2])) == picked({every[1].id: wanted[every[1].id]})
+    assert len(capture.recordings) >= count
+
+
+class Short(FakeCapture):
+    """A device whose memory ends at graphs of more than `rows` rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.refused = 0
+
+    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        if len(function()) > self.rows:
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().__call__(function)
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_sizes_that_cannot_be_captured_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = run(start(monkeypatch, None), traffic())
+    capture = Short(2)
+    engine = start(monkeypatch, capture, warmup_seconds=60.0)
+    assert len(capture.recordings) == 2, "1 and 2 rows"
+    assert engine.info.notes[0].startswith("2 of 5 decode graphs captured in ")
+    reason = "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB)"
+    assert engine.info.notes[1:] == [f"decodes of 4, 8, 16 rows run without graphs: {reason}"]
+    refused = capture.refused
+    assert refused == 3
+    assert picked(run(engine, traffic())) == picked(wanted)
+    assert not engine.prepare()
+    assert (capture.refused, len(capture.recordings)) == (refused, 2), "no size was tried again"
+    assert capture.replays > 0
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(monkeypatch, FakeCapture(), max_num_seqs=300)
+    runner, times = engine.runner, iter([0.0, 0.0, 10.0, 20.0, 30.0, 30.5])
+    captured: list[int] = []
+
+    def decode(rows: Tensor, pages: int) -> Tensor:
+        captured.append(rows.shape[1])
+        return rows
+
+    runner.graphs._decode = decode  # hundreds of rows would take gigabytes to record
+    notes = warm_up(runner, 30.0, lambda: next(times))
+    assert captured == [384, 256, 192]
+    assert notes == ["3 of 13 decode graphs captured in 30.5 s"]
+    assert engine.prepare(), "the rest follow in idle moments"
+    assert captured[3:] == [128]
+
+
+@pytest.mark.usefixtures("fake_flash")
+def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(monkeypatch, FakeCapture())
+    seen: list[tuple[bool, float]] = []
+    pick = engine.runner._sample
+
+    def watched(logits: Tensor, rows: list[SamplingRow], mask: Any) -> Tensor:
+        seen.extend((each.rules.greedy, each.rules.top_p) for each in rows)
+        return pick(logits, rows, mask)
+
+    engine.runner._sample = watched
+    warm_up(engine.runner, 0.0)
+    assert seen == []
+    warm_up(engine.runner, 60.0)
+    assert seen == [(True, 1.0), (False, 1.0), (False, 0.5)]
+
+
+def test_a_cpu_prepares_nothing_before_ready() -> None:
+    engine = Engine(EngineConfig(num_kv_blocks=40))
+    assert engine.info.notes == []
+    assert engine.runner._headroom._ready == 0, "memory is touched in idle moments"
+
+
+class FakeStream:
+    def __init__(self, *_: object) -> None:
+        self.waited_for: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other)
+
+
+class FakeCuda:
+    """The current stream, and captures whose end fails: torch.cuda.graph then leaves its stream behind."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = self.first = FakeStream()
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "set_stream", self.switch)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+        monkeypatch.setattr(torch.cuda, "graph", self.graph)
+
+    def switch(self, stream: FakeStream) -> None:
+        self.current = stream
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, graph: object, pool: object, stream: FakeStream, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "other threads copy pages meanwhile"
+        self.current = stream
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    capture = graphs.CudaCapture(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="previous error"):
+        capture(lambda: torch.zeros(1))
+    assert cuda.current is cuda.first
+    assert cuda.first.waited_for[-1] is capture._stream
+
+
 def test_a_fake_that_can_tell() -> None:
     """What a CUDA graph would get wrong or refuse, the fake does too."""
     static, weight = torch.zeros(3), torch.ones(3)
-    for function in (lambda: static * static.sum().item(), lambda: static + torch.tensor([1.0, 2.0, 3.0])):
-        with pytest.raises(AssertionError, match="waits for the device"):
+    waiting = (
+        lambda: static * static.sum().item(),
+        lambda: static * static.tolist()[0],
+        lambda: static if static[0] > 0 else weight,
+        lambda: static.cpu(),
+        lambda: static + torch.tensor([1.0, 2.0, 3.0]),
+    )
+    for function, mode in product(waiting, (False, True)):
+        with torch.inference_mode(mode), pytest.raises(AssertionError, match="waits for the device"):
             FakeCapture()(function)
     holder = [weight]
     replay, result = FakeCapture()(lambda: static + holder[0])

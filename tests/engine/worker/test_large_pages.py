@@ -10,7 +10,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.types import Request
-from quire.engine.worker import startup
+from quire.engine.worker import device
 from quire.kernels.reference import Reference
 from tests.engine.harness import Answer, request, run
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -23,7 +23,7 @@ def large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference backend with pages of 64 tokens."""
     backend = Reference()
     backend.block_size = PAGE
-    monkeypatch.setattr(startup, "select_backend", lambda *_, **__: (backend, "large pages"))
+    monkeypatch.setattr(device, "select_backend", lambda *_, **__: (backend, "large pages"))
 
 
 def prompts() -> list[list[int]]:
@@ -47,9 +47,9 @@ def again(requests: list[Request]) -> list[Request]:
 
 
 @pytest.mark.usefixtures("large_pages")
-@pytest.mark.parametrize("blocks", [60, 12])
-def test_the_same_tokens_from_forked_pages(blocks: int, tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
+@pytest.mark.parametrize(("family", "blocks"), [("qwen3", 60), ("qwen3", 12), ("gpt_oss", 12)])
+def test_the_same_tokens_from_forked_pages(family: str, blocks: int, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family, num_hidden_layers=2)
     requests = [
         request(str(index), prompt, seed=index, max_tokens=20, temperature=index % 2)
         for index, prompt in enumerate(prompts())
@@ -58,6 +58,7 @@ def test_the_same_tokens_from_forked_pages(blocks: int, tmp_path: Path) -> None:
     forked, engine = answers(path, requests, num_kv_blocks=blocks, max_model_len=300)
     assert {name: answer.ids for name, answer in forked.items()} == {n: answer.ids for n, answer in plain.items()}
     assert engine.stats.prefix_hits > 1000
+    assert engine.info.page_groups == (2 if family == "gpt_oss" else 1)
     if blocks == 60:
         hits = [forked[str(index)].cached_tokens for index in range(len(requests))]
         # Of "0" the second has 100 tokens in common: a page and two pieces. All counted in pieces of 16.

@@ -12,8 +12,15 @@ from transformers import (
 )
 
 from quire.engine.types import SamplingParams, ThinkingBudget
-from quire.engine.worker.sampler import HostChanges, logprob_tensors, sample, token_logprobs, uniforms
-from quire.engine.worker.sampling_rules import SamplingRow, change_logits, rules_of
+from quire.engine.worker.sampling.sampler import (
+    HostChanges,
+    logprob_tensors,
+    sample,
+    token_logprobs,
+    uniforms,
+    with_picked,
+)
+from quire.engine.worker.sampling.sampling_rules import SamplingRow, change_logits, listed_tokens, rules_of
 from quire.kernels.reference import filtered_probs, inverse_cdf
 
 EOS = (2,)
@@ -209,3 +216,20 @@ def test_logprobs() -> None:
     assert first.top == []
     assert [token for token, _ in second.top] == wanted[1].topk(3).indices.tolist()
     assert second.rank == int((wanted[1] > wanted[1, 5]).sum()) + 1
+
+
+def test_listed_tokens_stand_in_the_place_of_the_most_likely_ones() -> None:
+    logits = noise(4, 30)
+    picked = torch.tensor([4, 5, 6, 7])
+    params = [{"logprobs": 2}, {"logprob_token_ids": (9, 5, 9, 0)}, {"logprobs": 0}, {"logprob_token_ids": (1,)}]
+    rules = [rules_of(SamplingParams(**each), ()) for each in params]
+    tensors = logprob_tensors(logits, picked, 2, listed_tokens(rules, logits.device))
+    found = token_logprobs(picked.tolist(), tensors, [each.logprobs or 0 for each in rules])
+    wanted = logits.log_softmax(-1)
+    assert [token for token, _ in found[0].top] == wanted[0].topk(2).indices.tolist()
+    assert found[2].top == []
+    for row, ids in ((1, {9, 5, 0}), (3, {1, 7})):
+        exact = with_picked(found[row])
+        assert dict(exact.top) == pytest.approx({token: wanted[row, token].item() for token in ids})
+        assert [value for _, value in exact.top] == sorted((value for _, value in exact.top), reverse=True)
+        assert (exact.token_id, exact.logprob) == (int(picked[row]), pytest.approx(wanted[row, picked[row]].item()))

@@ -1,9 +1,10 @@
-"""Compiles every Triton kernel for an H100 (sm_90), on a machine without a GPU, and prints what ptxas made of each.
+"""Compiles every Triton kernel for a GPU, an H100 (sm_90) unless said, on a machine without one, and prints what ptxas
+made of each.
 
 The kernels are launched through the functions that serve them, with a driver that names the target and runs nothing: so
 arguments, specializations and options are those of a real launch. One JSON object per compiled kernel:
-    python -m tests.kernels.triton.compile_for_gpu FOLDER
-The folder takes temporary files.
+    python -m tests.kernels.triton.compile_for_gpu FOLDER [CAPABILITY]
+The folder takes temporary files; the capability is a number such as 120.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Rope, Softmax
-from quire.kernels.gpu import triton_fused, triton_linear, triton_logits, triton_paged, triton_sampling
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, LinearContext, Rope, Softmax
+from quire.kernels.gpu import (
+    triton_fused,
+    triton_linear,
+    triton_logits,
+    triton_lora,
+    triton_paged,
+    triton_sampling,
+)
+from quire.kernels.gpu.quantization import quantized
+from quire.kernels.kv_codes import KV_CODES, scale_elements
+from quire.kernels.quantized import Float8Weight, GroupedWeight
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+CAPABILITY = int(sys.argv[2]) if len(sys.argv) > 2 else 90
 
 PLAIN, CAPPED = Softmax(0.1), Softmax(0.1, window=500, softcap=30.0)
 
@@ -32,7 +46,7 @@ class NoGPU:
     """A driver of which the compiler asks the target alone."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -62,7 +76,7 @@ def report(kernel: Any) -> dict[str, Any]:
     )
     path.unlink()
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    told = ("HGMMA", "HMMA", "LDGSTS", "LDG.E.128", "STG.E.128", "STL")
+    told = ("HGMMA", "HMMA", "IGMMA", "IMMA", "QGMMA", "QMMA", "LDGSTS", "LDG.E.128", "STG.E.128", "STL")
     counts = {name: len(re.findall(rf"\b{re.escape(name)}\b", code)) for name in told}
     meta = kernel.metadata
     dtype = "bf16" if "bf16" in kernel.asm["ttir"] else "fp32"
@@ -85,6 +99,7 @@ def attention(
     dtype: torch.dtype = torch.bfloat16,
     page: int = 16,
     fixed: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Llama's heads: 32 of queries, 8 of keys."""
     pages, seqs = -(-max(contexts) // page), len(contexts)
@@ -99,7 +114,8 @@ def attention(
         max_query_len=queries,
         max_context_len=max(contexts),
     )
-    k_cache, v_cache = torch.empty((2, 4, page, 8, dim), dtype=dtype)
+    held = dtype if kv_dtype is None else kv_dtype
+    k_cache, v_cache = torch.empty((2, 4, page, 8, dim + scale_elements(held)), dtype=held)
     q = torch.empty((tokens, 32, dim), dtype=dtype)
     triton_paged.paged_attention(q, k_cache, v_cache, metadata, softmax, fixed=fixed)
 
@@ -116,6 +132,11 @@ def attentions() -> None:
         attention([2000], 1, dim, dtype=torch.float32)
         attention([600], 300, dim, dtype=torch.float32, softmax=CAPPED)
     attention([600], 12, 128, page=256)
+    for kv_dtype in KV_CODES:
+        for dim in (64, 128):  # at 256, deterministic, an H100 spills 48 bytes
+            attention([2000], 1, dim, kv_dtype=kv_dtype)
+            attention([600] * 2, 300, dim, kv_dtype=kv_dtype)
+            attention([600] * 2, 300, dim, kv_dtype=kv_dtype, fixed=True)
 
 
 def elementwise() -> None:
@@ -133,6 +154,9 @@ def elementwise() -> None:
     for norms in ((None, None), (norm, norm)):
         rope = Rope(128, torch.empty(9, 128), *norms, 1e-5)
         triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
+    for kv_dtype in KV_CODES:
+        codes = torch.empty((2, 4, 16, 8, 128 + scale_elements(kv_dtype)), dtype=kv_dtype)
+        triton_fused.rope_store(qkv, rope, *codes, metadata)
 
 
 def sampling(rows: int) -> None:
@@ -152,6 +176,58 @@ def linear(rows: int) -> None:
         triton_linear.pack_linear(weight, None, wide=wide)(torch.empty((rows, 1024), dtype=torch.bfloat16), NO_ADAPTERS)
 
 
+def weights_of_few_bits() -> list[quantized.Packed | None]:
+    outs, inner = 4096, 1024
+    codes, halves = torch.empty((outs, inner), dtype=torch.int8), torch.empty((outs, inner // 2), dtype=torch.uint8)
+    floats = torch.zeros((outs, inner), dtype=torch.float8_e4m3fn)
+
+    def scales(group: int) -> torch.Tensor:
+        return torch.ones((outs, inner // group))
+
+    native = CAPABILITY >= 89
+    return [
+        quantized.pack_grouped(GroupedWeight(halves, scales(32), scales(32))),
+        quantized.pack_grouped(GroupedWeight(halves, scales(128))),
+        quantized.pack_grouped(GroupedWeight(halves, scales(16), values=tuple(range(16)))),
+        quantized.pack_grouped(GroupedWeight(codes, scales(32), scales(32))),
+        quantized.pack_grouped(GroupedWeight(codes, scales(inner))),
+        quantized.pack_float8(Float8Weight(floats, torch.ones((outs // 128, inner // 128)), (128, 128)), native=native),
+        quantized.pack_float8(Float8Weight(floats, torch.ones((outs, 1)), (1, inner)), native=native),
+        quantized.pack_float8(Float8Weight(floats, scales(64), (1, 64)), native=native),
+    ]
+
+
+def few_bits(rows: int, parts: list[quantized.Packed | None]) -> None:
+    for fixed in (False, True):
+        for part in parts:
+            assert part is not None
+            linear = quantized.QuantizedLinear([part], None, wide=False, fixed=fixed)
+            linear(torch.empty((rows, part.inner), dtype=torch.bfloat16), NO_ADAPTERS)
+
+
+def few_bits_elsewhere(parts: list[quantized.Packed | None]) -> None:
+    """Other types, and rows of a table."""
+    for part in parts[:2]:
+        assert part is not None
+        for dtype in (torch.float32, torch.float16):
+            linear = quantized.QuantizedLinear([part], torch.empty(4096), wide=True, fixed=False)
+            linear(torch.empty((70, part.inner), dtype=dtype), NO_ADAPTERS)
+    for part in parts:
+        assert part is not None
+        quantized.look_up(part, torch.zeros(3, dtype=torch.int64), torch.bfloat16)
+
+
+def adapters(rows: int) -> None:
+    """Llama's qkv and down projections, and a head."""
+    shapes = ((4096, (4096, 1024, 1024), False), (14_336, (4096,), False), (4096, (128_256,), True))
+    for dtype, (inner, parts, wide), ranks in product((torch.bfloat16, torch.float32), shapes, (16, 256)):
+        slots = AdapterSlots(1, inner, parts, ranks, dtype, wide, torch.device("cpu"))
+        out = torch.empty((rows, sum(parts)), dtype=torch.float32 if wide else dtype)
+        linear = triton_lora.TritonAdaptedLinear(lambda x, context, out=out: out, slots)
+        slot = torch.ones(2 * rows, dtype=torch.int64)[rows % 2 :][:rows]  # any alignment
+        linear(torch.empty((rows, inner), dtype=dtype), LinearContext(slot, slot))
+
+
 def main() -> None:
     driver.set_active(NoGPU())
     jit.JITFunction.run = compile_only
@@ -159,6 +235,11 @@ def main() -> None:
     elementwise()
     sampling(3)
     linear(3)
+    parts = weights_of_few_bits()
+    for rows in (3, 40, 600):
+        few_bits(rows, parts)
+    few_bits_elsewhere(parts)
+    adapters(3)
     before = len(compiled)
     # What changes from step to step compiles nothing anew.
     for seqs in (1, 2, 16, 17):
@@ -167,6 +248,8 @@ def main() -> None:
     for rows in (1, 16, 33):
         sampling(rows)
         linear(rows)
+        few_bits(rows, parts)
+        adapters(rows)
     print(json.dumps({"compiled_anew": len(compiled) - before}))
 
 

@@ -61,6 +61,8 @@ def _bfloat16_as_on_a_gpu() -> None:
             return TensorHandle(rounded.view(torch.uint16).numpy(), tl.bfloat16)
         if source.dtype.scalar == tl.bfloat16 and target.scalar == tl.float32:
             return wide(source)
+        if source.dtype.scalar == tl.int8 and target.scalar == tl.bfloat16:
+            return cast_impl(self, cast(self, source, tl.float32), target)
         return cast(self, source, target)
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl

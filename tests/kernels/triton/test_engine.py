@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from quire.engine.config import EngineConfig
 from quire.engine.loop import Engine
 from quire.engine.worker import runner
-from quire.engine.worker.device_sampler import sample_on_device
+from quire.engine.worker.sampling.device_sampler import sample_on_device
 from quire.kernels.gpu import triton_paged
 from tests.engine.harness import request, run
 from tests.kernels.triton.conftest import INTERPRETED
@@ -23,8 +24,17 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma2", "gemma3"])
-def test_tokens_are_those_of_the_reference(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {}) for family in ("qwen3", "mistral-window", "gemma2", "gemma3")),
+        ("qwen2", {"quantization": "int4", "quantize_embedding": False, "dtype": "float32"}),
+    ],
+    ids=str,
+)
+def test_tokens_are_those_of_the_reference(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if INTERPRETED:
         monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
         monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw: sample_on_device)
@@ -33,10 +43,13 @@ def test_tokens_are_those_of_the_reference(family: str, tmp_path: Path, monkeypa
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 36)]
 
     def answers(backend: str) -> list[list[int]]:
-        config = EngineConfig(model=str(path), attention_backend=backend, num_kv_blocks=64, max_num_batched_tokens=32)
+        kept = {"num_kv_blocks": 64, "max_num_batched_tokens": 32}
+        config = EngineConfig(model=str(path), attention_backend=backend, **kept, **options)
         asked = zip(prompts, KINDS, strict=True)
         requests = [request(str(i), prompt, seed=i, max_tokens=4, **kind) for i, (prompt, kind) in enumerate(asked)]
-        found = run(Engine(config), requests)
+        engine = Engine(config)
+        assert ("held in" in engine.info.quantization) == (bool(options) and backend == "reference")
+        found = run(engine, requests)
         return [found[str(i)].ids for i in range(len(prompts))]
 
     assert answers("triton") == answers("reference")

@@ -24,6 +24,18 @@ def children(pid: int) -> list[int]:
     return [child for child, stat in stats.items() if stat is not None and stat[1] == pid and stat[0] != "Z"]
 
 
+def engines(pid: int) -> list[int]:
+    """Those of a server's children that are engines: it has workers, too, from some moment of its start."""
+    return [child for child in children(pid) if b"quire.engine.main" in _command(child)]
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def wait_until_gone(pid: int) -> None:
     """Bounded by pytest's own limit."""
     while (stat := _stat(pid)) is not None and stat[0] != "Z":

@@ -185,7 +185,8 @@ def test_without_a_server_it_starts_an_engine_of_its_own() -> None:
     command = [sys.executable, "-m", "quire", "chat", "--temperature", "0", *flags]
     done = subprocess.run(command, input="one\n/reset\none\n", capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    first, second = done.stdout.splitlines()
+    first, told, second = done.stdout.splitlines()
+    assert told == "forgot the conversation"
     assert first == second != ""
 
 

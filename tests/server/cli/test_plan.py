@@ -5,26 +5,46 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModel
 
+from quire.engine.checkpoint.families import FAMILIES
+from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.layers.rope import rope_table
 from quire.engine.loop import Engine
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.native import ISAS
+from quire.kernels.gpu.flash import Flash
+from quire.kernels.gpu.flash3 import Flash3
+from quire.kernels.gpu.flash4 import Flash4
+from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.reference import Reference
 from quire.server.cli import main as cli
-from quire.server.cli.plan.estimate import BLOCK_SIZE, Wishes, estimate, predicted_tokens
-from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, find_card, read_cards
+from quire.server.cli.plan.configured import predicted_tokens
+from quire.server.cli.plan.drafts import planned_draft
+from quire.server.cli.plan.estimate import Wishes, estimate
+from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divided, find_card, read_cards
+from quire.server.cli.plan.report import unserved
+from quire.server.cli.plan.tiers import Offload
+from tests import tiny_models
+from tests.engine.ranks import thread_ranks
+from tests.tiny_encoders import save_tiny_encoder
 
+__all__ = ["thread_ranks"]
 DEEPSEEK_CODER = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -59,7 +79,8 @@ def plan(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> Any
 
 def test_deepseek_coder_by_hand(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, coder, "--gpu", "H100", "--context", "16384", "--concurrency", "1")
-    assert found["kv"]["page_bytes_per_layer"] == 256 * 1024
+    assert found["kv"]["block_size"] == 256, "flash-attn's"
+    assert found["kv"]["page_bytes_per_layer"] == 4 * 2**20
     assert found["kv"]["bytes_per_token"] * 16384 == 8 * GIB
     assert found["parameters"] == 6_740_512_768, "what its authors' index file adds up to, at two bytes each"
     assert found["weight_bytes"] == 2 * found["parameters"]
@@ -86,14 +107,45 @@ def test_two_devices_share_weights_and_cache() -> None:
     assert two.kv_budget > 30 * GIB
 
 
+def test_tiers_below_the_cache(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A token takes 512 KiB in all 32 layers, a page of flash-attn's 256 tokens 128 MiB."""
+    asked = ("--kv-offload-memory", "2.2", "--kv-offload-dir", "/pages", "--kv-offload-disk", "64")
+    found = plan(capsys, coder, "--gpu", "H100", *asked)
+    assert found["tiers"] == [
+        {"name": "host", "bytes": int(2.2 * GIB), "tokens": 17 * 256},
+        {"name": "disk", "bytes": 64 * GIB, "tokens": 512 * 256},
+    ]
+    assert found["flags"][-6:] == list(asked)
+    assert found["kv"] == plan(capsys, coder, "--gpu", "H100")["kv"], "they take nothing of the GPU's memory"
+    assert cli.main(["plan", coder, "--gpu", "H100", *asked]) == 0
+    assert "2.2 GiB of pinned memory of the host = 4,352 tokens; 64 GiB of disk = 131,072" in capsys.readouterr().out
+    assert "several ranks" in plan(capsys, coder, "--gpu", "H100", "--tp", "2", *asked)["notes"][-1]
+
+
+def test_the_host_s_tier_takes_from_the_cache_of_a_cpu(coder: str) -> None:
+    sizes = read_sizes(read_raw_config(coder)[0])
+    machine = Machine("test", memory=18 * GIB, gpu=False, bf16=True)
+    without, with_it = (estimate(sizes, machine, Wishes(offload=each)) for each in (Offload(), Offload(memory=1.0)))
+    assert with_it.kv_budget == machine.kv_budget(without.device_weight_bytes + GIB, 0, 1.0) < without.kv_budget
+    assert with_it.tiers[0].tokens == GIB // with_it.page_bytes * with_it.block_size
+
+
 def test_what_does_not_fit_says_why_and_what_does(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, coder, "--gpu", "rtx 4090", "--context", "16384", "--concurrency", "4", status=1)
     assert "4 x 16,384 tokens need 32.00 GiB" in found["reasons"][0]
     best = int(found["reasons"][0].split("; 4 x ")[1].split()[0].replace(",", ""))
     assert plan(capsys, coder, "--gpu", "rtx 4090", "--context", str(best), "--concurrency", "4")["fits"]
-    more = str(best + BLOCK_SIZE)
+    more = str(best + found["kv"]["block_size"])
     assert not plan(capsys, coder, "--gpu", "rtx 4090", "--context", more, "--concurrency", "4", status=1)["fits"]
     assert find_card(found["fits_on"]["name"]).memory > find_card("rtx 4090").memory
+    assert cli.main(["plan", coder, "--gpu", "rtx 3060"]) == 1
+    text = capsys.readouterr().out
+    lines = re.findall(r"= ([\d,]+) MiB - ([\d,]+) .* - ([\d,]+) .*: ([\d,]+) MiB too few", text)
+    whole, cuda, weights, lacking = (int(each.replace(",", "")) for each in lines[0])
+    assert cuda + weights - whole == lacking
+    assert "fits with     --quantization int8\n" in text
+    assert plan(capsys, coder, "--gpu", "rtx 3060", "--quantization", "int8")["fits"]
+    assert plan(capsys, coder, "--memory", "6", "--tp", "2", status=1)["fits_on"]["count"] == 2
     found = plan(capsys, coder, "--gpu", "t4", "--dtype", "bfloat16", status=1)
     assert "float16" in found["reasons"][0]
     found = plan(capsys, coder, "--gpu", "h100", "--context", "99999", status=1)
@@ -126,6 +178,7 @@ def test_a_driver_s_name_finds_its_card(driver: str, name: str) -> None:
 
 
 def test_a_card_that_is_not_there_is_refused_with_those_that_are() -> None:
+    assert find_card("4090") == find_card("RTX-4090")
     with pytest.raises(ConfigError, match="A100-40GB or A100-80GB"):
         find_card("a100")
     with pytest.raises(ConfigError, match="RTX-4090"):
@@ -156,8 +209,28 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def test_a_gpu_holds_weights_in_their_bits() -> None:
+    """As the plan of a CPU says it: 5 bits for a linear's weights, 8 for the embedding's and the head's."""
+    sizes = read_sizes(DEEPSEEK_CODER)
+    found = estimate(sizes, find_card("h100"), Wishes(quantization="int4"))
+    linears = sizes.parameters - sizes.embeddings
+    assert found.device_weight_bytes == pytest.approx(linears * 5 / 8 + sizes.embeddings, rel=1e-6)
+    assert "--quantization" in found.flags
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux to tell its memory")
-@pytest.mark.parametrize("options", [{}, {"kv_cache_memory": 0.25}, {"max_model_len": 640, "max_num_seqs": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_memory": 0.25},
+        {"max_model_len": 640, "max_num_seqs": 4},
+        {"quantization": "int4"},
+        {"quantization": "fp8", "quantize_embedding": False},
+        {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_engine_gets_what_was_planned(
     shape: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -179,11 +252,90 @@ def test_the_engine_gets_what_was_planned(
     assert planned == pytest.approx(info.num_blocks * info.block_size, rel=0.03)
 
 
+@pytest.mark.skipif(Cpu().missing is not None, reason="several ranks need the compiled kernels")
+@pytest.mark.usefixtures("thread_ranks")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_ranks_are_planned(drafts: bool, ranks: int) -> None:
+    """As many key-value heads as ranks, and fewer; what drafts is on the first rank alone."""
+    draft = {"method": "draft_model", "model": DEMO_MODEL, "num_speculative_tokens": 4}
+    config = EngineConfig(
+        speculative_config=SpeculativeConfig(**draft) if drafts else None,
+        tensor_parallel_size=ranks,
+        threads=torch.get_num_threads() * ranks,
+        dtype="bfloat16",
+        kv_cache_memory=0.05,
+        max_num_seqs=16,
+    )
+    info = Engine(config).info
+    planned = predicted_tokens(config, Machine("test", memory=4 * GIB, gpu=False))
+    assert planned is not None
+    assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
+
+
+def test_replicas_share_what_is_there() -> None:
+    """Each has a copy of the weights, and its part of the memory for keys and values; the fit is the engines' rule."""
+    sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
+    wishes = Wishes(dtype="float32", max_num_seqs=4096)
+    one, each = estimate(sizes, machine, wishes), estimate(sizes, divided(machine, 1, 2), wishes)
+    assert each.device_weight_bytes == one.device_weight_bytes
+    used = ENGINE_HOST_BYTES + one.device_weight_bytes
+    assert one.kv_budget == (GIB - used) // 2
+    assert each.kv_budget == (GIB - 2 * used) // 4
+    assert each.flags[:2] == ("--data-parallel-size", "2")
+    config = EngineConfig(data_parallel_size=2, dtype="float32", kv_cache_memory=0.1)
+    lone = config.model_copy(update={"data_parallel_size": 1, "kv_cache_memory": 0.05})
+    assert predicted_tokens(config, machine) == predicted_tokens(lone, machine)
+    with pytest.raises(ConfigError, match=r"data_parallel_size.*--gpu"):
+        divided(Machine("card", memory=GIB, gpu=True), 1, 2)
+
+
+def test_mixtures_of_experts_are_not_planned_on_ranks(tmp_path: Path) -> None:
+    path = tiny_models.save_tiny_model(tmp_path, "mixtral")
+    made = estimate(
+        read_sizes(read_raw_config(str(path))[0]), divided(Machine("test", 4 * GIB, gpu=False), 2), Wishes()
+    )
+    assert unserved(made) == ["Quire does not divide mixtures of experts among ranks yet"]
+
+
+def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft model's weights, its part of every page, and its spare pages, of which each sequence has two."""
+    draft = {"method": "draft_model", "model": DEMO_MODEL, "num_speculative_tokens": 4}
+    given = {"dtype": "bfloat16", "kv_cache_memory": 0.05, "max_num_seqs": 16}
+    config = EngineConfig(speculative_config=SpeculativeConfig(**draft), **given)
+    machine = Machine("test", memory=4 * GIB, gpu=False)
+    info = Engine(config).info
+    assert predicted_tokens(config, machine) == info.num_blocks * info.block_size
+    page = info.kv_bytes // info.num_blocks
+    used = info.kv_bytes + 2 * 16 * page // 2
+    assert 0.05 * GIB - page < used <= 0.05 * GIB
+    plain, drafting = (
+        estimate(read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, Wishes(draft=each))
+        for each in (None, planned_draft(config.speculative_config))
+    )
+    assert drafting.device_weight_bytes - plain.device_weight_bytes == drafting.draft_bytes > 2**20
+    args = ["plan", "--memory", "4", "--json", "--speculative-config", json.dumps(draft)]
+    assert cli.main(args) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["draft_bytes"] == drafting.draft_bytes
+    flags = told["flags"]
+    assert json.loads(flags[flags.index("--speculative-config") + 1]) == draft
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--speculative-config", "medusa"])
+    assert "need a model" in capsys.readouterr().err
+
+
 def test_text_table_and_picture(coder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.svg"
     assert cli.main(["plan", coder, "--gpu", "h100", "--picture", str(picture)]) == 0
     text = capsys.readouterr().out
-    for part in ("6.74 B parameters", "512 KiB a token", "256 KiB per layer", "7 x 16,384", "quire serve"):
+    for part in (
+        "6.74 B parameters",
+        "512 KiB a token",
+        "a page of 256 tokens 128 MiB, 4 MiB per layer",
+        "7 x 16,384",
+        "quire serve",
+    ):
         assert part in text
     root = ElementTree.fromstring(picture.read_text())
     assert root.tag.endswith("svg")
@@ -227,3 +379,167 @@ def test_a_reader_that_has_seen_enough_is_no_failure_of_ours() -> None:
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("head_dim", [64, 100, 128, 256, 264])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("card", ["H100", "V100-32GB"])
+def test_a_page_is_as_large_as_the_backend_s(
+    card: str, dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first backend for GPUs that would serve such heads there, with flash-attn installed."""
+    machine = find_card(card)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0) if machine.bf16 else (7, 0))
+    monkeypatch.setattr("quire.kernels.gpu.flash._load", lambda: ModuleType("flash_attn"))
+    backends = [Flash(), Reference()]
+    chosen = next(
+        each for each in backends if each.cannot_serve(torch.device("cuda"), getattr(torch, dtype), head_dim) is None
+    )
+    assert machine.page_tokens(dtype, head_dim) == chosen.block_size
+    for backend in (Flash3(), Flash4(), Flash(), TorchVarlen(), Reference(), Cpu()):
+        assert machine.page_tokens(dtype, head_dim, backend.name) == backend.block_size
+    assert replace(machine, gpu=False).page_tokens(dtype, head_dim) == Cpu.block_size
+
+
+def test_contexts_are_counted_in_the_backend_s_pages() -> None:
+    """A context of one token more than a page takes two pages, of 256 tokens on a GPU and of 16 on a CPU."""
+    for machine, size in ((find_card("h100"), 256), (Machine("cpu", memory=64 * GIB, gpu=False), 16)):
+        made = estimate(read_sizes(DEEPSEEK_CODER), machine, Wishes(context=size + 1))
+        pages = made.kv_budget // (made.kv_token_bytes * size)
+        assert made.concurrency == min(pages // 2, EngineConfig().max_num_seqs)
+        assert made.num_blocks == min(pages, 2 * EngineConfig().max_num_seqs)
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "reason"),
+    [
+        ({"model_type": "starcoder2"}, (), "does not serve starcoder2"),
+        ({"model_type": "llava", "text_config": {"model_type": "llama"}}, (), "does not serve llava"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, (), None),
+        ({"quantization_config": {"quant_method": "aqlm", "bits": 2}}, (), "quant_method: 'aqlm'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, (), "rope_type longrope"),
+        ({}, ("--tp", "2"), "divides models on CPUs"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, (), None),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, (), None),
+    ],
+    ids=str,
+)
+def test_a_serve_command_is_printed_for_what_is_served(
+    config: dict[str, Any],
+    args: tuple[str, ...],
+    reason: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_CODER | config))
+    found = plan(capsys, str(tmp_path), "--gpu", "h100", "--context", "2048", *args)
+    assert found["served"] is (reason is None)
+    assert bool(found["flags"]) is (reason is None)
+    assert cli.main(["plan", str(tmp_path), "--gpu", "h100", *args]) == 0
+    text = capsys.readouterr().out
+    assert ("quire serve" in text) is (reason is None)
+    assert reason is None or reason in text
+    if not args:  # the engine's own word
+        try:
+            served = read_model_config(tmp_path)
+            rope_table(served.rope, 8, 8) if served.model_type == "llama" else None
+            said = None if served.model_type in FAMILIES else "no such family"
+        except ModelError as error:
+            said = error.message
+        assert (said is None) is (reason is None)
+
+
+def test_the_command_names_the_directory_of_a_config_json(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", f"{coder}/config.json", "--gpu", "h100"]) == 0
+    assert f"quire serve {coder}\n" in capsys.readouterr().out + "\n"
+
+
+def test_an_encoder_needs_room_for_its_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_tiny_encoder(tmp_path, "bert")
+    sizes = read_sizes(json.loads((path / "config.json").read_text()))
+    model = AutoModel.from_pretrained(path)
+    unused = sum(parameter.numel() for name, parameter in model.named_parameters() if name.startswith("pooler"))
+    assert sizes.parameters == pytest.approx(model.num_parameters() - unused, rel=0.005)
+    assert sizes.kv_numbers == 0
+    assert cli.main(["plan", str(path), "--memory", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "none: an encoder" in said
+    assert "up to 320 tokens" in said
+    assert predicted_tokens(EngineConfig(model=str(path)), find_card("T4")) is None
+    assert cli.main(["plan", str(path), "--memory", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+
+
+@pytest.mark.parametrize(("kv", "head"), [("auto", 64 * 2), ("int8", 64 + 2), ("fp8", 64), ("fp8_e4m3", 64)])
+@pytest.mark.parametrize("card", ["H100", None])
+def test_keys_and_values_in_few_bits(card: str | None, kv: str, head: int) -> None:
+    """Two heads in each of six layers; flash-attn, whose pages have 256 tokens, holds no 8 bits."""
+    machine = Machine("cpu", memory=64 * GIB, gpu=False) if card is None else find_card(card)
+    made = estimate(read_sizes(read_raw_config(DEMO_MODEL)[0]), machine, Wishes(kv_cache_dtype=kv))
+    assert made.kv_token_bytes == 2 * 2 * 6 * head
+    assert made.block_size == (256 if card is not None and kv == "auto" else 16)
+    assert made.page_bytes == made.block_size * made.kv_token_bytes
+    assert made.layer_page_bytes * 6 == made.page_bytes
+    assert (("--kv-cache-dtype", kv) == made.flags[:2]) == (kv != "auto")
+
+
+@pytest.mark.parametrize("args", [["--memory", "1"], ["--gpu", "h100"], [], ["--config", "laptop", "--gpu", "h100"]])
+def test_the_memorys_arithmetic_adds_up_as_it_is_printed(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *args]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
+    terms, _, result = line.partition(", ")[2].rpartition(" = ")
+    figures = [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) MiB", terms.split(" = ")[-1])]
+    step = [int(each) for each in re.findall(r"- (\d+) MiB for the largest step", line)]
+    assert all(each < 1000 for each in step), "what is left over is no step's"
+    assert figures[0] - sum(figures[1:]) == int(result.split(" MiB")[0].replace(",", ""))
+
+
+def test_a_picture_is_an_svg_or_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--memory", "1", "--picture", str(tmp_path / "x.png")]) == 1
+    assert "draws an SVG" in capsys.readouterr().err
+    assert cli.main(["plan", "--memory", "1", "--picture", str(tmp_path / "no" / "x.svg")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_is_planned_as_it_is_served(
+    coder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(f'model = "{coder}"\nmax_model_len = 1024\nmax_num_seqs = 4\nkv_cache_memory = 2.0\nport = 9\n')
+    found = plan(capsys, "--config", str(file), "--gpu", "h100")
+    assert found == plan(capsys, coder, "--config", str(file), "--gpu", "h100")
+    assert found["flags"][:2] == ["--max-model-len", "1024"]
+    assert found["flags"][-4:] == ["--max-num-seqs", "4", "--kv-cache-memory", "2"]
+    over = plan(capsys, "--config", str(file), "--gpu", "h100", "--context", "512", "--dtype", "float16")
+    assert over["flags"][:4] == ["--max-model-len", "512", "--dtype", "float16"]
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "256")
+    assert plan(capsys, "--config", str(file), "--gpu", "h100")["flags"][1] == "256", "as quire serve reads it"
+    monkeypatch.delenv("QUIRE_MAX_MODEL_LEN")
+    assert cli.main(["plan", "--config", str(file), "--gpu", "h100"]) == 0
+    assert f"quire serve {coder} --config {file} --max-model-len 1024" in capsys.readouterr().out
+    file.write_text("max_model_length = 1024\n")
+    assert cli.main(["plan", "--config", str(file)]) == 1
+    assert "max_model_length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"), [("--conf", "--config"), ("--contxt", "--context"), ("--zz", "--help lists all")]
+)
+def test_a_mistyped_flag_is_answered_in_a_line(flag: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", flag, "laptop"])
+    told = capsys.readouterr().err
+    assert told.startswith("quire plan: cannot be understood:\n")
+    assert meant in told
+    assert told.count("\n") == 2
+
+
+def test_mixtures_of_experts_are_planned_for_cpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_models.SHAPE | tiny_models.FAMILIES["gpt_oss"]))
+    here, card = plan(capsys, str(path)), plan(capsys, str(path), "--gpu", "h100")
+    assert (here["served"], card["served"], card["flags"]) == (True, False, [])
+    assert any("mixtures of experts on CPUs alone" in note for note in card["notes"])
+    path.write_text(path.read_text().replace('"vocab_size": 320', '"vocab_size": 32000000'))
+    assert plan(capsys, str(path), "--memory", "1", status=1)["fits_on"] is None

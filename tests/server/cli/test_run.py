@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 
 from quire.engine.errors import ConfigError, InvalidRequest
-from quire.server.cli.run import custom_id, ids_in, parse_line, resume_from
-from tests.server.cli.processes import children, needs_proc
+from quire.server.cli.run import is_permanent, resume_from
+from quire.server.cli.run.lines import custom_id, duplicates_in, ids_in, parse_line
+from tests.server.cli.processes import engines, needs_proc
 
 SMALL = ["--max-model-len", "1024", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
 KEPT = {"status_code": 200, "request_id": "kept", "body": {}}
+
+
+FOX = [{"role": "user", "content": "A story about a fox."}]
 
 
 def request(name: str, **body: Any) -> dict[str, Any]:
@@ -55,20 +59,32 @@ def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Pat
         tmp_path / "in.jsonl",
         request("text"),
         "",
-        request("chat", messages=[{"role": "user", "content": "A story about a fox."}]),
+        request("chat", messages=FOX),
+        {"custom_id": "message", "url": "/v1/messages", "body": {"messages": FOX, "max_tokens": 4, "ignore_eos": True}},
+        {"custom_id": "response", "url": "/v1/responses", "body": {"input": FOX, "max_output_tokens": 2}},
         request("range", temperature=9),
         request("stranger", model="gpt-unknown"),
         request("streamed", stream=True),
-        {"custom_id": "where", "url": "/v1/embeddings", "body": {}},
+        {"custom_id": "where", "url": "/v1/images", "body": {}},
         "no json",
     )
     out = tmp_path / "out.jsonl"
     done = run(file, "-o", out)
     assert done.returncode == 1, done.stderr
-    assert "2 done, 5 failed, 0 left, 8 tokens generated" in done.stderr
+    assert "4 done, 5 failed, 0 left, 14 tokens generated" in done.stderr
     assert "continue with --resume" in done.stderr
     results = read(out)
-    assert results.keys() == {"text", "chat", "range", "stranger", "streamed", "where", "line-8"}
+    assert results.keys() == {
+        "text",
+        "chat",
+        "message",
+        "response",
+        "range",
+        "stranger",
+        "streamed",
+        "where",
+        "line-10",
+    }
     text = results["text"]
     assert text["id"].startswith("batch_req_")
     assert text["error"] is None
@@ -77,10 +93,12 @@ def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Pat
     assert text["response"]["body"]["object"] == "text_completion"
     assert text["response"]["body"]["usage"]["completion_tokens"] == 4
     assert results["chat"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert results["message"]["response"]["body"]["stop_reason"] == "max_tokens"
+    assert results["response"]["response"]["body"]["output"][0]["content"][0]["text"]
     refused = results["range"]["response"]
     assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
     assert results["stranger"]["response"]["status_code"] == 404
-    for name, number in (("streamed", 6), ("where", 7), ("line-8", 8)):
+    for name, number in (("streamed", 8), ("where", 9), ("line-10", 10)):
         assert results[name]["response"] is None
         assert results[name]["error"]["message"].startswith(f"line {number}: ")
 
@@ -133,7 +151,10 @@ def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -
     assert results["lost"]["response"]["status_code"] == 200
 
     write(file, request("good"), request("odd"), request("lost"))
-    mended = run(file, "-o", out, "--resume")
+    kept = run(file, "-o", out, "--resume")
+    assert (kept.returncode, "2 already done" in kept.stderr) == (0, False)
+    assert read(out)["odd"]["response"]["status_code"] == 400
+    mended = run(file, "-o", out, "--resume", "--retry-refused")
     assert mended.returncode == 0, mended.stderr
     assert "1 done, 0 failed, 0 left" in mended.stderr
     assert "--resume" not in mended.stderr
@@ -172,7 +193,7 @@ def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Pa
     while not out.exists() or b"\n" not in out.read_bytes():
         assert process.poll() is None
         time.sleep(0.02)
-    (engine,) = children(process.pid)
+    (engine,) = engines(process.pid)
     os.kill(engine, signal.SIGKILL)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -188,7 +209,7 @@ def test_a_dead_engine_is_replaced_and_no_answer_is_lost_or_changed(tmp_path: Pa
         ("[]", "custom_id must be a string"),
         ('{"custom_id": 3}', "custom_id must be a string"),
         ('{"custom_id": "a", "method": "GET"}', "method must be POST, got 'GET'"),
-        ('{"custom_id": "a", "url": "/v1/files"}', "url must be /v1/chat/completions or /v1/completions"),
+        ('{"custom_id": "a", "url": "/v1/files"}', "url must be one of /v1/chat/completions, "),
         ('{"custom_id": "a", "url": "/v1/completions", "body": []}', "body must be an object"),
     ],
 )
@@ -204,10 +225,49 @@ def test_a_line_without_an_id_gets_its_number() -> None:
     ]
 
 
-def test_two_lines_with_one_id_are_refused(tmp_path: Path) -> None:
-    file = write(tmp_path / "in.jsonl", request("a"), request("b"), request("a"))
-    with pytest.raises(ConfigError, match="lines 1 and 3 have the same custom_id 'a'"):
-        ids_in(file)
+def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> None:
+    """From a pipe to a pipe, too: what is read is kept until all is answered."""
+    typed = {"temprature": 1}
+    file = write(
+        tmp_path / "in.jsonl", request("a", **typed), request("b"), request("a"), request("odd", temperature=9)
+    )
+    assert (ids_in(file), duplicates_in(file, ids_in(file))) == ({"a": 1, "b": 2, "odd": 4}, {3})
+    with file.open("rb") as given:
+        done = subprocess.run(command("-", "-o", "-"), stdin=given, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "2 done, 2 failed, 0 left" in done.stderr
+    assert "s: mend them, and continue with --resume --retry-refused" in done.stderr
+    assert "  1 x invalid_request custom_id, such as line-3: line 3: the custom_id 'a' is an earlier" in done.stderr
+    assert "  without effect, in so many requests: temprature (1)" in done.stderr
+    assert "  1 x 400 temperature, such as odd: temperature must be at least 0.0" in done.stderr
+    out = tmp_path / "out.jsonl"
+    out.write_text(done.stdout)
+    results = read(out)
+    assert results.keys() == {"a", "b", "line-3", "odd"}
+    assert results["a"]["response"]["status_code"] == 200
+    again = run(file, "-o", out, "--resume")
+    assert again.returncode == 0
+    assert "4 already done, 0 to do" in again.stderr
+    assert "--retry-refused" in again.stderr
+    refused = subprocess.run(command(file, "-o", "-", "--resume"), capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2
+    assert "stdout cannot be read" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("result", "permanent"),
+    [
+        ({"response": {"status_code": 400}}, True),
+        ({"response": {"status_code": 404}}, True),
+        ({"response": {"status_code": 408}}, False),
+        ({"response": {"status_code": 429}}, False),
+        ({"response": {"status_code": 500}}, False),
+        ({"response": None, "error": {"code": "invalid_request"}}, True),
+        ({"response": None, "error": {"code": "old"}}, False),
+    ],
+)
+def test_what_would_be_refused_again_is_permanent(result: dict[str, Any], permanent: bool) -> None:
+    assert is_permanent(result) is permanent
 
 
 def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:

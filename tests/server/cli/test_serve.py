@@ -19,9 +19,10 @@ import pytest
 from quire.engine.client.process import _KERNELS
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError
+from quire.server.cli.announcement import url
 from quire.server.cli.main import main
-from quire.server.cli.serve import bind, url
-from tests.server.cli.processes import children, needs_proc, wait_until_gone
+from quire.server.cli.serve import bind
+from tests.server.cli.processes import children, engines, needs_proc, wait_until_gone
 
 SMALL = ["--max-model-len", "2048", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
 
@@ -91,11 +92,12 @@ def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
     body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": True}
     with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
-        assert next(lines).startswith("data: {")
+        first = next(lines)
         process.send_signal(number)
-        rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert '"finish_reason":"length"' in rest[-2].replace(" ", "")
+        events = [first, *(line for line in lines if line)]  # on a busy machine the first may be the whole answer
+        assert events[0].startswith("data: {")
+        assert events[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in events[-2].replace(" ", "")
         assert process.wait(60) == 0
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{base}/health")
@@ -109,7 +111,8 @@ def test_a_closed_terminal_lets_open_streams_end() -> None:
         "fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
     )
     argv = [sys.executable, "-c", hang_up, *command("serve", "--port", "0", *SMALL)]
-    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=buffered)
     os.close(theirs)
     body = {"prompt": "Once", "max_tokens": 300, "ignore_eos": True, "stream": True}
     try:
@@ -159,7 +162,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 def test_the_engine_process_gets_settings_for_openmp_and_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
     with serving() as (process, _, _):
-        (engine,) = children(process.pid)
+        (engine,) = engines(process.pid)
         environment = Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")
     assert (b"OMP_WAIT_POLICY=passive" in environment) is any(_KERNELS.glob("*.so")), "only beside threads of our own"
     assert b"MALLOC_TRIM_THRESHOLD_=%d" % 2**29 in environment
@@ -167,13 +170,25 @@ def test_the_engine_process_gets_settings_for_openmp_and_malloc(monkeypatch: pyt
 
 
 @needs_proc
+def test_what_computes_may_give_way_to_others() -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    with serving("--niceness", "3") as (process, _, _):
+        (engine,) = engines(process.pid)
+        threads = [path.read_text().rpartition(")")[2].split() for path in Path(f"/proc/{engine}/task").glob("*/stat")]
+        niceness = [int(fields[16]) for fields in threads]
+        assert os.getpriority(os.PRIO_PROCESS, engine) == min(own + 3, 19)
+        assert sum(each == min(own + 3, 19) for each in niceness) >= len(niceness) // 2
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == own
+
+
+@needs_proc
 def test_the_engine_ends_with_the_server() -> None:
     with serving() as (process, _, _):
-        engines = children(process.pid)
-        assert engines
+        started = children(process.pid)
+        assert started
         process.kill()
         process.wait(10)
-        for pid in engines:
+        for pid in started:
             wait_until_gone(pid)
 
 
@@ -183,7 +198,7 @@ def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tm
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, model)
     with serving("--model", str(model), "--max-engine-starts", "2") as (process, _, _):
-        (engine,) = children(process.pid)
+        (engine,) = engines(process.pid)
         (model / "config.json").unlink()
         os.kill(engine, signal.SIGKILL)
         assert process.wait(60) == 1
@@ -197,7 +212,7 @@ def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tm
 @needs_proc
 def test_ctrl_c_while_the_model_loads_exits_0() -> None:
     process = subprocess.Popen(command("serve", "--port", "0", *SMALL), stderr=subprocess.PIPE, text=True)
-    while not children(process.pid):
+    while not engines(process.pid):
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
@@ -221,7 +236,7 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
     [
         (["./nowhere"], "model: there is no directory './nowhere'"),
         (["README.md"], "model: 'README.md' is a file"),
-        (["tests"], "model: tests has no config.json and no tokenizer"),
+        (["tests"], "model: tests has no config.json"),
         (["--max-model-len", "4096", "--num-kv-blocks", "16"], "max_model_len"),
         (["--attention-backend", "magic"], "attention_backend"),
     ],
@@ -252,6 +267,16 @@ def test_help_and_version_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.match(r"quire \d+\.\d+", out)
     assert "OUT.jsonl" in out
     assert main([]) == 0
+
+
+def test_a_command_that_is_none_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, said in (
+        (["serv"], "quire: no command 'serv'; did you mean serve?"),
+        (["zzz"], "quire: no command 'zzz'; quire --help lists them"),
+        (["bench", "serv"], "quire bench: no 'serv'; did you mean serve?"),
+    ):
+        assert main(argv) == 2
+        assert capsys.readouterr().err == said + "\n"
 
 
 def test_binding_to_an_address_of_another_machine_is_an_error() -> None:

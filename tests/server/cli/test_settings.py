@@ -11,9 +11,9 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.engine.config import PRESETS, EngineConfig, load
+from quire.engine.advice import foreign_flags
+from quire.engine.config import PRESETS, EngineConfig, load, presets
 from quire.engine.errors import ConfigError
-from quire.server.cli import unknown_flags
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 
@@ -95,10 +95,12 @@ def test_a_bad_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     file.write_text("size = 0\nsizes = 3\n")
     message = complaint(capsys, "--config", str(file))
     assert f"size: input should be greater than or equal to 1, got 0 (file {file})" in message
-    assert f"sizes: no such setting (file {file})" in message
+    assert f"sizes: no such setting, did you mean size? (file {file})" in message
     file.write_text("size = ")
     assert f"{file} is not TOML" in complaint(capsys, "--config", str(file))
-    assert "cannot read --config nowhere.toml" in complaint(capsys, "--config", "nowhere.toml")
+    said = complaint(capsys, "--config", "nowhere.toml")
+    assert f"cannot read --config nowhere.toml: No such file or directory; presets are {', '.join(presets())}" in said
+    assert "; did you mean batch?" in complaint(capsys, "--config", "bach")
 
 
 def test_the_source_that_counts_is_the_one_blamed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -107,12 +109,41 @@ def test_the_source_that_counts_is_the_one_blamed(capsys: pytest.CaptureFixture[
     assert "(flag --size)" in complaint(capsys, "--config", str(file), "--size", "0")
 
 
-def test_a_variable_that_is_no_setting_is_said_to_be_ignored(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("QUIRE_SICE", "no such setting, did you mean size?"),
+        ("QUIRE_ZZZ", "no such setting"),
+        ("QUIRE_SWAP_SPACE", "no such setting, use kv_offload_memory, in GiB"),
+        ("QUIRE_CTX_SIZE", "no such setting, use max_model_len"),
+    ],
+)
+def test_a_variable_that_is_no_setting_ends_the_start(
+    name: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("QUIRE_SICE", "3")
+    monkeypatch.setenv(name, "3")
+    assert complaint(capsys) == f"small: environment variable {name}: {said}\n"
+
+
+def test_variables_that_are_not_ours_to_judge_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another command's settings, the playground's, the kernels', and those that Kubernetes sets for services."""
+    links = {"QUIRE_SERVICE_HOST": "10.0.0.7", "QUIRE_SERVICE_PORT": "80", "QUIRE_SERVICE_PORT_HTTP": "80"}
+    links |= {"QUIRE_PORT_80_TCP": "tcp://10.0.0.7:80", "QUIRE_PORT_80_TCP_ADDR": "10.0.0.7"}
+    links |= {"QUIRE_UI_PORT": "tcp://10.0.0.8:80", "QUIRE_UI_SERVICE_HOST": "10.0.0.8"}
+    for name, value in {"QUIRE_HOST": "::1", "QUIRE_KEY": "k", "QUIRE_CPU_ISA": "plain", **links}.items():
+        monkeypatch.setenv(name, value)
     assert small().size == 1
-    assert "QUIRE_SICE is not a setting, ignored" in capsys.readouterr().err
+    monkeypatch.setenv("QUIRE_PORT", "tcp://10.0.0.7:80")
+    assert load(ServerConfig, {}).port == 8000
+
+
+def test_programs_may_have_the_servers_settings_in_their_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ServerConfig.model_fields.keys() - EngineConfig.model_fields.keys():
+        monkeypatch.setenv(f"QUIRE_{name.upper()}", "x")
+    assert load(EngineConfig, {}, origin="argument {key}") == EngineConfig()
+    monkeypatch.setenv("QUIRE_MAX_MODEL_LENGTH", "512")
+    with pytest.raises(ConfigError, match=r"QUIRE_MAX_MODEL_LENGTH: no such setting, did you mean max_model_len\?"):
+        load(EngineConfig, {}, origin="argument {key}")
 
 
 def test_keys_of_a_file_may_have_dashes(tmp_path: Path) -> None:
@@ -162,7 +193,7 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
     said = complaint(capsys, "--swap-space", "4", "-ngl=9", "--sise", "2", "--zzz")
     assert said.splitlines() == [
         "small: cannot be understood:",
-        "  --swap-space: not needed: what is preempted is recomputed, not swapped",
+        "  --swap-space: use --kv-offload-memory, in GiB",
         "  -ngl: not needed: a GPU holds all layers",
         "  --sise: did you mean --size?",
         "  --zzz: not known; --help lists all",
@@ -172,7 +203,7 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
 
 def test_advice_on_flags_names_flags_that_are_there() -> None:
     known = {"--" + name.replace("_", "-") for name in ServerConfig.model_fields}
-    advice = unknown_flags.advice()
+    advice = foreign_flags()
     assert set(re.findall(r"--[a-z-]+", " ".join(advice.values()))) <= known
     assert not known & {f"--{flag}" for flag in advice}
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
 from quire.engine.in_process import InProcessClient
 from quire.engine.types import EngineInfo
-from quire.engine.worker import device_sampler
+from quire.engine.worker.sampling import device_sampler
 from quire.server.cli import main as cli
+from quire.server.cli import verify as verify_command
 from quire.server.cli.verify import Check, Verification, show
 from tests.tiny_models import save_tiny_model
 
@@ -70,13 +72,18 @@ async def test_a_kernel_that_rounds_by_batch_is_found(model: str, monkeypatch: p
 
     honest = Decoder.logits
 
-    def broken(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-        return honest(self, hidden + 0.02 * len(hidden))
+    def broken(self: Decoder, hidden: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return honest(self, hidden + 0.02 * len(hidden), *rest)
 
     monkeypatch.setattr(Decoder, "logits", broken)
     _, checks = await verify(model)
     assert checks["batched"].differing > 0
     assert checks["chunked"].differing > 0
+
+
+def test_replicas_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_size: what is verified is one engine"):
+        verify_command.main(["--data-parallel-size", "2"], 0.0)
 
 
 def test_the_table_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

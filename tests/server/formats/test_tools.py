@@ -32,6 +32,9 @@ TWO_CALLS = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
     "llama3_json": f'{{"name": "weather", "parameters": {ROME}}}; {{"name": "clock", "parameters": {{}}}}',
+    "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}}}, {{"name": "clock", "arguments": {{}}}}]',
+    "openai": f" to=functions.weather<|channel|>commentary json<|message|>{ROME}"
+    "<|start|>assistant to=functions.clock<|channel|>commentary json<|message|>{}",
     "pythonic": "[weather(city='Rome', days=2), clock()]",
     "mistral": f'[TOOL_CALLS][{{"name": "weather", "arguments": {ROME}}}, {{"name": "clock", "arguments": {{}}}}]',
     "mistral_args": f"[TOOL_CALLS]weather[ARGS]{ROME}[TOOL_CALLS]clock[ARGS]{{}}",
@@ -239,9 +242,12 @@ def write_calls(name: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         case "pythonic":
             written = [f"{f}({', '.join(f'{key}={value!r}' for key, value in a.items())})" for f, a in calls]
             return f"[{', '.join(written)}]"
-        case "mistral":
+        case "openai":
+            head = "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>"
+            return "".join(head.format(f) + dumped(a) for f, a in calls).removeprefix("<|start|>assistant")
+        case "mistral" | "granite":
             written = [f'{{"name": "{f}", "arguments": {dumped(a)}}}' for f, a in calls]
-            return f"[TOOL_CALLS][{', '.join(written)}]"
+            return f"{'[TOOL_CALLS]' if name == 'mistral' else '<|tool_call|>'}[{', '.join(written)}]"
         case "mistral_args":
             return "".join(f"[TOOL_CALLS]{f}[ARGS]{dumped(a)}" for f, a in calls)
         case "deepseek_v3":

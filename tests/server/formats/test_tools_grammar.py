@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from quire.engine.text.grammar import GrammarCompiler, json_grammar, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar
+from quire.server.formats.forms.slots import TAG
 from quire.server.formats.grammars import after_thinking, either
 from quire.server.formats.reasoning import ReasoningFormat
 from quire.server.formats.tools.format import ToolParser
@@ -51,7 +52,8 @@ TOOLS = [
         },
     },
 ]  # fmt: skip
-MARKERS = {marker for row in TABLE for marker in (*row.format.markers, *row.format.other_markers)} - {"<function="}
+MARKERS = {mark for row in TABLE for text in row.format.literals for mark in TAG.findall(text)}
+MARKERS -= {"</function>", "</parameter>"}
 EOS = "<|end|>"
 
 
@@ -134,7 +136,7 @@ def test_what_a_grammar_lets_through_are_whole_calls(
             check_arguments(name, "".join(delta.arguments for delta in deltas if delta.index == index), xml)
         assert choice != "weather" or names == ["weather"]
         counts.add(len(names))
-    assert (counts == {1}) is (choice != "required"), counts
+    assert (counts == {1}) is (choice != "required" or row.name == "openai"), counts
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -156,6 +158,9 @@ def test_strict_tools_leave_text_free_and_constrain_calls(
 
     auto, required = grammar("auto"), grammar("required")
     compilers[kind].check(auto)
+    if row.name == "openai":
+        assert fits("<|channel|>final<|message|>Hé!"), "content has marks there"
+        return
     lead = "" if row.name in ("pythonic", "llama3_json") else "Well: \n"
     for text in ("", "Hé!\n", 'I think {"a": [1]} < b> [x] <tool', '{"a": "b"}', "<|x"):
         assert fits(text), text

@@ -68,10 +68,10 @@ async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str,
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_deadlines_that_are_met_change_nothing(path: str, body: dict[str, Any]) -> None:
-    engine = FakeEngine(scripted(b"abcdefgh", EOS), eos=[EOS], step_seconds=0.01)
+    engine = FakeEngine(scripted(b"abcdefgh", EOS), eos=[EOS], step_seconds=0.06)
     async with open_api(engine) as api:
         plain = await api.post(path, body)
-        timed = await api.post(path, {**body, "timeout": 60, "queue_timeout": 0.03})
+        timed = await api.post(path, {**body, "timeout": 60, "queue_timeout": 0.3})
         assert timed["choices"] == plain["choices"]
         assert await count(api, "timeout") == await count(api, "queue_timeout") == 0
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.types import SamplingParams
+from quire.engine.errors import Overloaded
+from quire.engine.types import SamplingParams, TokenLogprob
+from quire.server.generation import fold as folds
+from quire.server.generation.choice import ChoiceDelta, TokenText
 from quire.server.generation.fold import fold
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec, Prompt
@@ -25,7 +28,7 @@ def generation(api: Api, *, max_tokens: int, **fields: Any) -> Generation:
     params = SamplingParams(n=3, max_tokens=max_tokens)
     spec = GenerationSpec(id="cmpl-1", model="m", prompts=PROMPTS, params=params, keep=3, **fields)
     runtime = api.app.state.runtime
-    return start(spec, api.app.state.model, runtime.client, runtime.metrics)
+    return start(spec, api.app.state.model, runtime.client, runtime.metrics, runtime.turns)
 
 
 async def metrics(api: Api) -> dict[str, float]:
@@ -42,7 +45,7 @@ async def metrics(api: Api) -> dict[str, float]:
 async def test_what_counts_once_for_a_prompt_and_what_for_each_choice(beam_search: bool) -> None:
     async with open_api(FakeEngine(scripted(b"xyz", EOS), eos=[EOS])) as api:
         running = generation(api, max_tokens=2, beam_search=beam_search)
-        answers = await fold(running.deltas())
+        answers = await fold(running.deltas(), lambda step: None)
         counted = await metrics(api)
     assert [answer.index for answer in answers] == list(range(6))
     assert running.complete
@@ -57,7 +60,7 @@ async def test_a_closed_generation_ends_and_is_not_complete(beam_search: bool) -
     engine = FakeEngine(scripted(b"x" * 200, EOS), step_seconds=0.001)
     async with open_api(engine) as api:
         running = generation(api, max_tokens=200, beam_search=beam_search)
-        folding = asyncio.create_task(fold(running.deltas()))
+        folding = asyncio.create_task(fold(running.deltas(), lambda step: None))
         await engine.sent.wait()
         for _ in range(2):
             running.close()
@@ -67,3 +70,33 @@ async def test_a_closed_generation_ends_and_is_not_complete(beam_search: bool) -
     assert not running.complete
     assert not engine.running
     assert (counted["request_success_total"], counted["request_params_n_count"]) == (6, 2)
+
+
+async def test_whole_answers_hold_only_so_many_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "MAX_LOGPROBS", 100)
+    body = {"prompt": "x", "n": 2, "logprobs": 1, "ignore_eos": True, "max_tokens": 25}
+    engine = FakeEngine(scripted(b"x" * 200, EOS))
+    async with open_api(engine) as api:
+        assert (await api.http.post("/v1/completions", json=body)).status_code == 200, "exactly as many"
+        refused = await api.http.post("/v1/completions", json={**body, "max_tokens": 60})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+        assert not engine.running
+        streamed = await api.http.post("/v1/completions", json={**body, "max_tokens": 60, "stream": True})
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert api.app.state.runtime.kept._total == 0
+
+
+def test_the_call_that_holds_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "MAX_LOGPROBS_IN_ALL", 10)
+    token = TokenText(1, TokenLogprob(1, -1.0, 1, [(1, -1.0)]), 0)
+    step = [ChoiceDelta(0, "x", [token] * 2)]
+    kept = folds.Kept()
+    with kept.call() as small:
+        with kept.call() as large:
+            large(step)
+            large(step)
+            small([ChoiceDelta(0, "x", [token])])
+            small([ChoiceDelta(0, "x", [token])])
+            with pytest.raises(Overloaded):
+                large(step)
+        small([ChoiceDelta(0, "x", [token] * 3)])

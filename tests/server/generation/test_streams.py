@@ -29,21 +29,38 @@ common = {
     | st.builds(dict, max_pattern_size=st.integers(1, 3), min_count=st.integers(2, 3), min_pattern_size=st.just(1)),
 }
 prompts = st.text("ab é", min_size=1, max_size=5)
+listed = st.lists(st.sampled_from(list(LETTERS)), max_size=3)
+USER = {"role": "user", "content": "x"}
+BEGUN = {"messages": [USER, {"role": "assistant", "content": "Well a"}], "continue_final_message": True, "echo": True}
+
+
+def listing(body: dict[str, Any]) -> dict[str, Any]:
+    """Tokens are listed only beside log probabilities."""
+    asked = body["logprobs"] is not None and body["logprobs"] is not False
+    return body if asked else {**body, "logprob_token_ids": []}
+
+
 completions = st.fixed_dictionaries(
     {
         **common,
         "prompt": prompts | st.lists(prompts, min_size=1, max_size=3) | st.lists(st.integers(0, 255), min_size=1),
         "echo": st.booleans(),
         "logprobs": st.none() | st.integers(0, 3),
+        "logprob_token_ids": listed,
     }
-)
+).map(listing)
 chats = st.fixed_dictionaries(
     {
         **common,
-        "messages": st.just([{"role": "user", "content": "x"}]),
+        "begun": st.sampled_from([{"messages": [USER]}, BEGUN]),
         "logprobs": st.booleans(),
+        "logprob_token_ids": listed,
     }
-).flatmap(lambda body: st.integers(0, 3 if body["logprobs"] else 0).map(lambda top: {**body, "top_logprobs": top}))
+).map(listing)
+chats = chats.map(lambda body: {**{name: value for name, value in body.items() if name != "begun"}, **body["begun"]})
+chats = chats.flatmap(
+    lambda body: st.integers(0, 3 if body["logprobs"] else 0).map(lambda top: {**body, "top_logprobs": top})
+)
 
 
 def fold(events: list[Any]) -> tuple[list[dict[str, Any]], Any]:
@@ -58,7 +75,7 @@ def fold(events: list[Any]) -> tuple[list[dict[str, Any]], Any]:
         known["text"] += delta.get("content", delta.get("text", ""))
         for name, values in (choice["logprobs"] or {}).items():
             known["logprobs"][name] = known["logprobs"].get(name, []) + (values or [])
-        known["token_ids"] = known.get("token_ids", []) + choice.get("token_ids", [])
+        known["token_ids"] = known.get("token_ids", []) + (choice["token_ids"] or [])
         known["finish_reason"] = choice["finish_reason"]
         known["stop_reason"] = choice.get("stop_reason")
     return [folded[index] for index in sorted(folded)], usage
@@ -69,7 +86,7 @@ def flat(choice: dict[str, Any]) -> dict[str, Any]:
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     rest = {name: choice[name] for name in ("index", "finish_reason", "stop_reason")}
     # A choice without a single token has empty lists when whole, and no chunk to carry them when streamed.
-    rest["token_ids"] = choice.get("token_ids", [])
+    rest["token_ids"] = choice["token_ids"] or []
     return {**rest, "text": text, "logprobs": logprobs if any(logprobs.values()) else {}}
 
 

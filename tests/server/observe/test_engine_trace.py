@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -91,6 +92,17 @@ def step(number: int, began: float, decided: float, computed: float, ended: floa
 
 def timeline(name: str, *marks: Any, ended: float | None = None) -> Timeline:
     return Timeline(name, 5, marks[0][0], list(marks), ended=ended, finish_reason=ended and "stop")
+
+
+def test_engines_beside_each_other_have_tracks_of_their_own() -> None:
+    steps = [step(1, 10.0, 10.5, 12, 13), replace(step(1, 10.5, 11, 13, 14), engine=1, replica=1)]
+    found = trace(steps, [], 10.0, 15.0, replicas=2)
+    check(found)
+    begins = {(e["tid"], e["ts"], e["dur"]) for e in found["traceEvents"] if e.get("cat") == "step"}
+    assert begins == {(1, 0.0, 3e6), (2, 0.5e6, 3.5e6)}, "neither is cut short by the other"
+    assert sum(phase_totals(found["traceEvents"]).values()) == pytest.approx(10e6)
+    names = [e["args"]["name"] for e in found["traceEvents"] if e["name"] == "thread_name"]
+    assert names == ["steps of 0", "steps of 1"]
 
 
 def test_a_recording_accounts_for_all_its_time() -> None:

@@ -8,6 +8,7 @@ from quire.engine.client.history import History
 from quire.engine.types import Request, RequestOutput, SamplingParams, StepRecord
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
+from quire.server.observe.explain import MAX_NAMES, MAX_STEPS, explanation
 from quire.server.observe.request_log import RequestLog, RequestRecord, request_id
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
@@ -35,7 +36,8 @@ async def test_an_answer_is_explained_by_either_id(api: Api) -> None:
     found = (await api.http.get(f"/v1/requests/{name}/explain")).json()
     assert found == (await api.http.get("/v1/requests/mine/explain")).json()
     assert (found["id"], found["request_id"], found["state"], found["status"]) == (name, "mine", "ended", 200)
-    assert [each["id"] for each in found["sequences"]] == [f"{name}-0", f"{name}-1"]
+    assert name == "cmpl-mine"
+    assert [each["id"] for each in found["sequences"]] == [each.id for each in api.engine.seen]
     assert {each["finish_reason"] for each in found["sequences"]} == {"length"}
     assert sum(found["phases_ms"].values()) == pytest.approx(found["wall_ms"], rel=0.05)
     again = await api.http.post("/v1/completions", json=BODY, headers={"X-Request-Id": "mine"})
@@ -69,9 +71,15 @@ async def test_tenants_see_their_own_alone() -> None:
         other = (await api.http.post("/v1/completions", json=BODY, headers=theirs)).json()
         mine = (await api.http.get("/v1/requests/shared/explain", headers=one)).json()
         assert mine["id"] == name["id"], "the same X-Request-Id of another key hides nothing"
-        for path in (name["id"], f"{name['id']}-0"):
+        assert name["id"] == other["id"] == "cmpl-shared"
+        first, second = (each.id for each in api.engine.seen)
+        for headers, sequence in ((one, first), (two, second)):
+            found = (await api.http.get("/v1/requests/cmpl-shared/explain", headers=headers)).json()
+            assert [each["id"] for each in found["sequences"]] == [sequence]
+        job = first.removesuffix("-0")
+        assert (await api.http.get(f"/v1/requests/{job}/explain", headers=one)).status_code == 200
+        for path in (job, first):
             assert (await api.http.get(f"/v1/requests/{path}/explain", headers=two)).status_code == 404
-        assert (await api.http.get(f"/v1/requests/{other['id']}/explain", headers=two)).status_code == 200
         assert (await api.http.get(f"/v1/requests/{name['id']}/explain")).status_code == 401
 
 
@@ -80,7 +88,10 @@ def test_batch_mates_are_known_by_their_answers_ids_alone() -> None:
     request_log = RequestLog(1)
     for job, name in (("cmpl-a", "first"), ("cmpl-b", "cmpl-a")):
         request_log.begin(
-            {"tenant": tenant, "request_record": RequestRecord(name, "POST", "/v1/completions", None)}, job, "model"
+            {"tenant": tenant, "request_record": RequestRecord(name, "POST", "/v1/completions", None)},
+            job,
+            job,
+            "model",
         )
     assert request_log.may_name("cmpl-b-0", {"tenant": tenant})
     assert not request_log.may_name("cmpl-a-0", {"tenant": tenant}), "not by an X-Request-Id that looks the same"
@@ -146,3 +157,37 @@ def test_phases_of_a_preempted_and_replayed_request_by_hand(monkeypatch: pytest.
         (1, 2),
     ]
     assert history.open == []
+
+
+def test_what_an_explanation_costs_is_bounded() -> None:
+    """An answer of many sequences, in large batches that differ from step to step."""
+    history, ids = History(), [f"cmpl-a-{i}" for i in range(64)]
+    for each in ids:
+        history.submitted(request(each))
+    for number in range(600):
+        for each in (mates := [f"cmpl-b{number}-{i}" for i in range(100)]):
+            history.submitted(request(each))
+        outputs = [RequestOutput(each, [7]) for each in ids] + [RequestOutput(each, [7]) for each in mates]
+        history.stepped(outputs, record(number, number, number + 1, []))
+        for each in mates:
+            history.end(each, "stop")
+    looked_up: list[str] = []
+    call = RequestRecord("x", "POST", "/v1/completions", None, job="cmpl-a")
+    found = explanation(call, history, lambda name: not looked_up.append(name))
+    batches = [batch for sequence in found["sequences"] for batch in sequence["batches"]]
+    assert sum(batch["steps"] for batch in batches) <= MAX_STEPS
+    assert all(sum(b["steps"] for b in s["batches"]) + s["steps_not_listed"] == 600 for s in found["sequences"])
+    assert len(looked_up) <= MAX_NAMES
+    assert all(len(batch["mates"]) + batch["other_mates"] == 163 for batch in batches)
+    assert len(batches[0]["mates"]) == 163
+
+
+def test_steps_in_a_row_share_one_tuple_of_their_requests() -> None:
+    history = History()
+    for name in "ab":
+        history.submitted(request(name))
+    for number in range(3):
+        history.stepped([RequestOutput(name, [7]) for name in "ab"], record(number, number, number + 1, []))
+    first, *others = history.open[0].steps
+    assert first.ids == ("a", "b")
+    assert all(each.ids is first.ids for each in others)

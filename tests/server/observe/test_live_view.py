@@ -109,13 +109,6 @@ async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(api: Ap
     await late.aclose()
 
 
-async def test_a_watcher_whose_body_is_refused_is_let_go(api: Api) -> None:
-    call = api.http.request("GET", "/v1/engine/events", content=b"[" * 101)
-    response = await asyncio.wait_for(call, 60)
-    assert response.text.startswith("event: hello")
-    assert not api.app.state.runtime.live_view._streams
-
-
 async def test_a_silent_or_dead_engine_is_told_of(api: Api) -> None:
     api.engine.silent = True
     events = watcher(api).events({})

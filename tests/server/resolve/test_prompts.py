@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.engine.errors import InvalidRequest
+from quire.engine.errors import ContextLengthExceeded, InvalidRequest
 from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.config import ServerConfig
+from quire.server.resolve.prompts import SLICE, check_fits, encode, slices
+from quire.server.served_model import ModelSource, ServedModel
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
-from tests.texts import CHATML, SHARED, byte_level_tokenizer
+from tests.texts import CHATML, SHARED, Named, byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
+from tests.tree import ROOT
 
 PATH = "/v1/chat/completions"
 TALK = [{"role": "user", "content": "Write"}, {"role": "assistant", "content": "Once upon "}]
@@ -117,3 +125,65 @@ async def test_a_request_may_bring_a_template_where_the_operator_allows_it() -> 
         assert error["param"] == "chat_template"
         assert "--trust-request-chat-template" in error["message"]
         await api.post(PATH, {**body, "chat_template": None})
+
+
+def words() -> Named:
+    """BERT's way: a word that the vocabulary lacks is one unknown token, however long; white space is dropped."""
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({"[UNK]": 0, "a": 1, "##a": 2, "b": 3}, unk_token="[UNK]")
+    )
+    backend.normalizer = tokenizers.normalizers.BertNormalizer()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    return Named("words", Tokenizer(backend, special_tokens={}, chat_templates={}))
+
+
+TOKENIZERS = [
+    *(byte_level_tokenizer(), sentence_piece_tokenizer(), words()),
+    *(Named("demo", Tokenizer.load(ROOT / "configs" / "demo")), *real_tokenizers()),
+]
+
+
+def model_of(tokenizer: Tokenizer, context: int) -> ServedModel:
+    return ModelSource(ServerConfig(), tokenizer, 320, {}, context_length=context).model()
+
+
+@given(st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60), st.integers(1, 5 * SLICE))
+def test_slices_are_the_text(piece: str, length: int) -> None:
+    text = (piece * (length // len(piece) + 1))[:length]
+    found = list(slices(text))
+    assert "".join(found) == text
+    assert all(len(each) <= SLICE for each in found)
+    assert all(len(each) >= SLICE // 2 for each in found[:-1])
+
+
+@pytest.mark.parametrize("named", TOKENIZERS, ids=lambda named: named.name)
+@settings(max_examples=30, deadline=None)
+@given(
+    st.text("ab <|im_start|>\n\u0301é世\U0001f600 ", min_size=1, max_size=60) | st.text(min_size=1, max_size=9),
+    st.integers(SLICE + 1, 6 * SLICE),
+)
+def test_only_what_cannot_fit_is_refused_before_it_is_tokenized(named: Named, piece: str, length: int) -> None:
+    text = (piece * (length // len(piece) + 1))[:length].encode(errors="replace").decode()
+    ids = named.tokenizer.encode_batch([text], add_special_tokens=False)[0]
+    check_fits(model_of(named.tokenizer, len(ids)), text, "prompt")
+    assert encode(model_of(named.tokenizer, len(ids)), [text], False, "prompt") == [ids]
+    if len(ids) > 1000:
+        with pytest.raises(ContextLengthExceeded):
+            check_fits(model_of(named.tokenizer, len(ids) * 2 // 3), text, "prompt")
+
+
+def test_a_long_text_costs_no_more_than_the_context() -> None:
+    tokenizer = byte_level_tokenizer().tokenizer
+    asked: list[int] = []
+
+    class Counting(Tokenizer):
+        def encode_batch(self, texts: Any, *, add_special_tokens: bool = True) -> list[list[int]]:
+            asked.extend(map(len, texts))
+            return super().encode_batch(texts, add_special_tokens=add_special_tokens)
+
+    counting = Counting(tokenizer.backend, special_tokens={}, chat_templates={})
+    with pytest.raises(ContextLengthExceeded) as raised:
+        encode(model_of(counting, 40_000), ["once upon a time " * 1_000_000], True, "prompt")
+    assert sum(asked) < 70_000
+    assert raised.value.param == "prompt"
+    assert raised.value.code == "context_length_exceeded"

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,12 +17,19 @@ from quire.engine.errors import InvalidRequest
 from quire.engine.text.grammar import GrammarCompiler, json_grammar, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Grammar, SamplingParams
-from quire.server.formats.grammars import GrammarChecker, after_thinking
+from quire.server.access.rate_limits import RateLimits
+from quire.server.access.tenants import Tenant
+from quire.server.config import ServerConfig
+from quire.server.formats.grammars import after_thinking
 from quire.server.formats.reasoning import ReasoningFormat
+from quire.server.served_model import ModelSource
+from quire.server.workers.grammars import GrammarChecker
+from quire.server.workers.pool import WorkerPool
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.texts import byte_level_tokenizer
 
+ANYBODY = Tenant("", b"", RateLimits(None, None))
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 GOOD: list[tuple[dict[str, Any], str, str]] = [
@@ -128,27 +136,28 @@ async def test_what_kills_the_compiler_is_a_refusal_too(api: Api, schema: dict[s
     await api.post("/v1/chat/completions", CHAT | {"guided_json": SCHEMA | {"title": str(len(schema))}})
 
 
-async def test_a_checker_starts_when_it_is_needed_and_survives_a_cancelled_check() -> None:
-    checker = GrammarChecker(byte_level_tokenizer().tokenizer, 320)
-    assert checker._process is None
-    await checker.close()
-    task = asyncio.create_task(checker.checked(("a", Grammar("json", json.dumps(ENDLESS)))))
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(asyncio.shield(task), 0.3)
+async def test_workers_start_when_they_are_needed_and_survive_a_cancelled_check() -> None:
+    source = ModelSource(ServerConfig(), byte_level_tokenizer().tokenizer, vocab_size=320, sampling_defaults={})
+    workers = WorkerPool(source)
+    checker = GrammarChecker(workers)
+    assert workers.pids == []
+    task = asyncio.create_task(checker.check([("a", Grammar("json", json.dumps(ENDLESS)))], ANYBODY))
+    async with asyncio.timeout(60):
+        while not workers.pids:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (pid,) = workers.pids
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    async with asyncio.timeout(20):
+        while Path(f"/proc/{pid}").exists():  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.01)
     good = json_grammar(SCHEMA)
-    assert await checker.checked(("a", good)) == good
-    async with checker._turn:  # as while another's check is under way
-        assert await asyncio.wait_for(checker.checked(("b", good)), 10) == good, "what is known waits for nobody"
+    await checker.check([("a", good)], ANYBODY)
     with pytest.raises(InvalidRequest) as raised:
-        await checker.checked(("b", Grammar("regex", "(")))
+        await checker.check([("a", good), ("b", Grammar("regex", "("))], ANYBODY)
     assert raised.value.param == "b"
-    process = checker._process
-    assert process is not None
-    await checker.close()
-    assert process.returncode is not None
+    await workers.close()
 
 
 @pytest.mark.parametrize("marks", [("<think>", "</think>"), ("<|bos|>", "<|im_start|>")], ids=["text", "special"])
@@ -190,6 +199,6 @@ def test_a_request_with_a_grammar_crosses_the_wire() -> None:
 
 
 def test_a_start_does_not_pay_for_grammars() -> None:
-    script = "import sys, server.app; print('llguidance' in sys.modules)"
+    script = "import sys, quire.server.app; print('llguidance' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr

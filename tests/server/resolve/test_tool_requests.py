@@ -239,15 +239,45 @@ async def test_bad_tools_are_refused_by_name(more: dict[str, Any], param: str, s
         assert not api.engine.seen
 
 
-async def test_a_model_without_a_format_says_so_and_the_flag_gives_it_one() -> None:
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
+async def test_a_template_that_knows_no_tools_has_them_described_in_the_system_message(choice: Any) -> None:
+    given = [{"role": "system", "content": "Be brief."}, *HELLO]
     async with speaker(ONE, chat_template=CHATML) as api:
-        with pytest.raises(BadRequestError, match="--tool-call-parser"):
+        response = await api.http.post(PATH, json={"messages": given, "tools": TOOLS, "tool_choice": choice})
+        assert "x-ignored-params" not in response.headers
+        (made,) = response.json()["choices"]
+        assert made["finish_reason"] == "tool_calls"
+        assert prompt(api).startswith("system\nBe brief.\n\n"), "the caller's comes first"
+        assert prompt(api).count("system\n") == 1
+        for tool in TOOLS:
+            assert json.dumps(tool["function"]["name"]) in prompt(api)
+        turns = [*given, made["message"], {"role": "tool", "tool_call_id": "x", "content": "20 degrees"}]
+        await api.post(PATH, {"messages": turns, "tools": TOOLS})
+        assert prompt(api).endswith(
+            f'assistant\n<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>\n'
+            "user\n<tool_response>\n20 degrees\n</tool_response>\nassistant\n"
+        )
+        await api.post(PATH, {"messages": HELLO, "tools": TOOLS, "tool_choice": "none"})
+        assert "weather" not in prompt(api)
+
+
+async def test_an_operator_can_switch_tools_off_and_is_named_the_flag_that_switches_them_on() -> None:
+    async with speaker(ONE, tool_call_parser="none") as api:
+        with pytest.raises(BadRequestError, match="--tool-call-parser auto"):
             await api.openai.chat.completions.create(model="second", messages=HELLO, tools=TOOLS)
         await api.openai.chat.completions.create(model="second", messages=HELLO, tools=TOOLS, tool_choice="none")
-    async with speaker(ONE, chat_template=CHATML, tool_call_parser="hermes") as api:
-        response = await api.http.post(PATH, json={"messages": HELLO, "tools": TOOLS})
-        assert response.headers["x-ignored-params"] == "tools", "the template does not show them to the model"
-        assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("length", [1, 12, 25])
+async def test_a_forced_call_that_is_cut_before_its_name_is_whole_is_no_content(length: int) -> None:
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": length}
+    async with speaker(ONE) as api:
+        whole = await api.post(PATH, body)
+        events = await api.events(PATH, body)
+    (choice,) = whole["choices"]
+    assert (choice["message"]["content"] or "", choice["finish_reason"]) == ("", "length")
+    assert "tool_calls" not in choice["message"]
+    assert not any(event["choices"][0]["delta"].get("content") for event in events)
 
 
 async def test_strict_tools_have_a_grammar_where_the_model_decides() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, scripted
-from tests.texts import byte_level_tokenizer
+from tests.texts import CHATML, byte_level_tokenizer
 
 EOS = 258
 PATH = "/v1/chat/completions"
@@ -79,3 +79,49 @@ async def test_a_template_that_refuses_the_messages_is_a_400() -> None:
         error = (await api.post(PATH, {"messages": HELLO}, 400))["error"]
         assert "roles must alternate" in error["message"]
         assert error["param"] == "messages"
+
+
+async def test_a_continued_message_is_echoed() -> None:
+    talk = [*HELLO, {"role": "assistant", "content": "Once there "}]
+    body = {"messages": talk, "continue_final_message": True, "echo": True, "n": 2, "prompt_logprobs": 1}
+    async with open_api(FakeEngine(scripted(b"was", EOS), eos=[EOS])) as api:
+        whole = await api.post(PATH, {**body, "logprobs": True})
+        for choice in whole["choices"]:
+            assert choice["message"]["content"] == "Once there was"
+            assert [each["token"] for each in choice["logprobs"]["content"]] == ["w", "a", "s"], "of what is generated"
+        assert whole["usage"]["completion_tokens"] == 2 * 4
+        del body["prompt_logprobs"]
+        for index in range(2):
+            events = [event["choices"][0] for event in await api.events(PATH, body)]
+            mine = [choice["delta"] for choice in events if choice["index"] == index]
+            assert mine[0]["content"] == "", "the role comes first"
+            assert "".join(delta.get("content", "") for delta in mine) == "Once there was"
+        asked = {"model": NAME, "messages": talk, "extra_body": {"continue_final_message": True, "echo": True}}
+        answer = await api.openai.chat.completions.create(**asked)
+        assert answer.choices[0].message.content == "Once there was"
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        joined = await api.post(PATH, {**body, "messages": [*HELLO, {"role": "assistant", "content": parts}]})
+        assert joined["choices"][0]["message"]["content"] == "a\nbwas", "as the template joins them"
+        plain = await api.post(PATH, {**body, "echo": False})
+        assert plain["choices"][0]["message"]["content"] == "was"
+
+
+async def test_an_echo_is_the_message_as_the_template_continues_it() -> None:
+    trimming = CHATML.replace("message['content']", "message['content'] | trim")
+    talk = [*HELLO, {"role": "assistant", "content": " Once "}]
+    async with open_api(FakeEngine(scripted(b" was", EOS), eos=[EOS]), chat_template=trimming) as api:
+        answer = await api.post(PATH, {"messages": talk, "continue_final_message": True, "echo": True})
+        assert answer["choices"][0]["message"]["content"] == "Once was"
+
+
+async def test_an_echo_stands_before_the_content_not_before_the_thinking() -> None:
+    script = scripted(b"<think>hm</think>so", EOS)
+    talk = [*HELLO, {"role": "assistant", "content": "<think>x"}]
+    async with open_api(FakeEngine(script, eos=[EOS]), reasoning_parser="think") as api:
+        body = {"messages": [*HELLO, {"role": "assistant", "content": "Well: "}], "continue_final_message": True}
+        message = (await api.post(PATH, {**body, "echo": True}))["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("hm", "Well: so")
+        deltas = [event["choices"][0]["delta"] for event in await api.events(PATH, {**body, "echo": True})]
+        assert "".join(delta.get("content", "") for delta in deltas) == "Well: so"
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == "hm"
+        await api.post(PATH, {**body, "messages": talk, "echo": True})

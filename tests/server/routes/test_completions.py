@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.server.api import NAME, Api, open_api
@@ -184,6 +186,7 @@ async def test_a_prompt_is_scored_without_an_answer() -> None:
         assert choice["logprobs"]["tokens"] == ["a", "b"]
         assert answer["usage"]["completion_tokens"] == 0
         (event,) = await api.events("/v1/completions", body)
+        assert choice.pop("prompt_logprobs") is None, "which streams do not have"
         assert event["choices"] == [choice]
 
 
@@ -195,3 +198,55 @@ async def test_parameters_without_effect_are_named_in_a_header(api: Api) -> None
     assert streamed.headers["x-ignored-params"] == "user, no?such"
     response = await api.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
     assert "x-ignored-params" not in response.headers
+
+
+async def test_the_header_says_that_there_is_more_than_it_names(api: Api) -> None:
+    for count, last in ((20, "p19"), (21, "and 1 more"), (200, "and 180 more")):
+        body = {"prompt": "x", "max_tokens": 1, **{f"p{i}": 1 for i in range(count)}}
+        response = await api.http.post("/v1/completions", json=body)
+        named = response.headers["x-ignored-params"].split(", ")
+        assert named == [f"p{i}" for i in range(20)] + ([last] if count > 20 else [])
+    response = await api.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "y" * 300: 1})
+    assert response.headers["x-ignored-params"] == "y" * 64 + "..."
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
+        ({"structured_outputs": {"regex": "a", "backend": "outlines"}}, "structured_outputs.backend"),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True, "backend": None}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        ({"structured_outputs": {"regex": "a", "disable_any_whitespace": False}}, None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": False}}},
+            "response_format.json_schema.strict",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}},
+            None,
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "description": "x"}, "x": None}},
+            "response_format.json_schema.description",
+        ),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+async def test_nested_fields_without_effect_are_named_too(
+    fields: dict[str, Any], named: str | None, strict: bool
+) -> None:
+    async with open_api(FakeEngine(scripted(b"{}", EOS), eos=[EOS]), strict=strict) as api:
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            response = await api.http.post(path, json={**body, **fields, "max_tokens": 3})
+            if strict and named is not None:
+                assert response.status_code == 400
+                assert response.json()["error"]["param"] == named
+            else:
+                assert response.status_code == 200, response.text
+                assert response.headers.get("x-ignored-params") == named

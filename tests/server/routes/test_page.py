@@ -35,7 +35,7 @@ def test_nothing_is_fetched_from_elsewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
     loads = re.findall(r"""(?:src|href)="([^"]*)"|(?<!\w)url\(["']?([^"')]+)|import[^;]*?from "([^"]+)\"""", text)
     for place in (found for groups in loads for found in groups if found):
-        assert place.startswith(("/web/", "./", "#")), place
+        assert place.startswith(("/web/", "./", "../", "#")), place
     for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert unsafe not in text, unsafe
 
@@ -53,3 +53,17 @@ async def test_no_file_outside_the_folder_is_served(api: Api) -> None:
     for url in ("/web/../app.py", "/web/..%2fapp.py", "/web/%2e%2e/app.py", "/web/", "/web/js", "/web/nothing.js"):
         answer = await api.http.get(url)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_url"), url
+
+
+async def test_the_api_s_pages_are_the_package_s_own(api: Api) -> None:
+    page = await api.http.get("/docs")
+    assert page.status_code == 200
+    places = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    assert len(places) == 4
+    for place in places:
+        answer = await api.http.get(place)
+        assert answer.status_code == 200, place
+        assert len(answer.content) > 100
+    assert "default-src 'none'; script-src 'self';" in page.headers["content-security-policy"]
+    assert (await api.http.get("/redoc")).status_code == 404
+    assert (await api.http.get("/openapi.json")).json()["info"]["title"] == "Quire"

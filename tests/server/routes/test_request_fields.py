@@ -10,12 +10,12 @@ import pytest
 import tokenizers
 
 from quire.engine.errors import InvalidRequest
+from quire.engine.text.bad_words import bad_words_ids
 from quire.engine.types import TokenLogprob
 from quire.server.generation.repetition import repeats
 from quire.server.generation.spec import RepetitionRule
 from quire.server.resolve.prompts import INFILL_MARKS, infill
-from quire.server.resolve.sampling_params import bad_words_ids
-from tests.server.api import Api, open_api
+from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.texts import byte_level_tokenizer, real_tokenizers, sentence_piece_tokenizer
 
@@ -59,10 +59,8 @@ async def test_token_ids(text: str) -> None:
             streamed.setdefault(event["choices"][0]["index"], []).append(event["choices"][0])
         for index, chunks in streamed.items():
             assert chunks[0]["prompt_token_ids"] == whole[index]["prompt_token_ids"]
-            assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
-            assert [token for chunk in chunks for token in chunk.get("token_ids", [])] == whole[index]["token_ids"]
-        plain = await api.post(COMPLETIONS, {"prompt": "Hi"})
-        assert not {"token_ids", "prompt_token_ids"} & set(plain["choices"][0])
+            assert all(chunk["prompt_token_ids"] is None for chunk in chunks[1:])
+            assert [token for chunk in chunks for token in chunk["token_ids"]] == whole[index]["token_ids"]
 
 
 async def test_token_ids_of_a_chat() -> None:
@@ -71,11 +69,30 @@ async def test_token_ids_of_a_chat() -> None:
         whole = await api.post(CHAT, body)
         assert whole["prompt_token_ids"] == api.engine.seen[0].prompt_ids
         assert whole["choices"][0]["token_ids"] == [*b"abc", EOS]
-        events = await api.events(CHAT, body)
-        assert [event["prompt_token_ids"] for event in events if "prompt_token_ids" in event] == [
-            whole["prompt_token_ids"]
-        ]
-        assert [token for event in events for token in event["choices"][0].get("token_ids", [])] == [*b"abc", EOS]
+        for n in (1, 3):
+            events = await api.events(CHAT, {**body, "n": n})
+            roles, rest = events[:n], events[n:]
+            for event in roles:
+                assert event["choices"][0]["delta"]["role"] == "assistant"
+                assert event["prompt_token_ids"] == whole["prompt_token_ids"], "on the first chunk, with the role"
+            assert not any("prompt_token_ids" in event for event in rest)
+            for index in range(n):
+                mine = [event["choices"][0] for event in rest if event["choices"][0]["index"] == index]
+                assert [token for choice in mine for token in choice["token_ids"]] == [*b"abc", EOS]
+
+
+async def test_keys_that_vllm_s_clients_read_unasked_are_null(api: Api) -> None:
+    completion = await api.openai.completions.create(model=NAME, prompt="Hi", max_tokens=2)
+    choice: Any = completion.choices[0]
+    assert (choice.prompt_token_ids, choice.prompt_logprobs, choice.token_ids) == (None, None, None)
+    chat: Any = await api.openai.chat.completions.create(model=NAME, messages=HELLO, max_tokens=2)
+    assert (chat.prompt_token_ids, chat.prompt_logprobs, chat.choices[0].token_ids) == (None, None, None)
+    chunks: Any = await api.openai.completions.create(model=NAME, prompt="Hi", max_tokens=2, stream=True)
+    assert [(c.choices[0].prompt_token_ids, c.choices[0].token_ids) async for c in chunks] == [(None, None)] * 2
+    chunks = await api.openai.chat.completions.create(model=NAME, messages=HELLO, max_tokens=2, stream=True)
+    told = [chunk async for chunk in chunks]
+    assert told[0].prompt_token_ids is None
+    assert [chunk.choices[0].token_ids for chunk in told] == [None] * 3
 
 
 async def test_token_ids_end_where_a_stop_string_does() -> None:
@@ -102,6 +119,37 @@ async def test_logprobs_may_name_tokens_by_id() -> None:
         assert next(e["choices"][0]["logprobs"]["content"][0] for e in events if e["choices"][0]["logprobs"]) == first
 
 
+async def test_listed_tokens_and_the_picked_one_are_all_that_is_reported() -> None:
+    listed, shown = [98, 120, 98], {"return_tokens_as_token_ids": True}
+    async with open_api(FakeEngine(scripted(b"abc", EOS), eos=[EOS], burst=2)) as api:
+        body = {"prompt": "x", "logprobs": 3, "logprob_token_ids": listed, "n": 2, **shown}
+        for choice in (await api.post(COMPLETIONS, body))["choices"]:
+            assert [set(top) for top in choice["logprobs"]["top_logprobs"]] == [
+                {"token_id:97", "token_id:98", "token_id:120"},
+                {"token_id:98", "token_id:120"},
+                {"token_id:99", "token_id:98", "token_id:120"},
+            ]
+        tops = [
+            set(top)
+            for event in await api.events(COMPLETIONS, {**body, "n": 1})
+            for top in (event["choices"][0]["logprobs"] or {}).get("top_logprobs", [])
+        ]
+        assert [len(top) for top in tops] == [3, 2, 3]
+        echoed = (await api.post(COMPLETIONS, {**body, "prompt": "xy", "echo": True, "n": 1}))["choices"][0]["logprobs"]
+        assert echoed["top_logprobs"][0] is None
+        assert set(echoed["top_logprobs"][1]) == {"token_id:121", "token_id:122", "token_id:123"}, "of the prompt"
+        assert set(echoed["top_logprobs"][3]) == {"token_id:98", "token_id:120"}
+        chat = {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "logprob_token_ids": listed, **shown}
+        whole = (await api.post(CHAT, chat))["choices"][0]["logprobs"]["content"]
+        assert [{top["token"] for top in each["top_logprobs"]} for each in whole] == tops
+        events = await api.events(CHAT, chat)
+        parts = [event["choices"][0]["logprobs"] for event in events]
+        assert [each for part in parts if part for each in part["content"]] == whole
+        await api.post(CHAT, {"messages": HELLO, "logprob_token_ids": []})
+        best = await api.post(COMPLETIONS, {**body, "n": 1, "best_of": 2})
+        assert len(best["choices"][0]["logprobs"]["top_logprobs"][0]) == 3
+
+
 async def test_long_prompts_are_truncated_on_request(api: Api) -> None:
     async def seen(path: str, **body: Any) -> list[int]:
         await api.post(path, body)
@@ -122,6 +170,35 @@ async def test_long_prompts_are_truncated_on_request(api: Api) -> None:
     assert echoed["choices"][0]["text"].startswith("ef")
     assert echoed["usage"]["prompt_tokens"] == 2
     await api.post(COMPLETIONS, {"prompt": long, "truncate_prompt_tokens": 512}, 400)
+
+
+async def test_prompts_are_truncated_on_the_side_that_is_asked_for(api: Api) -> None:
+    async def seen(path: str, **body: Any) -> list[int]:
+        await api.post(path, body)
+        return api.engine.seen[-1].prompt_ids
+
+    long, right = "".join(chr(97 + i % 26) for i in range(600)), {"truncation_side": "right"}
+    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=7, **right) == ids(long[:7])
+    assert await seen(COMPLETIONS, prompt=ids(long), truncate_prompt_tokens=7, **right) == ids(long[:7])
+    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=-1, max_tokens=12, **right) == ids(long[:500])
+    assert await seen(COMPLETIONS, prompt="abc", truncate_prompt_tokens=7, **right) == ids("abc")
+    assert await seen(COMPLETIONS, prompt=long, truncate_prompt_tokens=7, truncation_side="left") == ids(long[-7:])
+    chat = [{"role": "user", "content": long}]
+    rendered = ids(f"<|im_start|>user\n{long}<|im_end|>\n<|im_start|>assistant\n")
+    for streamed in (False, True):
+        assert await seen_chat(api, chat, 40, {"stream": streamed}, **right) == rendered[:40]
+        assert await seen_chat(api, chat, 40, {"stream": streamed}) == rendered[-40:]
+    echoed = await api.post(COMPLETIONS, {"prompt": ["abcd", "xy"], "truncate_prompt_tokens": 3, "echo": True, **right})
+    assert [choice["text"][:3] for choice in echoed["choices"]] == ["abc", "xy" + echoed["choices"][1]["text"][2]]
+    await api.post(COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": 3, "truncation_side": "middle"}, 400)
+    response = await api.http.post(COMPLETIONS, json={"prompt": "x", **right})
+    assert response.headers["x-ignored-params"] == "truncation_side", "nothing is truncated"
+
+
+async def seen_chat(api: Api, chat: Any, limit: int, options: dict[str, Any], **side: str) -> list[int]:
+    body = {"messages": chat, "truncate_prompt_tokens": limit, "max_tokens": 2, **options, **side}
+    assert (await api.http.post(CHAT, json=body)).status_code == 200
+    return api.engine.seen[-1].prompt_ids
 
 
 async def test_prompt_logprobs() -> None:
@@ -165,7 +242,7 @@ async def test_usage_in_every_chunk(path: str, prompt: dict[str, Any]) -> None:
 
 async def test_the_best_of_several_by_mean_log_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fake's tokens are as likely as their ids are high, so that the ranking can be computed from the texts."""
-    monkeypatch.setattr("tests.server.fake.logprob", lambda token, top: TokenLogprob(token, -1.0 / token, 1, []))
+    monkeypatch.setattr("tests.server.fake.logprob", lambda token, *_: TokenLogprob(token, -1.0 / token, 1, []))
     engine = FakeEngine(hashed([*b"abcdefgh", EOS]), eos=[EOS])
     async with open_api(engine) as api:
         body = {"prompt": ["x", "y"], "max_tokens": 6, "seed": 4, "return_token_ids": True}
@@ -272,3 +349,19 @@ def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
     else:
         whole = f"{marks[0]}def f(x):{marks[1]} return y{marks[2]}"
         assert infill(tokenizer, prompt, suffix, add_special_tokens=True) == tokenizer.encode(whole)
+
+
+@pytest.mark.parametrize("n", [1, 128])
+async def test_what_every_answer_carries_is_bounded_in_all(api: Api, n: int) -> None:
+    """Each of them has a copy on its way to the engine."""
+    lists = {
+        "allowed_token_ids": {"allowed_token_ids": [5] * 10_000},
+        "bad_words": {"bad_words": [f"{i:04}" + "x" * 100 for i in range(100)]},
+        "structured_outputs": {"guided_grammar": "start: /a/\n" + "// a comment\n" * 20_000},
+    }
+    for param, given in lists.items():
+        body = {"prompt": "x", "max_tokens": 1, "n": n, **given}
+        response = await api.http.post(COMPLETIONS, json=body)
+        assert response.status_code == (200 if n == 1 else 400), response.text
+        if n > 1:
+            assert response.json()["error"]["param"] == param

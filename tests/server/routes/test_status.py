@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import subprocess
 import sys
-import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.config import DEMO_MODEL
 from quire.engine.text.tokenizer import Tokenizer
+from quire.server.access.admission import admission_of
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
@@ -21,7 +26,8 @@ async def test_models(api: Api) -> None:
     assert [model.id for model in listed.data] == [NAME, "second"]
     model = await api.openai.models.retrieve(NAME)
     assert (model.id, model.object, model.owned_by) == (NAME, "model", "quire")
-    assert model.model_dump()["max_model_len"] == 512
+    card = model.model_dump()
+    assert [card["max_model_len"], card["context_length"], card["meta"]["n_ctx"], card["max_input_tokens"]] == [512] * 4
     error = (await api.http.get("/v1/models/no/such")).json()["error"]
     assert error["message"] == f"The model `no/such` does not exist; served here: {NAME}, second"
     answer = await api.post("/v1/completions", {"model": "second", "prompt": "x"})
@@ -38,19 +44,18 @@ async def test_tokenize_and_back(api: Api) -> None:
 
 
 async def test_tokenizing_holds_up_no_stream(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = set()
+    here = []
     for name in ("encode", "decode"):
         plain = getattr(Tokenizer, name)
 
         def noted(*args: Any, plain: Any = plain, **options: Any) -> Any:
-            threads.add(threading.current_thread())
+            here.append(args)
             return plain(*args, **options)
 
         monkeypatch.setattr(Tokenizer, name, noted)
     answer = await api.post("/tokenize", {"prompt": "x" * 20_000})
     assert await api.post("/detokenize", {"tokens": answer["tokens"]}) == {"prompt": "x" * 20_000}
-    assert threads
-    assert threading.current_thread() not in threads
+    assert not here, "a worker process does it"
 
 
 async def test_health_and_version(api: Api) -> None:
@@ -67,12 +72,12 @@ async def test_metrics() -> None:
     async with open_api(FakeEngine(scripted(b"abc", 258), eos=[258])) as api:
         await api.post("/v1/completions", {"prompt": "Hello", "max_tokens": 10, "n": 2})
         text = (await api.http.get("/metrics")).text
-    label = f'{{model_name="{NAME}"}}'
+    label = f'{{engine="0",model_name="{NAME}"}}'
     for line in (
         f"vllm:kv_cache_usage_perc{label} 0.25",
         f"vllm:num_requests_waiting{label} 0.0",
         f"vllm:num_preemptions_total{label} 0.0",
-        f'vllm:request_success_total{{finished_reason="stop",model_name="{NAME}"}} 2.0',
+        f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{NAME}"}} 2.0',
         f"vllm:time_to_first_token_seconds_count{label} 2.0",
         f"vllm:inter_token_latency_seconds_count{label} 6.0",
         f"vllm:e2e_request_latency_seconds_count{label} 2.0",
@@ -80,10 +85,54 @@ async def test_metrics() -> None:
         f"vllm:request_generation_tokens_sum{label} 8.0",
         f"vllm:request_params_max_tokens_sum{label} 20.0",
         f"vllm:prompt_tokens_total{label} 10.0",
+        f'vllm:num_requests_waiting_by_reason{{engine="0",model_name="{NAME}",reason="capacity"}} 0.0',
+        f'vllm:num_requests_waiting_by_reason{{engine="0",model_name="{NAME}",reason="deferred"}} 0.0',
+        f'vllm:admission_rejections_total{{engine="0",model_name="{NAME}",reason="max_num_queued_reqs"}} 0.0',
+        f"vllm:request_num_preemptions_count{label} 2.0",
     ):
         assert line in text.splitlines(), line
     for name in ("num_requests_running", "generation_tokens_total", "prefix_cache_queries_total"):
         assert f"vllm:{name}" in text
+
+
+async def test_every_metric_of_vllm_s_has_its_labels() -> None:
+    async with open_api(FakeEngine(hashed(b"abc"))) as api:
+        await api.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4})
+        text = (await api.http.get("/metrics")).text
+    families = [each for each in text_string_to_metric_families(text) if each.name.startswith("vllm:")]
+    assert len(families) > 25
+    for family in families:
+        assert family.samples
+        for sample in family.samples:
+            assert sample.labels["engine"] == "0", sample
+            assert ("model_name" in sample.labels) is (family.name != "vllm:cache_config_info"), "as vLLM has it"
+    (cache,) = next(each for each in families if each.name == "vllm:cache_config_info").samples
+    assert cache.labels["kv_cache_size_tokens"] == str(100 * 16)
+    assert float(cache.labels["kv_cache_max_concurrency"]) == pytest.approx(100 / (512 / 16), abs=0.01)
+
+
+async def test_answers_of_503_are_counted_by_their_reason() -> None:
+    async def counted(api: Api) -> dict[str, float]:
+        text = (await api.http.get("/metrics")).text
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return {s.labels["reason"]: s.value for s in samples if s.name == "vllm:admission_rejections_total"}
+
+    options = {"max_num_seqs": 1, "max_queued_requests": 1, "max_queued_tokens": 6}
+    async with open_api(FakeEngine(scripted(b"a" * 400, 258), step_seconds=0.01), **options) as api:
+        assert set((await counted(api)).values()) == {0}
+        await api.post("/v1/completions", {"prompt": "x", "n": 3}, 400)
+        running = asyncio.create_task(api.post("/v1/completions", {"prompt": "xyz", "max_tokens": 400}))
+        await api.engine.sent.wait()
+        await api.post("/v1/completions", {"prompt": "x", "n": 2}, 503)
+        api.engine.queued_tokens = 5  # as of requests that have no token yet
+        await api.post("/v1/completions", {"prompt": "xyz"}, 503)
+        api.engine.queued_tokens = 0
+        admission_of(SimpleNamespace(app=api.app)).drain()  # type: ignore[arg-type]
+        await api.post("/v1/completions", {"prompt": "x"}, 503)
+        await api.post("/v1/chat/completions", {"messages": []}, 503)
+        told = {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "shutting_down": 2, "asleep": 0}
+        assert await counted(api) == told
+        running.cancel()
 
 
 @pytest.mark.parametrize("beams", [False, True])
@@ -96,7 +145,7 @@ async def test_a_prompts_choices_are_one_request_as_long_as_its_longest_choice(b
     lengths = [len(choice["token_ids"]) for choice in answer["choices"]]
     longest = [max(lengths[first : first + 3]) for first in range(0, 12, 3)]
     assert 3 * sum(longest) > sum(lengths), "or the longest would be as good as any"
-    label = f'{{model_name="{NAME}"}}'
+    label = f'{{engine="0",model_name="{NAME}"}}'
     for line in (
         f"vllm:request_params_n_count{label} 4.0",
         f"vllm:request_params_n_sum{label} 12.0",
@@ -111,6 +160,26 @@ def test_a_models_name_is_its_hub_id_or_its_directorys(tmp_path: object) -> None
     assert ServerConfig(model="owner/name").model_names == ("owner/name",)
     assert ServerConfig(model=str(tmp_path)).model_names == (str(tmp_path).rsplit("/", 1)[-1],)
     assert ServerConfig(model=DEMO_MODEL, served_model_name=["a", "b"]).model_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("folder", "known", "name"),
+    [
+        ("hf", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("hf", "/home/me/checkpoints/mine", "mine"),
+        ("hf", None, "hf"),
+        ("model", 5, "model"),
+        ("mine", "Qwen/Qwen3-0.6B", "mine"),
+        ("models--Qwen--Qwen3-0.6B/snapshots/" + "0a" * 20, None, "Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_a_folder_whose_name_says_nothing_has_the_name_that_its_config_knows(
+    tmp_path: Path, folder: str, known: object, name: str
+) -> None:
+    path = tmp_path / folder
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"_name_or_path": known}))
+    assert ServerConfig(model=str(path)).model_names == (name,)
 
 
 def test_importing_the_server_loads_neither_torch_nor_transformers() -> None:

@@ -1,0 +1,113 @@
+"""Makes a larger model with the embedded one's tokenizer, for it to draft for:
+`python -m benchmarks.larger_model CORPUS OUT [--minutes 20]`.
+
+The embedded model is grown without a change to what it computes (Chen et al., 2016, Net2Net): as many layers again that
+add nothing yet, and a wider MLP whose new units add nothing yet, 40 M parameters in all. Then it is trained on the
+.txt files of the folder CORPUS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quire.engine.config import DEMO_MODEL
+
+INTERMEDIATE = 3968
+WINDOW, ROWS = 256, 4
+WARM = 0.02
+"""Share of the time in which the learning rate rises."""
+
+
+def grown(small: Path) -> LlamaForCausalLM:
+    """A model of twice the layers that computes what the one in the folder does."""
+    config = json.loads((small / "config.json").read_text("utf-8"))
+    layers, old = config["num_hidden_layers"], config["intermediate_size"]
+    config |= {"num_hidden_layers": 2 * layers, "intermediate_size": INTERMEDIATE}
+    model = LlamaForCausalLM(LlamaConfig(**config)).float()
+    weights = load_file(small / "model.safetensors")
+    table = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in table.items():
+            _, _, rest = name.partition("model.layers.")
+            index, _, part = rest.partition(".")
+            if not rest:
+                parameter.copy_(weights[name])
+            elif part.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.zero_()
+            elif parameter.ndim == 2:
+                torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+            if rest and not int(index) % 2:  # the layers that it has already
+                given = weights[f"model.layers.{int(index) // 2}.{part}"]
+                wide = "gate_proj" in part or "up_proj" in part
+                kept = parameter[:old] if wide else parameter[:, :old] if "down_proj" in part else parameter
+                kept.copy_(given)
+    return model
+
+
+def encoded(corpus: Path, tokenizer: Tokenizer) -> Tensor:
+    """All texts of the folder, one after the other: [tokens]."""
+    end = tokenizer.token_to_id("<|endoftext|>")
+    texts = [path.read_text("utf-8") for path in sorted(corpus.glob("*.txt"))]
+    return torch.tensor([token for text in texts for token in [*tokenizer.encode(unwrapped(text)).ids, end]])
+
+
+def unwrapped(text: str) -> str:
+    """Each paragraph on one line, as the embedded model was trained."""
+    return "\n\n".join(" ".join(part.split()) for part in text.replace("\r\n", "\n").split("\n\n") if part.strip())
+
+
+def train(model: LlamaForCausalLM, tokens: Tensor, minutes: float, rate: float) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    began, losses, seen = time.monotonic(), [], 0
+    while (progress := (time.monotonic() - began) / 60 / minutes) < 1:
+        starts = torch.randint(len(tokens) - WINDOW - 1, (ROWS,)).tolist()
+        rows = torch.stack([tokens[start : start + WINDOW + 1] for start in starts])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate * min(progress / WARM + 0.01, 1 - progress)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += rows[:, 1:].numel()
+        losses.append(loss.item())
+        if len(losses) % 50 == 0:
+            print(f"{progress:.0%}: {seen} tokens, loss {sum(losses[-50:]) / 50:.3f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--rate", type=float, default=2e-4, help="the highest learning rate")
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    small = Path(DEMO_MODEL)
+    model = grown(small)
+    print(f"{sum(each.numel() for each in model.parameters()) / 1e6:.1f} M parameters")
+    train(model, encoded(args.corpus, Tokenizer.from_file(str(small / "tokenizer.json"))), args.minutes, args.rate)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(small / name, args.out / name)
+    model.config.save_pretrained(args.out)
+    tensors = {name: each.detach().bfloat16().contiguous() for name, each in model.named_parameters()}
+    save_file(tensors, args.out / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()

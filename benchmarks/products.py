@@ -1,0 +1,70 @@
+"""Products of quantized weights beside bfloat16's, on one thread in its processor time: what other programs do matters
+less then. `python -m benchmarks.products [--shapes 3072x576 576x1536] [--rows 1 8 32 512] [--copies 8]`
+
+Kinds take turns; of each the tenth part of its times that are best is left out, and the next is taken. With many
+`--copies` of the weights few rows read them from memory; with one, from the caches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+from quire.kernels.backend import NO_ADAPTERS, Linear
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.quantized import GroupedWeight
+
+SHAPES = ("960x576", "576x576", "3072x576", "576x1536")
+KINDS = {"bfloat16": None, "8 bits": (8, 0, False), "8 bits, groups of 32": (8, 32, False)} | {
+    "4 bits, groups of 32": (4, 32, False),
+    "the same with offsets": (4, 32, True),
+}
+"""Bits, inputs of a group (0: all), whether groups have offsets."""
+
+
+def make(cpu: Cpu, kind: tuple[int, int, bool] | None, outs: int, inner: int) -> Linear:
+    if kind is None:
+        return cpu.pack_linear(torch.randn(outs, inner).bfloat16() * 0.03, None)
+    bits, group, offsets = kind
+    codes = torch.randint(0, 256, (outs, inner * bits // 8), dtype=torch.uint8)
+    scales = torch.rand(outs, inner // group if group else 1) * 0.01 + 0.001
+    codes = codes.view(torch.int8) if bits == 8 else codes
+    weight = GroupedWeight(codes, scales, scales.clone() if offsets else None)
+    return cpu.pack_quantized([weight], None, dtype=torch.bfloat16)
+
+
+def measure(linears: dict[str, list[Linear]], inputs: dict[int, torch.Tensor], turns: int) -> dict[str, float]:
+    """Seconds of each kind."""
+    times: dict[str, list[float]] = {kind: [] for kind in linears}
+    for _ in range(turns):
+        for kind, each in linears.items():
+            begin = time.thread_time()
+            for linear in each:
+                linear(inputs[linear.inner], NO_ADAPTERS)  # type: ignore[attr-defined]
+            times[kind].append(time.thread_time() - begin)
+    return {kind: sorted(taken)[len(taken) // 10] for kind, taken in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="outputs x inputs")
+    parser.add_argument("--rows", nargs="+", type=int, default=(1, 8, 32, 512))
+    parser.add_argument("--copies", type=int, default=8)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    cpu = Cpu()
+    shapes = [tuple(int(size) for size in shape.split("x")) for shape in args.shapes]
+    linears = {name: [make(cpu, kind, *shape) for shape in shapes * args.copies] for name, kind in KINDS.items()}
+    products = args.copies * sum(outs * inner for outs, inner in shapes)
+    for rows in args.rows:
+        inputs = {inner: torch.randn(rows, inner).bfloat16() for _, inner in shapes}
+        taken = measure(linears, inputs, max(10, min(200, int(1e11 / products / rows))))
+        for kind, seconds in taken.items():
+            speed, ratio = products * rows / seconds * 1e-9, taken["bfloat16"] / seconds
+            print(f"{rows:4} rows  {kind:22} {speed:6.0f} GMAC/s  {ratio:.2f} x bfloat16", flush=True)
+
+
+if __name__ == "__main__":
+    main()

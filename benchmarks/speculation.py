@@ -1,0 +1,146 @@
+"""What guessing tokens ahead brings: `python -m benchmarks.speculation [--model smollm2] [--config ngram]`.
+
+Two servers of one model, one of which guesses and one does not, answer the same requests in turn. Shown are output
+tokens per second with and without, and their ratio, for loads that repeat much, little and nothing; and the same ratio
+by the processor time of the servers, which what else runs on the machine disturbs less. The answers must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from tests.e2e.server import Server
+
+TEXT = """Anna Berger has kept the lighthouse on the small island for eleven years. Every morning she climbs the
+hundred and twelve steps to the lamp, cleans the glass with a soft cloth, and writes the weather into a large green
+book. In winter the supply boat comes only once in two weeks, so she plans her meals with care: potatoes, dried beans,
+flour, and a little salted fish. Her nearest neighbour is a fisherman called Olaf, who lives on the other side of the
+bay and lights a lantern in his window at eight in the evening to say that all is well. Anna answers him by turning
+the shutter of the lamp three times. One night in February the lantern stayed dark. She waited an hour, then she put
+on her coat, pushed the rowing boat into the black water and rowed across the bay, although the wind was rising. She
+found Olaf on the floor of his kitchen with a broken leg. He had fallen from a ladder while he was mending the roof.
+Anna made a splint from two pieces of driftwood and a torn sheet, heated some soup, and stayed with him until the
+doctor came with the supply boat four days later. Since then Olaf has called her the captain of the bay, and every
+Sunday he brings her a fresh loaf of bread and the newspaper of the week before."""
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "keeper": {"type": "string", "maxLength": 40},
+        "years": {"type": "integer"},
+        "steps": {"type": "integer"},
+        "neighbour": {"type": "string", "maxLength": 40},
+        "foods": {"type": "array", "items": {"type": "string", "maxLength": 20}, "minItems": 4, "maxItems": 4},
+        "accident": {"type": "string", "maxLength": 160},
+        "what_anna_did": {"type": "string", "maxLength": 300},
+    },
+    "required": ["keeper", "years", "steps", "neighbour", "foods", "accident", "what_anna_did"],
+    "additionalProperties": False,
+}
+
+
+def chat(content: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 400} | more
+
+
+def loads(seed: int) -> dict[str, dict[str, Any]]:
+    """A request of each kind; the seed makes a request of its own of it."""
+    text = f"{TEXT} This was written on day {seed}."
+    random_ids = random.Random(seed).choices(range(300, 4000), k=200)
+    form = {"type": "json_schema", "json_schema": {"name": "story", "schema": SCHEMA}}
+    return {
+        "rewrite": chat(f"Repeat this text word for word, but call the woman Maria instead of Anna:\n\n{text}"),
+        "json": chat(f"Extract the facts of this text as JSON.\n\n{text}", response_format=form),
+        "story": {"prompt": "Once upon a time", "temperature": 0.8, "seed": seed, "max_tokens": 300},
+        "random": {
+            **{"prompt": random_ids, "temperature": 2.0, "seed": seed, "max_tokens": 200, "ignore_eos": True},
+        },
+    }
+
+
+class Speed(NamedTuple):
+    """Output tokens of all requests, which were sent at once,"""
+
+    per_second: float
+    per_processor_second: float
+    answers: list[str]
+
+
+async def speed(server: Server, requests: list[dict[str, Any]]) -> Speed:
+    limits = httpx.Limits(max_connections=len(requests))
+    async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as client:
+        began, used = time.perf_counter(), processor_seconds(server.process.pid)
+        answers = await asyncio.gather(*[_answer(client, request) for request in requests])
+        seconds, used = time.perf_counter() - began, processor_seconds(server.process.pid) - used
+    total = sum(tokens for tokens, _ in answers)
+    return Speed(total / seconds, total / max(used, 1e-9), [text for _, text in answers])
+
+
+async def _answer(client: httpx.AsyncClient, request: dict[str, Any]) -> tuple[int, str]:
+    path = "/v1/chat/completions" if "messages" in request else "/v1/completions"
+    answer = (await client.post(path, json=request)).raise_for_status().json()
+    choice = answer["choices"][0]
+    return answer["usage"]["completion_tokens"], choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+def processor_seconds(pid: int) -> float:
+    """Of a process and its children, dead ones left out."""
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    own = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(processor_seconds(int(child)) for child in children)
+
+
+def accepted(server: Server) -> tuple[float, float]:
+    names = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total")
+    return server.metric(names[0]), server.metric(names[1])
+
+
+async def compare(plain: Server, guessing: Server, kind: str, streams: int, rounds: int) -> str:
+    pairs, before = [], accepted(guessing)
+    for number in range(rounds + 1):
+        requests = [loads(1000 * number + stream)[kind] for stream in range(streams)]
+        both = [await speed(server, requests) for server in (plain, guessing)]
+        assert both[0].answers == both[1].answers, f"{kind}: other answers"
+        if number:  # the first round warms up
+            pairs.append(both)
+    right, tried = (after - earlier for after, earlier in zip(accepted(guessing), before, strict=True))
+    ratio = statistics.median(with_.per_second / without.per_second for without, with_ in pairs)
+    used = statistics.median(with_.per_processor_second / without.per_processor_second for without, with_ in pairs)
+    slow, fast = (statistics.median(each.per_second for each in of) for of in zip(*pairs, strict=True))
+    share = f"{right / tried:.0%} of {tried:.0f}" if tried else "none"
+    return f"| {kind} | {streams} | {slow:.0f} | {fast:.0f} | {ratio:.2f} | {used:.2f} | {share} |"
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--config", default="ngram", help="as --speculative-config takes it")
+    parser.add_argument("--beside", default="none", help="the same of the server that it is compared with")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="+", default=list(loads(0)))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Server(Path(folder) / "plain", args.model, "--speculative-config", args.beside)
+        guessing = Server(Path(folder) / "guessing", args.model, "--speculative-config", args.config)
+        print("| load | streams | without, tok/s | with | ratio | by processor time | guesses that were right |")
+        print("|---|---|---|---|---|---|---|")
+        for streams in args.streams:
+            for kind in args.only:
+                print(await compare(plain, guessing, kind, streams, args.rounds), flush=True)
+        plain.stop()
+        guessing.stop()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

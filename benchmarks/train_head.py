@@ -1,0 +1,147 @@
+"""Trains a small head that guesses the embedded model's tokens, on stories that it tells itself:
+`python -m benchmarks.train_head OUT [--method eagle3] [--stories 96] [--rounds 6]`.
+
+OUT can then be served: `quire serve --speculative-config '{"method": "eagle3", "model": "OUT"}'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Request, SamplingParams
+from tests.engine.harness import run
+from tests.tiny_heads import (
+    Reference,
+    Tensors,
+    eagle3_tensors,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    save_head,
+)
+
+TAPS = [1, 3, 5]
+WHO = ["fox", "king", "witch", "ship", "mouse", "princess", "giant", "tree", "soldier", "fairy", "wolf", "ring"]
+MEDUSA_HEADS = 3
+
+
+def story_requests(count: int, seed: int, tokens: int = 256) -> list[Request]:
+    """Requests for stories, as the page of the server makes them."""
+    tokenizer = Tokenizer.load(Path(DEMO_MODEL))
+    params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=tokens, ignore_eos=True)
+    found = []
+    for number in range(count):
+        request = f"Tell me a story about a {WHO[(number + seed) % len(WHO)]}."
+        text = f"<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
+        ids = tokenizer.backend.encode(text, add_special_tokens=False).ids
+        found.append(Request(id=str(number), prompt_ids=ids, params=params, seed=1000 * seed + number))
+    return found
+
+
+def told(count: int, seed: int) -> list[list[int]]:
+    """So many stories, with their requests."""
+    engine = Engine(EngineConfig(threads=torch.get_num_threads(), max_model_len=512, num_kv_blocks=800))
+    requests = story_requests(count, seed)
+    answers = run(engine, requests)
+    return [[*each.prompt_ids, *answers[each.id].ids] for each in requests]
+
+
+def new_head(method: str, hidden: int, head: Tensor) -> tuple[Tensors, list[str]]:
+    """A head that guesses little yet, and the names of what is trained."""
+    vocab = len(head)
+    if method == "medusa":
+        tensors = medusa_tensors(hidden, vocab, MEDUSA_HEADS)
+        tensors = {name: head.clone() if name.endswith(".1.weight") else each / 10 for name, each in tensors.items()}
+    elif method == "eagle":
+        tensors = eagle_tensors(hidden, vocab)
+        tensors["fc.weight"] = torch.cat((torch.eye(hidden), torch.eye(hidden)), 1) + tensors["fc.weight"] / 10
+        tensors["fc.bias"] /= 10
+    else:
+        tensors = eagle3_tensors(hidden, vocab, len(TAPS), said=vocab)
+        tensors["lm_head.weight"] = head.clone()
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name] = tensors[name] / 10
+    return tensors, [name for name in tensors if name not in ("embed_tokens.weight", "d2t", "t2d")]
+
+
+def loss_of(reference: Reference, hidden: Tensor, tapped: list[Tensor], ids: Tensor, wanted: Tensor) -> Tensor:
+    """Cross-entropy between what the model and the head say, nats. wanted: the model's logits [T, vocab]."""
+    if reference.medusa:
+        losses = [
+            F.cross_entropy(reference.medusa_logits(hidden[: -1 - head], head), wanted[1 + head :].softmax(-1))
+            for head in range(MEDUSA_HEADS)
+        ]
+        return torch.stack(losses).mean()
+    read, losses = reference.read(hidden, tapped)[:-1], []
+    for ahead in range(2):  # from the model's hidden states, and once from its own guess of them
+        following, target = ids[1 + ahead :], wanted[1 + ahead :]
+        states = reference.layer(following, read[: len(following)])
+        losses.append(F.cross_entropy(reference.logits(states), target.softmax(-1)))
+        if not reference.third:
+            losses.append(F.smooth_l1_loss(states[: len(hidden) - 1 - ahead], hidden[1 + ahead :]) / 2)
+        read = states[:-1]
+    return torch.stack(losses).sum()
+
+
+def train(method: str, texts: list[list[int]], rounds: int) -> Tensors:
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).float()
+    head = model.lm_head.weight.data
+    tensors, trained = new_head(method, head.shape[1], head)
+    parameters = [tensors[name].requires_grad_() for name in trained]
+    reference = Reference(tensors, model.get_input_embeddings().weight.data, head)
+    optimizer = torch.optim.AdamW(parameters, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    steps, done, recent = rounds * len(texts), 0, []
+    for number in range(rounds):
+        for text in texts:
+            ids = torch.tensor(text)
+            with torch.no_grad():
+                output = model(ids[None], output_hidden_states=True)
+            layers = [each[0] for each in output.hidden_states]
+            loss = loss_of(reference, layers[-1], [layers[tap] for tap in TAPS], ids, output.logits[0])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (done + 1) / 20) * (1 - done / steps)
+            optimizer.step()
+            optimizer.zero_grad()
+            done += 1
+            recent.append(loss.item())
+        print(f"round {number + 1}: loss {sum(recent[-len(texts) :]) / len(texts):.3f}", flush=True)
+    return {name: each.detach().contiguous() for name, each in tensors.items()}
+
+
+def train_head(path: Path, method: str, stories: int, rounds: int) -> Path:
+    """Train a head and write it to a new folder, in the layout in which such heads are published."""
+    torch.manual_seed(0)
+    tensors = train(method, told(stories, seed=1), rounds)
+    vocab, hidden = 4096, 256
+    config = eagle_config(hidden, vocab)
+    if method == "eagle3":
+        config |= {"draft_vocab_size": vocab, "eagle_config": {"eagle_aux_hidden_state_layer_ids": TAPS}}
+    file = {"eagle": "pytorch_model.bin", "eagle3": "model.safetensors", "medusa": "medusa_lm_head.pt"}[method]
+    return save_head(path, tensors, config, file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--method", choices=["eagle", "eagle3", "medusa"], default="eagle3")
+    parser.add_argument("--stories", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    train_head(args.out, args.method, args.stories, args.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Quire on Ray Serve: `serve run deploy/ray/serve.yaml` from the repository's root; docs/ray.md says more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from deploy.ray.gateway import Gateway
+from deploy.ray.replica import Replica
+from deploy.ray.routing import PrefixRouter
+from quire.engine.config import load
+from quire.engine.errors import ConfigError
+from quire.server.config import ServerConfig
+
+REFUSED = {
+    "data_dir": "what one replica keeps, the others do not know",
+    "ssl_certfile": "http_options of Serve's configuration has it",
+    "host": "http_options of Serve's configuration has it",
+    "port": "http_options of Serve's configuration has it",
+}
+"""Settings that are not for replicas, and why."""
+IMAGES = {"host", "port"}
+"""Those of them that are variables in Quire's images, and mean nothing here."""
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application of a gateway and its replicas. `args` are Quire's settings, as a TOML file has them, and
+    `config`, which names such a file or a preset. QUIRE_* variables count too, where Serve builds it.
+
+    Raises ConfigError.
+    """
+    settings = {name: value for name, value in args.items() if name != "config"}
+    config = load(ServerConfig, settings, args.get("config"), origin="argument {key}")
+    for name, why in REFUSED.items():
+        if name in args or (name not in IMAGES and getattr(config, name)):
+            raise ConfigError(f"{name}: is not for replicas on Ray Serve: {why}")
+    replica = serve.deployment(Replica).options(
+        name="Replica",
+        max_ongoing_requests=2 * config.max_num_seqs,
+        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        graceful_shutdown_timeout_s=config.shutdown_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        **_resources(config),
+    )
+    gateway = serve.deployment(Gateway).options(
+        name="Gateway", max_ongoing_requests=4096, graceful_shutdown_timeout_s=config.shutdown_timeout
+    )
+    application: Application = gateway.bind(config, replica.bind(config.model_copy(update={"allowed_origins": []})))
+    return application
+
+
+def _resources(config: ServerConfig) -> dict[str, Any]:
+    """What Ray sets aside for a replica: a core for each of its threads. Ranks share memory, so all of a replica's are
+    on one machine."""
+    ranks = config.tensor_parallel_size
+    cores = max(1, (config.threads or 1) // ranks)
+    told: dict[str, Any] = {"ray_actor_options": {"num_cpus": cores}}
+    if ranks > 1:
+        told |= {"placement_group_bundles": [{"CPU": cores}] * ranks, "placement_group_strategy": "STRICT_PACK"}
+    return told

@@ -1,0 +1,182 @@
+"""What Serve's HTTP proxies give requests to: it knows what a request is, so that Serve's router can choose a replica,
+and sends a request once more whose replica has ended."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deploy.ray.call import Call, Head, make_call
+from deploy.ray.resume import ResumableStream
+from quire.engine.errors import EngineError, Overloaded, QuireError
+from quire.server.access.authentication import ADMIN_PATHS, ADMIN_PREFIX, OPEN_PATHS, AuthenticationMiddleware
+from quire.server.access.bodies import Bodies
+from quire.server.access.gateways import Gateways
+from quire.server.access.tenants import Tenants
+from quire.server.app import with_cors
+from quire.server.config import ServerConfig
+from quire.server.errors import (
+    MESSAGES,
+    RETRY_AFTER_SECONDS,
+    UnexpectedErrorMiddleware,
+    answer,
+    failure,
+    http_failure,
+    stream_error,
+)
+from quire.server.fleet.app import merged
+
+log = logging.getLogger("quire.server")
+
+BODIES_BYTES = 64 * 2**20
+"""Memory for the bodies that are received at the same time."""
+ATTEMPTS = 3
+"""A request that ended this many replicas is given up: it may be what ends them."""
+LOST = (RayActorError, ReplicaUnavailableError)
+"""What Ray raises for a replica that ended, or cannot be reached."""
+OF_ALL_REPLICAS = OPEN_PATHS | {"/metrics"}
+_OF_ONE_REPLICA = (ADMIN_PREFIX, "/v1/conversations", "/v1/responses/", "/v1/requests/")
+_SAMPLE = re.compile(r"(\w[\w:]*)(?:\{(.*)\})? (.+)")
+
+
+class Gateway:
+    def __init__(self, config: ServerConfig, replica: DeploymentHandle) -> None:
+        """replica: handle of the deployment of replicas."""
+        self._replica = replica.options(stream=True)
+        self._bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
+        app: ASGIApp = AuthenticationMiddleware(self._answer, Tenants(config), Gateways(config))
+        app = UnexpectedErrorMiddleware(app)
+        self._app = with_cors(app, config) if config.allowed_origins else app
+
+    async def __call__(self, request: Request) -> Response:
+        return _FromApp(self._app)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        try:
+            if path in ADMIN_PATHS or path.startswith(_OF_ONE_REPLICA):
+                raise HTTPException(501, f"{path} is about one replica, and there may be several: see docs/ray.md")
+            call = await self._call(scope, receive)
+            if path not in OF_ALL_REPLICAS:
+                async with aclosing(self._parts(call)) as parts:
+                    return await _send(parts, call, send)
+            response = _together(path, await self._ask_all(call))
+        except HTTPException as error:
+            response = answer(path, http_failure(error))
+        except (QuireError, BackPressureError, DeploymentUnavailableError, TimeoutError, *LOST) as error:
+            told = failure(_told(error))
+            response = answer(path, told, {"Retry-After": RETRY_AFTER_SECONDS} if told.status == 503 else {})
+        except ClientDisconnect:
+            return
+        await response(scope, receive, send)
+
+    async def _call(self, scope: Scope, receive: Receive) -> Call:
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return make_call(scope, scope["headers"], b"")
+        async with self._bodies.read(Request(scope, receive)) as body:
+            return make_call(scope, scope["headers"], b"".join(body.pieces))
+
+    async def _parts(self, call: Call) -> AsyncGenerator[Head | bytes]:
+        """The head of an answer and its body. A call whose replica ends is sent to another one, unless the client has
+        some of an answer that cannot be continued."""
+        stream = ResumableStream() if call.resumable else None
+        head: Head | None = None
+        for attempt in range(1, ATTEMPTS + 1):
+            answers = self._replica.answer.remote(call)
+            try:
+                async for part in answers:
+                    if not isinstance(part, Head):
+                        if part := part if stream is None else stream.next(part):
+                            yield part
+                    elif head is None:
+                        yield (head := part)
+                    elif not part.is_stream:
+                        raise EngineError("the replica ended, and another one refused to go on with its stream")
+                return
+            except LOST as error:
+                log.warning("%s %s: its replica was lost: %s", call.method, call.path, str(error).partition("\n")[0])
+                if stream is not None and stream.ended:
+                    return
+                if attempt == ATTEMPTS or (head is not None and (stream is None or not head.is_stream)):
+                    raise
+                if head is not None and stream is not None:
+                    stream.restart()
+            finally:
+                answers.cancel()
+
+    async def _ask_all(self, call: Call) -> list[tuple[str, Head, bytes]]:
+        """The names and answers of all replicas that answer, the full ones too. Raises TimeoutError."""
+        replies = await self._replica.broadcast("whole", call).results_async(timeout_s=10, return_exceptions=True)
+        return [each for each in replies if not isinstance(each, BaseException)]
+
+
+def _together(path: str, answers: list[tuple[str, Head, bytes]]) -> Response:
+    """One answer for all replicas: metrics are told apart by the label replica; a probe needs one that is well."""
+    if path != "/metrics":
+        return Response(status_code=200 if any(head.status == 200 for _, head, _ in answers) else 503)
+    return Response(
+        merged([labelled(body, name) for name, head, body in answers if head.status == 200]), media_type="text/plain"
+    )
+
+
+def labelled(metrics: bytes, replica: str) -> str:
+    """Metrics in Prometheus' form, each sample with one more label."""
+    lines = []
+    for line in metrics.decode().splitlines():
+        if (sample := _SAMPLE.match(line)) is not None:
+            name, labels, value = sample.groups()
+            line = f'{name}{{{labels + "," if labels else ""}replica="{replica}"}} {value}'
+        lines.append(line)
+    return "\n".join(lines)
+
+
+async def _send(parts: AsyncGenerator[Head | bytes], call: Call, send: Send) -> None:
+    """Send an answer. One that fails when it has begun ends with an event that says so, where it is a stream; what
+    fails before is raised."""
+    head: Head | None = None
+    last = b""
+    try:
+        async for part in parts:
+            if isinstance(part, Head):
+                head = part
+                await send({"type": "http.response.start", "status": head.status, "headers": head.headers})
+            else:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+    except (QuireError, *LOST) as error:
+        if head is None:
+            raise
+        if not head.is_stream:
+            raise RuntimeError("the answer was cut off") from error  # as the connection then is
+        told = _told(error)
+        anthropic = b"event: error\ndata: %b\n\n" % failure(told).anthropic()
+        last = anthropic if call.path == MESSAGES else stream_error(told)
+    await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+def _told(error: Exception) -> QuireError:
+    """What clients are told of an error."""
+    if isinstance(error, QuireError):
+        return error
+    if isinstance(error, LOST):
+        return Overloaded("The replica ended while it computed this answer. Please try again")
+    return Overloaded("Too many requests wait already, or no replica can be started. Please try again later")
+
+
+class _FromApp(Response):
+    """Serve sends a response by calling it as an ASGI application; this one is any application."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)

@@ -1,0 +1,124 @@
+"""One replica: the application that `quire serve` runs, with an engine process of its own, called without a port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import cast
+
+import ray
+from ray import serve
+from starlette.types import Message, Scope
+
+from deploy.ray.call import Call, Head
+from quire.engine.errors import EngineError
+from quire.engine.replicas.replicas import processes
+from quire.server.cli.hosting import running_app
+from quire.server.config import ServerConfig
+from quire.server.observe import logs
+
+_UNREAD = 64
+"""How many pieces of an answer may wait before the application waits too."""
+
+
+class Replica:
+    """Serve makes one in each of its actors: ready when the model is loaded, ended when its last answer has ended."""
+
+    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]
+        """Raises what the engine's start raises."""
+        logs.set_up(config)
+        if config.threads is None:
+            cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
+            config = config.model_copy(update={"threads": cores * config.tensor_parallel_size})
+        client = processes(config)
+        client.launch()
+        self._client = client
+        self._running = AsyncExitStack()
+        self._app = await self._running.enter_async_context(running_app(config, client))
+        self._app.state.runtime.workers.start()  # so that the first large request does not wait for it
+
+    async def __del__(self) -> None:
+        await self._running.aclose()
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica for which this raises: one whose engine cannot be brought back."""
+        if not self._client.alive:
+            raise EngineError("the engine ended and could not be brought back; see the log")
+
+    async def whole(self, call: Call) -> tuple[str, Head, bytes]:
+        """This replica's name, and its whole answer to a call."""
+        answer = self.answer(call)
+        head = cast(Head, await anext(answer))
+        body = b"".join([cast(bytes, piece) async for piece in answer])
+        return serve.get_replica_context().replica_id.unique_id, head, body
+
+    async def answer(self, call: Call) -> AsyncGenerator[Head | bytes]:
+        """The head of the answer to a call, then its body in pieces, each of one or more whole events of a stream.
+
+        The request ends when the generator is closed.
+        """
+        messages: asyncio.Queue[Message | None] = asyncio.Queue(_UNREAD)
+        gone = asyncio.Event()
+        running = asyncio.create_task(self._run(call, messages, gone))
+        try:
+            async for piece in _pieces(messages):
+                yield piece
+            await running  # raises what ended the application
+        finally:
+            gone.set()
+            while not running.done():  # the application may be waiting for room
+                while not messages.empty():
+                    messages.get_nowait()
+                await asyncio.wait([running], timeout=0.01)
+
+    async def _run(self, call: Call, messages: asyncio.Queue[Message | None], gone: asyncio.Event) -> None:
+        """Run the application for one request; what it sends goes to `messages`, None is the end."""
+        unread = [{"type": "http.request", "body": call.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if unread:
+                return unread.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        try:
+            await self._app(_scope(call), receive, messages.put)
+        finally:
+            await messages.put(None)
+
+
+async def _pieces(messages: asyncio.Queue[Message | None]) -> AsyncGenerator[Head | bytes]:
+    """What comes at the same time is one piece: each costs a message between two processes."""
+    while (message := await messages.get()) is not None:
+        if message["type"] == "http.response.start":
+            headers = [each for each in message.get("headers", ()) if each[0].lower() != b"x-request-id"]
+            yield Head(message["status"], headers)  # Serve's proxy adds that one
+            continue
+        bodies, ended = [message.get("body", b"")], False
+        while not messages.empty() and not ended:
+            following = messages.get_nowait()
+            ended = following is None
+            bodies.append(b"" if following is None else following.get("body", b""))
+        if body := b"".join(bodies):
+            yield body
+        if ended:
+            return
+
+
+def _scope(call: Call) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": "http",
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "root_path": "",
+        "query_string": call.query,
+        "headers": call.headers,
+        "client": call.client,
+        "server": None,
+        "state": {},
+    }

@@ -1,0 +1,264 @@
+"""What Quire reads of config.json and generation_config.json: every field, its type and its bounds, in one place.
+
+The bounds are far beyond any real model's sizes. They are there so that no file makes a start compute or allocate for
+ever. A field may be null, which means the same as not being there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
+
+MAX_LAYERS = 4096
+MAX_LABELS = 2**16
+MAX_POSITIONS = 2**28
+_Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
+_LayerCount = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
+_Width = Annotated[int, Meta(ge=1, le=2**24)]
+"""Of hidden states, of heads, of MLPs; and numbers of heads and experts."""
+_Width0 = Annotated[int, Meta(ge=0, le=2**24)]
+_Vocabulary = Annotated[int, Meta(ge=1, le=2**26)]
+_Positions = Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
+_Theta = Annotated[float, Meta(ge=1, le=1e15)]
+_Above0 = Annotated[float, Meta(gt=0, le=1e12)]
+_Epsilon = Annotated[float, Meta(ge=0, le=1)]
+_Experts = Annotated[int, Meta(ge=1, le=4096)]
+_TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+_TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
+_Text = Annotated[str, Meta(max_length=256)]
+_Names = Annotated[list[_Text], Meta(max_length=2**14)]
+
+
+class OneRope(TypedDict, total=False):
+    """One rotary embedding; see `rope_table` for what each rope_type needs."""
+
+    rope_type: _Text | None
+    type: _Text | None
+    rope_theta: _Theta | None
+    factor: _Above0 | None
+    low_freq_factor: _Above0 | None
+    high_freq_factor: _Above0 | None
+    original_max_position_embeddings: _Positions | None
+    beta_fast: _Above0 | None
+    beta_slow: _Above0 | None
+    attention_factor: _Above0 | None
+    mscale: _Above0 | None
+    mscale_all_dim: _Above0 | None
+    truncate: bool | None
+    factors: Annotated[list[_Above0], Meta(max_length=2**16)] | None
+    mixed_b: Annotated[float, Meta(ge=0, le=64)] | None
+
+
+class Ropes(OneRope, total=False):
+    """One for all layers, or in Gemma 3 one for each kind of layer."""
+
+    full_attention: OneRope | None
+    sliding_attention: OneRope | None
+
+
+class WeightsArgs(TypedDict, total=False):
+    """How compressed-tensors stores the weights of a group of linears."""
+
+    num_bits: Annotated[int, Meta(ge=1, le=64)] | None
+    type: _Text | None
+    strategy: _Text | None
+    group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
+    symmetric: bool | None
+    actorder: bool | _Text | None
+    block_structure: Annotated[list[_Width], Meta(min_length=2, max_length=2)] | _Text | None
+
+
+class QuantizationGroup(TypedDict, total=False):
+    """Linears that compressed-tensors stores alike. Their activations are rounded as the kernels do it."""
+
+    targets: _Names | None
+    weights: WeightsArgs | None
+    format: _Text | None
+
+
+class Quantization(TypedDict, total=False):
+    """quantization_config: how weights are stored; see `engine/checkpoint/quantization.py`."""
+
+    quant_method: _Text | None
+    fmt: _Text | None
+    bits: Annotated[float, Meta(ge=0, le=64)] | None
+    w_bit: Annotated[float, Meta(ge=0, le=64)] | None
+    group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
+    q_group_size: Annotated[int, Meta(ge=-1, le=2**24)] | None
+    desc_act: bool | None
+    checkpoint_format: _Text | None
+    dynamic: dict[str, Any] | None
+    version: _Text | None
+    zero_point: bool | None
+    load_in_4bit: bool | None
+    load_in_8bit: bool | None
+    llm_int8_skip_modules: _Names | None
+    modules_to_not_convert: _Names | None
+    ignored_layers: _Names | None
+    ignore: _Names | None
+    format: _Text | None
+    config_groups: dict[_Text, QuantizationGroup] | None
+    weight_block_size: Annotated[list[_Width], Meta(min_length=2, max_length=2)] | None
+    kv_cache_scheme: dict[str, Any] | None
+
+
+class SharedFields(TypedDict, total=False):
+    """The fields that both a server and `quire plan` read."""
+
+    model_type: _Text | None
+    is_encoder_decoder: bool | None
+    vocab_size: _Vocabulary | None
+    hidden_size: _Width | None
+    intermediate_size: _Width | list[Any] | None
+    num_hidden_layers: _Layers | None
+    num_attention_heads: _Width | list[Any] | None
+    num_key_value_heads: _Width | list[Any] | None
+    max_position_embeddings: _Positions | None
+    tie_word_embeddings: bool | None
+    attention_bias: bool | None
+    mlp_bias: bool | None
+    dtype: _Text | None
+    torch_dtype: _Text | None
+    quantization_config: Quantization | None
+    layer_types: list[_Text] | None
+    sliding_window_pattern: _Layers | _Text | None
+    use_sliding_window: bool | None
+    max_window_layers: _LayerCount | None
+
+
+class CrossEncoder(TypedDict, total=False):
+    """What sentence-transformers writes of a classifier."""
+
+    activation_fn: _Text | None
+
+
+class EagleConfig(TypedDict, total=False):
+    """What config.json of an EAGLE-3 head says of the served model."""
+
+    eagle_aux_hidden_state_layer_ids: Annotated[list[_LayerCount], Meta(min_length=1, max_length=16)] | None
+    use_aux_hidden_state: bool | None
+
+
+class ServedFields(SharedFields, total=False):
+    """The fields of the families that are served."""
+
+    architectures: list[_Text] | None
+    head_dim: _Width | None
+    rms_norm_eps: _Epsilon | None
+    hidden_act: _Text | None
+    hidden_activation: _Text | None
+    eos_token_id: _TokenId | _TokenIds | None
+    rope_theta: _Theta | None
+    rope_parameters: Ropes | None
+    rope_scaling: Ropes | None
+    rope_local_base_freq: _Theta | None
+    sliding_window: _Positions | None
+    no_rope_layers: list[int] | None
+    no_rope_layer_interval: _Layers | None
+    query_pre_attn_scalar: _Above0 | None
+    attn_logit_softcapping: _Above0 | None
+    final_logit_softcapping: _Above0 | None
+    use_bidirectional_attention: bool | _Text | None
+    num_local_experts: _Experts | None
+    num_experts: _Experts | None
+    num_experts_per_tok: _Experts | None
+    moe_intermediate_size: _Width | None
+    norm_topk_prob: bool | None
+    decoder_sparse_step: _Layers | None
+    mlp_only_layers: list[int] | None
+    swiglu_alpha: _Above0 | None
+    swiglu_limit: _Above0 | None
+    activation: _Text | None
+    layer_norm_eps: _Epsilon | None
+    layer_norm_epsilon: _Epsilon | None
+    norm_eps: _Epsilon | None
+    norm_bias: bool | None
+    type_vocab_size: _Width0 | None
+    pad_token_id: _TokenId | None
+    position_embedding_type: _Text | None
+    layer_norm_type: _Text | None
+    logn_attention_scale: bool | None
+    pack_qkv: bool | None
+    relative_attention_num_buckets: _Width | None
+    local_attention: _Positions | None
+    global_attn_every_n_layers: _Layers | None
+    global_rope_theta: _Theta | None
+    local_rope_theta: _Theta | None
+    rotary_emb_base: _Theta | None
+    rotary_scaling_factor: float | None
+    prenorm: bool | None
+    qkv_proj_bias: bool | None
+    mlp_fc1_bias: bool | None
+    classifier_bias: bool | None
+    classifier_activation: _Text | None
+    id2label: Annotated[dict[_Text, _Text], Meta(max_length=MAX_LABELS)] | None
+    num_labels: _Width | None
+    problem_type: _Text | None
+    classifier_pooling: _Text | None
+    sentence_transformers: CrossEncoder | None
+    sbert_ce_default_activation_function: _Text | None
+    draft_vocab_size: _Vocabulary | None
+    norm_before_residual: bool | None
+    eagle_config: EagleConfig | None
+
+
+class PlannedFields(SharedFields, total=False):
+    """The fields that `quire plan` reads, of nearly every family. A list, where there may be one, is not read."""
+
+    n_embd: _Width | None
+    d_model: _Width | None
+    dim: _Width | None
+    hidden_dim: _Width | None
+    n_layer: _Layers | None
+    n_layers: _Layers | None
+    num_layers: _Layers | None
+    n_head: _Width | None
+    n_heads: _Width | None
+    head_dim: _Width0 | None
+    num_kv_heads: _Width | list[Any] | None
+    kv_channels: _Width | None
+    sliding_window: Any
+    multi_query: bool | None
+    new_decoder_architecture: bool | None
+    use_bias: bool | None
+    n_inner: _Width | None
+    ffn_dim: _Width | None
+    ffn_hidden_size: _Width | None
+    expansion_ratio: _Above0 | None
+    intermediate_size_mlp: _Width | None
+    n_positions: _Positions | None
+    max_seq_len: _Positions | None
+    n_ctx: _Positions | None
+    seq_length: _Positions | None
+    layers_block_type: list[_Text] | None
+    kv_lora_rank: _Width | None
+    q_lora_rank: _Width | None
+    qk_rope_head_dim: _Width0 | None
+    qk_nope_head_dim: _Width0 | None
+    v_head_dim: _Width | None
+    num_local_experts: _Width0 | list[Any] | None
+    num_experts: _Width0 | list[Any] | None
+    n_routed_experts: _Width0 | list[Any] | None
+    num_experts_per_tok: _Width0 | list[Any] | None
+    experts_per_token: _Width0 | list[Any] | None
+    moe_topk: _Width0 | list[Any] | None
+    moe_intermediate_size: _Width | list[Any] | None
+    shared_expert_intermediate_size: _Width0 | None
+    n_shared_experts: _Width0 | None
+    decoder_sparse_step: _LayerCount | None
+    interleave_moe_layer_step: _LayerCount | None
+    mlp_only_layers: list[int] | None
+    first_k_dense_replace: _LayerCount | None
+
+
+class GenerationFields(TypedDict, total=False):
+    """What is read of generation_config.json. The bounds are those of requests (SamplingParams)."""
+
+    do_sample: bool | None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=1e6)] | None
+    eos_token_id: _TokenId | _TokenIds | None

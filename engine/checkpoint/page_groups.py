@@ -1,0 +1,131 @@
+"""Which layers share a page table, and how many pages a sequence holds: layers with a sliding window need only the keys
+of their window.
+
+A page holds block_size tokens in the layers of one group, which all have the same window; every group has as many
+layers, so that any page serves any of them. Kwon et al. (2023) introduce pages; vLLM divides layers into groups of
+equal size too. This module does not import torch, so `quire plan` can use it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.engine.config import EngineConfig
+
+_MOST_GROUPS = 8
+"""Each has a page table, which every step carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroups:
+    windows: tuple[int | None, ...]
+    """By group: tokens that a token sees in its layers, itself included; None: all. Pages outside are given back."""
+    group_of: tuple[int, ...]
+    """By layer: its group,"""
+    place_of: tuple[int, ...]
+    """and its place among the layers of a page."""
+
+    @property
+    def count(self) -> int:
+        return len(self.windows)
+
+    @property
+    def places(self) -> int:
+        """Layers of a page; a group may have fewer."""
+        return max(self.place_of) + 1
+
+    @property
+    def slots(self) -> int:
+        """Places for layers in pages of all groups."""
+        return self.places * self.count
+
+    @property
+    def unused(self) -> int:
+        """Of these, those that no layer has."""
+        return self.slots - len(self.group_of)
+
+
+def one_group(layers: int, window: int | None = None) -> PageGroups:
+    """A page for all layers."""
+    return PageGroups((window,), (0,) * layers, tuple(range(layers)))
+
+
+def keeps_all(config: EngineConfig) -> str | None:
+    """The setting for which layers with a window keep all tokens too; None: no setting asks for it."""
+    for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):  # which keep pages of all layers
+        if getattr(config, key):
+            return key
+    speculative = config.speculative_config  # what drafts has pages of the same numbers
+    own_pages = speculative is not None and (speculative.method == "draft_model" or speculative.hidden_states)
+    return "speculative_config" if own_pages else None
+
+
+def page_groups(windows: Sequence[int | None], longest: int, block_size: int, *, keep_all: bool = False) -> PageGroups:
+    """The groups of layers with these windows (None: none), for contexts of up to `longest` tokens: so many layers to a
+    page that the longest context takes least memory. One group that keeps all tokens where nothing would be saved, or
+    where it is asked for (`keep_all`)."""
+    seen = [None if window is None or window >= longest or keep_all else window for window in windows]
+    kinds = Counter(seen)
+    if len(kinds) == 1:
+        return one_group(len(seen), seen[0])
+    pages = -(-longest // block_size)
+    least, places = len(seen) * pages, 0
+    for size in range(1, max(kinds.values()) + 1):
+        groups = {window: -(-count // size) for window, count in kinds.items()}
+        held = size * sum(count * _spanned(window, 1, pages, block_size) for window, count in groups.items())
+        if sum(groups.values()) <= _MOST_GROUPS and (held < least or (places and held == least)):
+            least, places = held, size
+    return _grouped(seen, kinds, places) if places else one_group(len(seen))
+
+
+def _grouped(seen: Sequence[int | None], kinds: Counter[int | None], places: int) -> PageGroups:
+    windows, first, met = list[int | None](), dict[int | None, int](), Counter[int | None]()
+    for window, count in kinds.items():
+        first[window] = len(windows)
+        windows += [window] * -(-count // places)
+    group_of, place_of = [], []
+    for window in seen:
+        group_of.append(first[window] + met[window] // places)
+        place_of.append(met[window] % places)
+        met[window] += 1
+    return PageGroups(tuple(windows), tuple(group_of), tuple(place_of))
+
+
+def _spanned(window: int | None, at_once: int, pages: int, block_size: int) -> int:
+    """Most pages of a group that a sequence of `pages` pages holds at one time."""
+    if window is None:
+        return pages
+    return min(pages, (window + at_once + block_size - 3) // block_size + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PageNeeds:
+    """How many pages a sequence holds, where a step computes up to `at_once` of its tokens."""
+
+    windows: tuple[int | None, ...]
+    """By group, as PageGroups has them."""
+    block_size: int
+    at_once: int
+
+    def most(self, tokens: int, cached: int = 0) -> int:
+        """Pages that a sequence of so many tokens may hold at one time, of all groups, those of its first `cached`
+        blocks not counted."""
+        new = -(-tokens // self.block_size) - cached
+        return sum(_spanned(window, self.at_once, new, self.block_size) for window in self.windows)
+
+    def longest(self, pages: int, limit: int) -> int:
+        """Tokens of the longest sequence that so many pages allow for, but no more than `limit`."""
+        least, most = 0, -(-limit // self.block_size)
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.most(middle * self.block_size) <= pages:
+                least = middle
+            else:
+                most = middle - 1
+        return min(least * self.block_size, limit)
+
+    def first_seen(self, window: int, position: int) -> int:
+        """The first block that the token at a position sees through a window."""
+        return max(position - window + 1, 0) // self.block_size

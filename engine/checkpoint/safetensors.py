@@ -1,0 +1,196 @@
+"""Finds a model's safetensors files and reads their headers, which say what tensors there are and where.
+
+The format: https://huggingface.co/docs/safetensors. It does not import torch, so `quire plan` can use it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path, PurePosixPath
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from quire.engine.errors import ModelError
+from quire.engine.folder import MIB, explained, open_file, read_bytes
+from quire.engine.gguf.config import EMBEDDING
+from quire.engine.gguf.files import read_gguf
+from quire.engine.gguf.types import FLOATS
+
+INDEX = "model.safetensors.index.json"
+"""The file that says which shard has which tensor."""
+_FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""Bytes per number of the safetensors types that the loader casts to the served type."""
+_BYTES = _FLOAT_BYTES | {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_INDEX_BYTES = 64 * MIB
+_HEADER_BYTES = 100_000_000
+"""The longest header that the safetensors library reads."""
+_T = TypeVar("_T")
+_MOST_TENSORS = 2**17
+_MOST_SHARDS = 4096
+_SHOWN = 200
+"""Characters of a name in a file that an error shows."""
+_Size = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class _Index(msgspec.Struct):
+    """model.safetensors.index.json: which shard has which tensor."""
+
+    weight_map: dict[str, str]
+
+
+class _Tensor(msgspec.Struct):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: Annotated[list[_Size], Meta(max_length=16)]
+    data_offsets: tuple[_Size, _Size]
+
+
+class TensorHeader(NamedTuple):
+    dtype: str
+    """As safetensors names it."""
+    shape: tuple[int, ...]
+
+
+class StoredWeights(NamedTuple):
+    """The size of a checkpoint's weights."""
+
+    floats: int
+    """How many numbers of 16 bits or more; they are loaded in the served type."""
+    other_bytes: int
+    """Bytes of packed integers and 8-bit floats, which are loaded as they are."""
+
+
+def text_tensor(name: str) -> str | None:
+    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder."""
+    if "vision_tower." in name or "multi_modal_projector." in name:
+        return None
+    return name.replace("language_model.", "")
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The paths of a model's safetensors files: model.safetensors, or the shards that the index file names.
+
+    They need not exist. Raises ModelError when the index file is invalid or names a file outside of the model's folder:
+    it comes with a download, as a path in it does; a link does not, and may lead anywhere.
+    """
+    name = INDEX
+    content = read_bytes(path / name, _INDEX_BYTES)
+    if content is None:
+        return [path / "model.safetensors"]
+    shards = sorted(set(_decoded(content, _Index, name).weight_map.values()))
+    if not 0 < len(shards) <= _MOST_SHARDS:
+        raise ModelError(f"model: {name}: weight_map: names {len(shards)} files")
+    for shard in shards:
+        if (
+            len(shard) > _SHOWN
+            or not shard.isprintable()
+            or PurePosixPath(shard).is_absolute()
+            or ".." in PurePosixPath(shard).parts
+        ):
+            raise ModelError(f"model: {name}: weight_map: {shard[:_SHOWN]!r} is not a file in the model's folder")
+    return [path / shard for shard in shards]
+
+
+def read_stored_weights(path: Path) -> StoredWeights | None:
+    """Add up the tensors in the headers, a few KB each, of a model's safetensors or GGUF files; None if a file is
+    missing.
+
+    Raises ModelError, naming file and tensor, for headers that are wrong.
+    """
+    if not path.is_dir():
+        return _stored_in_gguf(path)
+    floats = other = 0
+    for shard in weight_files(path):
+        tensors = _read_header(shard)
+        if tensors is None:
+            return None
+        for name, tensor in tensors.items():
+            if name.endswith("rotary_emb.inv_freq") or text_tensor(name) is None:
+                continue
+            begin, end = tensor.data_offsets
+            if tensor.dtype in _FLOAT_BYTES:
+                floats += (end - begin) // _FLOAT_BYTES[tensor.dtype]
+            else:
+                other += end - begin
+    return StoredWeights(floats, other)
+
+
+def read_tensor_headers(path: Path) -> dict[str, TensorHeader]:
+    """What the headers say of all tensors of a model directory but those for images. Raises ModelError."""
+    found = {}
+    for shard in weight_files(path):
+        for stored, tensor in (_read_header(shard) or {}).items():
+            if (name := text_tensor(stored)) is not None:
+                found[name] = TensorHeader(tensor.dtype, tuple(tensor.shape))
+    return found
+
+
+def read_file_headers(file: Path) -> dict[str, TensorHeader] | None:
+    """What the header of one safetensors file says of its tensors; None if there is no such file. Raises ModelError."""
+    found = _read_header(file)
+    if found is None:
+        return None
+    return {name: TensorHeader(tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+
+
+def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
+    """The type of each tensor of one file, and where in the file its bytes begin and end. Raises ModelError."""
+    tensors = _read_header(file) or {}
+    with file.open("rb") as opened:
+        data = 8 + int.from_bytes(opened.read(8), "little")
+    places = {name: (tensor.dtype, *tensor.data_offsets) for name, tensor in tensors.items()}
+    return {name: (dtype, data + begin, data + end) for name, (dtype, begin, end) in places.items()}
+
+
+def _stored_in_gguf(path: Path) -> StoredWeights:
+    """Linears stay as they are stored; an embedding, which may be the head as well, is dequantized."""
+    floats = other = 0
+    for name, tensor in read_gguf(path).tensors.items():
+        if tensor.type.name in FLOATS or name == EMBEDDING:
+            floats += tensor.numbers
+        else:
+            other += tensor.nbytes
+    return StoredWeights(floats, other)
+
+
+def _read_header(shard: Path) -> dict[str, _Tensor] | None:
+    """The tensors by name; None if there is no such file. The header is its length as eight bytes, little-endian, and
+    then JSON; the tensors' data follow."""
+    file = open_file(shard)
+    if file is None:
+        return None
+    with file:
+        total = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if total < 8 or length > min(total - 8, _HEADER_BYTES):
+            raise ModelError(f"model: {shard.name} cannot be read: its header is cut off, or it is no safetensors file")
+        header = _decoded(file.read(length), dict[str, msgspec.Raw], shard.name)
+    header.pop("__metadata__", None)
+    if len(header) > _MOST_TENSORS:
+        raise ModelError(f"model: {shard.name}: its header has {len(header)} tensors, more than {_MOST_TENSORS}")
+    tensors = {name: _decoded(bytes(raw), _Tensor, f"{shard.name}: {name[:_SHOWN]}") for name, raw in header.items()}
+    for name, tensor in tensors.items():
+        begin, end = tensor.data_offsets
+        if not begin <= end <= total - 8 - length:
+            raise ModelError(
+                f"model: {shard.name}: {name[:_SHOWN]}: data_offsets: outside of the file, which may be cut off"
+            )
+        needed = math.prod(tensor.shape) * _BYTES.get(tensor.dtype, 0)
+        if tensor.dtype in _BYTES and needed != end - begin:
+            size = f"{tensor.shape} of {tensor.dtype} are {needed} bytes, not {end - begin}"
+            raise ModelError(f"model: {shard.name}: {name[:_SHOWN]}: data_offsets: {size}")
+    return tensors
+
+
+def _decoded(content: bytes, kind: type[_T], where: str) -> _T:
+    """JSON of this type. Raises ModelError that says where it is wrong."""
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"model: {where}: {explained(error)}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"model: {where} cannot be read: {error}") from None

@@ -1,0 +1,80 @@
+"""A folder for Unix sockets, which does not outlive its owner for long, however that ends.
+
+The owner holds a lock on a file in it, which the kernel releases when the process ends. Whoever makes a folder next
+removes those whose lock nobody holds. A process id would not do: containers that share /tmp may count processes apart.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from quire.engine.errors import EngineError
+
+_PREFIX = "quire-"
+_LOCK = "quire-owner.lock"
+_SOCKETS = ("engine.sock", "http.sock")
+"""The only names of sockets. Nothing else is ever removed: a folder that a person named like ours stays as it is."""
+_MOST_BYTES = 107
+"""The longest path of a Unix socket on Linux; elsewhere 103."""
+
+
+class SocketFolder:
+    """A new folder that only this user can enter. Raises EngineError when there is no place for one."""
+
+    def __init__(self) -> None:
+        try:
+            root = Path(tempfile.gettempdir())
+            _remove_abandoned(root)
+            # Under another name until it is locked, so that nobody takes it for abandoned meanwhile.
+            made = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
+            self._lock = os.open(made / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # a file system without locks: then nobody may take it for abandoned either
+                (made / _LOCK).unlink()
+            self._path = made.rename(root / made.name.removeprefix("."))
+        except OSError as error:
+            raise EngineError(f"TMPDIR: no folder for sockets can be made: {error.strerror}") from None
+        longest = max(len(os.fsencode(self._path / name)) for name in _SOCKETS)
+        if longest > _MOST_BYTES:
+            self.close()
+            raise EngineError(f"TMPDIR: a socket in it has a path of {longest} bytes, and {_MOST_BYTES} are allowed")
+
+    @property
+    def engine(self) -> Path:
+        """Where an engine and its client meet."""
+        return self._path / _SOCKETS[0]
+
+    @property
+    def http(self) -> Path:
+        """Where a private server listens."""
+        return self._path / _SOCKETS[1]
+
+    def close(self) -> None:
+        """Remove it with what is in it."""
+        _remove(self._path)
+        os.close(self._lock)
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Remove the folders of this user whose owners have ended."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is another user's, or it is being removed by somebody else
+            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.geteuid():
+                    _remove(folder)
+            finally:
+                os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    with suppress(OSError):
+        for name in (*_SOCKETS, _LOCK):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()

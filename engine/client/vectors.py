@@ -1,0 +1,116 @@
+"""Vectors without a server: what `LLM` answers for embeddings, labels and scores, and how it asks the engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.client.client import EngineClient
+from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.text.pairs import encode_judged, encode_pairs
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Adapter, EngineInfo, PoolingParams, Request
+
+
+@dataclass(slots=True)
+class Vector:
+    """What the model makes of a prompt."""
+
+    data: np.ndarray
+    """[size] float32."""
+
+    @property
+    def embedding(self) -> list[float]:
+        return self._floats
+
+    @property
+    def probs(self) -> list[float]:
+        return self._floats
+
+    @property
+    def score(self) -> float:
+        return float(self.data[0])
+
+    @property
+    def _floats(self) -> list[float]:
+        found: list[float] = self.data.tolist()
+        return found
+
+
+@dataclass(slots=True)
+class Pooled:
+    """A prompt, or a pair of texts, with its vector. Where two embeddings were compared, there is no prompt."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: Vector
+    num_cached_tokens: int = 0
+
+
+def check_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: Pooling) -> None:
+    """Raises InvalidRequest for what the model does not make."""
+    for one in params:
+        if one.task not in info.tasks:
+            raise InvalidRequest(f"the model serves {' and '.join(info.tasks)}, not {one.task}", param="model")
+        if one.dimensions is not None and one.dimensions > pooling.size:
+            message = f"dimensions must be at most the model's {pooling.size}, got {one.dimensions}"
+            raise InvalidRequest(message, param="dimensions")
+
+
+def pair_prompts(
+    tokenizer: Tokenizer,
+    pooling: Pooling,
+    pairs: Sequence[tuple[str, str]],
+    instruction: str | None,
+    limit: int | None,
+) -> tuple[list[list[int]], list[PoolingParams]]:
+    """Prompts whose one label is the score of a pair, at most `limit` tokens each. Raises InvalidRequest."""
+    if pooling.score_tokens is not None:
+        prompts = encode_judged(tokenizer, pairs, instruction, limit)
+        return prompts, [PoolingParams(task="classify")] * len(prompts)
+    if len(pooling.labels) != 1:
+        raise InvalidRequest(f"the model tells {len(pooling.labels)} labels apart and gives no score", param="model")
+    encoded = encode_pairs(tokenizer, pairs, limit)
+    return [ids for ids, _ in encoded], [PoolingParams(task="classify", second_segment=begin) for _, begin in encoded]
+
+
+def cosine(first: Vector, second: Vector) -> Vector:
+    """As a vector of one number."""
+    a, b = first.data.astype(np.float64), second.data.astype(np.float64)
+    return Vector(np.array([a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)]))
+
+
+async def pool_all(
+    client: EngineClient,
+    prompts: Sequence[tuple[str | None, list[int]]],
+    params: Sequence[PoolingParams],
+    adapters: Sequence[Adapter | None],
+    done: Callable[[], None],
+) -> list[Pooled]:
+    """The vectors of prompts, each a text or None and its token ids; `done` is called after each. Raises EngineError
+    when the engine failed one of them."""
+    if not prompts:
+        return []
+    name = secrets.token_hex(8)
+    requests = [
+        Request(id=f"{name}-{index}", prompt_ids=ids, params=one, seed=0, adapter=adapter)
+        for index, ((_, ids), one, adapter) in enumerate(zip(prompts, params, adapters, strict=True))
+    ]
+    found: dict[str, Pooled] = {}
+    given = {request.id: prompt for request, prompt in zip(requests, prompts, strict=True)}
+    stream = client.submit(requests)
+    try:
+        async for outputs in stream:
+            for output in outputs:
+                if output.vector is None:
+                    raise EngineError(output.error or "the request was ended")
+                vector = Vector(np.frombuffer(output.vector, dtype="<f4"))
+                found[output.id] = Pooled(*given[output.id], vector, output.cached_tokens)
+                done()
+    finally:
+        stream.close()
+    return [found[request.id] for request in requests]

@@ -1,0 +1,38 @@
+"""DistilBERT (Sanh et al., 2019): a BERT without segments and under other names."""
+
+from dataclasses import replace
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.encoders import bert
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of
+from quire.engine.layers.heads import Stage
+
+NAMES = EncoderNames(
+    words="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    embedding_norm="embeddings.LayerNorm",
+    layer="transformer.layer.{}",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up=("ffn.lin1",),
+    down="ffn.lin2",
+    mlp_norm="output_layer_norm",
+)
+
+
+def classifier(hidden: int, labels: int) -> list[Stage]:
+    dense = Stage("pre_classifier", hidden, hidden, activation="relu")
+    return [dense, Stage("classifier", hidden, labels)]
+
+
+def spec(config: ModelConfig) -> EncoderSpec:
+    return replace(
+        bert.spec(config),
+        names=NAMES,
+        classifier=classifier,
+        segments=0,
+        eps=1e-12,
+        activation=activation_of(config.raw.get("activation") or "gelu"),
+        unused=(*bert.UNUSED, "vocab_"),
+    )

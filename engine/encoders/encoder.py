@@ -1,0 +1,310 @@
+"""One bidirectional transformer with parameters for what the families differ in: every token sees all of its prompt.
+
+Layers of attention and a feed-forward part as in Devlin et al. (2019), with norms behind both, or before both. Keys and
+values are kept for one layer's time only, in pages that all layers share, so that the kernels of decoders compute them
+too. A prompt must be computed in one step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.heads import Stage
+from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.norm import LayerNormWeights
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.rope import rope_table
+from quire.engine.layers.schemes import Scheme
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Rope, Softmax
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swiglu": "silu",
+}
+FARTHEST = 128
+"""The distance from which on relative positions share one bucket (Raffel et al., 2020)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderNames:
+    """What a checkpoint names its tensors. Those of a layer follow its own name."""
+
+    words: str
+    layer: str
+    """With {} for the layer's number."""
+    qkv: tuple[str, ...]
+    out: str
+    attention_norm: str
+    up: tuple[str, ...]
+    """One, or a gate and what it gates."""
+    down: str
+    mlp_norm: str
+    positions: str | None = None
+    segments: str | None = None
+    embedding_norm: str | None = None
+    final_norm: str | None = None
+    relative: str | None = None
+    """Of the table of relative positions: [buckets, heads]."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """An encoder's shape, and the switches by which families differ."""
+
+    names: EncoderNames
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    head_dim: int
+    eps: float
+    ropes: tuple[dict[str, Any] | None, ...]
+    """Per layer: how positions are rotated in; None: not at all."""
+    windows: tuple[int | None, ...]
+    """Per layer: keys a query sees on either side of itself; None: all."""
+    classifier: Callable[[int, int], Sequence[Stage]]
+    """The linears of ForSequenceClassification, by hidden size and number of labels."""
+    activation: Activation
+    positions: int = 0
+    """Rows of the table of positions."""
+    first_position: int = 0
+    """The row of a prompt's first token."""
+    segments: int = 0
+    buckets: int = 0
+    """Of relative positions, whose table all layers share."""
+    bias: bool = True
+    """Of linears."""
+    up_bias: bool = True
+    """Of the linear into the feed-forward part, where linears have one."""
+    norm_bias: bool = True
+    gated: bool = False
+    """The feed-forward part is gated (Shazeer, 2020)."""
+    gate_last: bool = False
+    """The checkpoint's one tensor of both has the gate behind what it gates."""
+    pre_norm: bool = False
+    """Norms stand before the parts of a layer; the first layer lacks the one before its attention."""
+    unused: tuple[str, ...] = ()
+    """How the names of tensors begin that are not needed."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.windows)
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of the longest prompt that the table of positions has room for."""
+        return self.positions - self.first_position if self.positions else None
+
+
+def base_spec(config: ModelConfig) -> dict[str, Any]:
+    """The EncoderSpec fields that every family reads alike."""
+    raw = config.raw
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_heads": config.num_heads,
+        "head_dim": config.head_dim,
+        "eps": raw.get("layer_norm_eps") or 1e-12,
+        "ropes": (None,) * config.num_layers,
+        "windows": (None,) * config.num_layers,
+        "activation": activation_of(raw.get("hidden_act") or "gelu"),
+    }
+
+
+def activation_of(name: str) -> Activation:
+    if name not in _ACTIVATIONS:
+        raise ModelError(f"model: hidden_act {name!r} is not supported")
+    return _ACTIVATIONS[name]
+
+
+class _Layer:
+    """Weights of one layer."""
+
+    def __init__(self, spec: EncoderSpec, scheme: Scheme, index: int, cos_sin: Tensor | None) -> None:
+        names, hidden, width = spec.names, spec.hidden_size, spec.num_heads * spec.head_dim
+        name = names.layer.format(index)
+
+        def linear(size: int, parts: Sequence[str], out: int, *, bias: bool = True) -> JoinedLinear:
+            sizes = {f"{name}.{part}": out // len(parts) for part in parts}
+            return JoinedLinear(scheme, size, sizes, bias=spec.bias and bias)
+
+        self.qkv = linear(hidden, names.qkv, 3 * width)
+        self.out = linear(width, [names.out], hidden)
+        self.up = linear(hidden, names.up, spec.intermediate_size * (2 if spec.gated else 1), bias=spec.up_bias)
+        self.gate_last = spec.gate_last
+        self.down = linear(spec.intermediate_size, [names.down], hidden)
+        self.attention_norm: LayerNormWeights | None = None
+        if not (spec.pre_norm and index == 0):
+            self.attention_norm = LayerNormWeights(f"{name}.{names.attention_norm}", hidden, bias=spec.norm_bias)
+        self.mlp_norm = LayerNormWeights(f"{name}.{names.mlp_norm}", hidden, bias=spec.norm_bias)
+        self.rope = Rope(spec.head_dim, cos_sin)
+        window = spec.windows[index]
+        self.window = None if window is None else window + 1
+        self.ahead = window
+
+    def parameters(self) -> ParameterTable:
+        table: ParameterTable = {}
+        for part in (self.qkv, self.out, self.down, self.attention_norm, self.mlp_norm):
+            table |= {} if part is None else part.parameters()
+        up = self.up.parameters()
+        return table | ({name: _halves_swapped(each) for name, each in up.items()} if self.gate_last else up)
+
+
+def _halves_swapped(parameter: Parameter) -> Parameter:
+    """One whose tensor's second half of rows comes first in the checkpoint."""
+
+    def put(tensor: Tensor) -> None:
+        last, first = tensor.chunk(2)
+        parameter.put(torch.cat((first, last)))
+
+    return replace(parameter, put=put)
+
+
+class Encoder:
+    """Weights and the forward pass. Fill it by way of `parameters()` before use."""
+
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        backend: Backend,
+        scheme: Scheme,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        progress: Callable[[], None],
+    ) -> None:
+        """`progress` is called after every layer."""
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.max_model_len = max_model_len
+        self._backend = backend
+        self._progress = progress
+        ropes = {str(rope): rope for rope in spec.ropes if rope is not None}
+        tables = {key: rope_table(rope, spec.head_dim, max_model_len).to(device) for key, rope in ropes.items()}
+        self._layers = [_Layer(spec, scheme, i, tables.get(str(rope))) for i, rope in enumerate(spec.ropes)]
+        self._tables: dict[str, Tensor] = {}
+        """Embeddings of words, positions and segments, and of relative positions, by their names."""
+        names = spec.names
+        self._embedding_norm, self._final_norm = (
+            None if name is None else LayerNormWeights(name, spec.hidden_size, bias=spec.norm_bias)
+            for name in (names.embedding_norm, names.final_norm)
+        )
+        self._relative: Tensor | None = None
+
+    def parameters(self) -> ParameterTable:
+        """Every tensor the model takes, by its name in the checkpoint."""
+        spec, names, table = self.spec, self.spec.names, ParameterTable()
+        sizes = ((names.words, spec.vocab_size), (names.positions, spec.positions), (names.segments, spec.segments))
+        for name, rows in sizes:
+            if name is not None and rows:
+                table[f"{name}.weight"] = Parameter((rows, spec.hidden_size), self.dtype, self._putter(name))
+        if names.relative is not None:
+            shape = (spec.buckets, spec.num_heads)
+            table[f"{names.relative}.weight"] = Parameter(shape, torch.float32, self._put_relative)
+        for part in (self._embedding_norm, self._final_norm, *self._layers):
+            table |= {} if part is None else part.parameters()
+        return table
+
+    def forward(self, token_ids: Tensor, segments: Tensor | None, metadata: AttentionMetadata) -> Tensor:
+        """Hidden states [T, hidden] of whole prompts. segments [T] int64: which of two texts a token is of; None: all
+        are of the first. The metadata's pages are of this call alone; they begin at 0."""
+        x = self._embedded(token_ids, segments, metadata.positions)
+        backend, spec = self._backend, self.spec
+        pages = 1 + int(metadata.block_table.max())
+        shape = backend.kv_cache_shape(pages, spec.num_heads, spec.head_dim, self.dtype)
+        keys, values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+        for layer in self._layers:
+            attended_to = (
+                x if layer.attention_norm is None or not spec.pre_norm else self._normed(x, layer.attention_norm)
+            )
+            q = backend.rope_store(layer.qkv.packed(attended_to, NO_ADAPTERS), layer.rope, keys, values, metadata)
+            softmax = Softmax(spec.head_dim**-0.5, layer.window, ahead=layer.ahead, bias=self._relative)
+            attended = backend.paged_attention(q, keys, values, metadata, softmax).flatten(1)
+            x = self._mlp(layer, layer.out.packed(attended, NO_ADAPTERS), x)
+            self._progress()
+        return x if self._final_norm is None else self._normed(x, self._final_norm)
+
+    def _mlp(self, layer: _Layer, attended: Tensor, x: Tensor) -> Tensor:
+        """The layer's output, for what its attention gives and the stream x that this is added to."""
+        if self.spec.pre_norm:
+            normed, x = self._added(attended, x, layer.mlp_norm)
+            return x + self._fed_forward(layer, normed)
+        assert layer.attention_norm is not None
+        x, _ = self._added(attended, x, layer.attention_norm)
+        return self._added(self._fed_forward(layer, x), x, layer.mlp_norm)[0]
+
+    def _fed_forward(self, layer: _Layer, x: Tensor) -> Tensor:
+        wide, backend = layer.up.packed(x, NO_ADAPTERS), self._backend
+        match self.spec.activation, self.spec.gated:
+            case "silu", True:
+                wide = backend.silu_mul(wide)
+            case "gelu_tanh", True:
+                wide = backend.gelu_mul(wide)
+            case "gelu", True:
+                gate, up = wide.chunk(2, dim=-1)
+                wide = backend.gelu(gate.contiguous()).mul_(up)
+            case "gelu", False:
+                wide = backend.gelu(wide)
+            case "gelu_tanh", False:
+                wide = F.gelu(wide, approximate="tanh")
+            case "relu", False:
+                wide = wide.relu_()
+            case unknown, _:
+                raise ModelError(f"model: hidden_act {unknown!r} is not supported here")
+        return layer.down.packed(wide, NO_ADAPTERS)
+
+    def _added(self, x: Tensor, residual: Tensor, norm: LayerNormWeights) -> tuple[Tensor, Tensor]:
+        return self._backend.add_layer_norm(x, residual, norm.weight, norm.bias, self.spec.eps)
+
+    def _normed(self, x: Tensor, norm: LayerNormWeights) -> Tensor:
+        return self._backend.layer_norm(x, norm.weight, norm.bias, self.spec.eps)
+
+    def _embedded(self, token_ids: Tensor, segments: Tensor | None, positions: Tensor) -> Tensor:
+        names, tables = self.spec.names, self._tables
+        x = F.embedding(token_ids, tables[names.words])
+        if names.positions is not None:
+            x += F.embedding(positions + self.spec.first_position, tables[names.positions])
+        if names.segments is not None and self.spec.segments:
+            table = tables[names.segments]
+            x += table[0] if segments is None or self.spec.segments < 2 else F.embedding(segments, table)
+        return x if self._embedding_norm is None else self._normed(x, self._embedding_norm)
+
+    def _putter(self, name: str) -> Callable[[Tensor], None]:
+        def put(tensor: Tensor) -> None:
+            self._tables[name] = tensor
+
+        return put
+
+    def _put_relative(self, tensor: Tensor) -> None:
+        """[buckets, heads] to what is added to scores by distance: see Softmax.bias."""
+        longest = self.max_model_len
+        distances = torch.arange(-(longest - 1), longest, device=tensor.device)
+        self._relative = F.pad(tensor[relative_buckets(distances, self.spec.buckets)].T, (0, 16)).contiguous()
+
+
+def relative_buckets(distances: Tensor, buckets: int) -> Tensor:
+    """The bucket of each distance, key less query: half of them for keys behind the query, the nearest exact, farther
+    ones on a logarithmic scale up to FARTHEST (Raffel et al., 2020)."""
+    half = buckets // 2
+    exact = half // 2
+    apart = distances.abs()
+    scaled = torch.log(apart.float() / exact) / math.log(FARTHEST / exact) * (half - exact)
+    far = (exact + scaled.clamp(min=0).long()).clamp(max=half - 1)
+    return torch.where(apart < exact, apart, far) + (distances > 0) * half

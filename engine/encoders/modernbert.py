@@ -1,0 +1,66 @@
+"""ModernBERT (Warner et al., 2024): norms before its parts, rotated positions, a gated MLP, and a window in two of
+three layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, activation_of, base_spec
+from quire.engine.errors import ModelError
+from quire.engine.layers.heads import Stage
+
+NAMES = EncoderNames(
+    words="embeddings.tok_embeddings",
+    embedding_norm="embeddings.norm",
+    layer="layers.{}",
+    qkv=("attn.Wqkv",),
+    out="attn.Wo",
+    attention_norm="attn_norm",
+    up=("mlp.Wi",),
+    down="mlp.Wo",
+    mlp_norm="mlp_norm",
+    final_norm="final_norm",
+)
+
+
+def spec(config: ModelConfig) -> EncoderSpec:
+    raw = config.raw
+    if bool(raw.get("attention_bias")) or bool(raw.get("mlp_bias")):
+        raise ModelError("model: config.json: attention_bias and mlp_bias are not supported in a ModernBERT")
+    every = raw.get("global_attn_every_n_layers") or 3
+    default = ["sliding_attention" if layer % every else "full_attention" for layer in range(config.num_layers)]
+    types = raw.get("layer_types") or default
+    window = (raw.get("local_attention") or 128) // 2
+    eps, norm_bias = raw.get("norm_eps") or 1e-5, bool(raw.get("norm_bias"))
+    head_bias = bool(raw.get("classifier_bias"))
+    if (act := raw.get("classifier_activation") or "gelu") != "gelu":
+        raise ModelError(f"model: config.json: classifier_activation {act!r} is not supported")
+
+    def classifier(hidden: int, labels: int) -> list[Stage]:
+        head = Stage("head.dense", hidden, hidden, head_bias, "gelu", "head.norm", norm_bias, eps)
+        return [head, Stage("classifier", hidden, labels)]
+
+    base = EncoderSpec(**base_spec(config), names=NAMES, classifier=classifier)
+    return replace(
+        base,
+        eps=eps,
+        activation=activation_of(raw.get("hidden_activation") or "gelu"),
+        ropes=tuple(_rope(config, kind) for kind in types),
+        windows=tuple(window if kind == "sliding_attention" else None for kind in types),
+        bias=False,
+        norm_bias=norm_bias,
+        gated=True,
+        pre_norm=True,
+        unused=("decoder.", "head."),
+    )
+
+
+def _rope(config: ModelConfig, kind: str) -> dict[str, Any]:
+    raw = config.raw
+    ropes = raw.get("rope_parameters") or {}
+    if kind == "full_attention":
+        given, theta = ropes.get("full_attention"), raw.get("global_rope_theta") or 160_000.0
+    else:
+        given, theta = ropes.get("sliding_attention"), raw.get("local_rope_theta") or 10_000.0
+    rope = {key: value for key, value in (given or {}).items() if value is not None}
+    return {"rope_type": "default", "rope_theta": theta} | rope

@@ -1,0 +1,31 @@
+"""MPNet (Song et al., 2020): a BERT without segments, whose layers share biases of relative positions."""
+
+from dataclasses import replace
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.encoders import roberta
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec
+
+NAMES = EncoderNames(
+    words="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    embedding_norm="embeddings.LayerNorm",
+    relative="encoder.relative_attention_bias",
+    layer="encoder.layer.{}",
+    qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    out="attention.attn.o",
+    attention_norm="attention.LayerNorm",
+    up=("intermediate.dense",),
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+)
+
+
+def spec(config: ModelConfig) -> EncoderSpec:
+    return replace(
+        roberta.spec(config),
+        names=NAMES,
+        first_position=2,
+        segments=0,
+        buckets=config.raw.get("relative_attention_num_buckets") or 32,
+    )

@@ -1,0 +1,40 @@
+"""Nomic Embed (Nussbaum et al., 2024): a BERT with rotated positions and a gated MLP."""
+
+from dataclasses import replace
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.encoders import bert
+from quire.engine.encoders.encoder import EncoderNames, EncoderSpec, base_spec
+from quire.engine.errors import ModelError
+
+NAMES = EncoderNames(
+    words="embeddings.word_embeddings",
+    segments="embeddings.token_type_embeddings",
+    embedding_norm="emb_ln",
+    layer="encoder.layers.{}",
+    qkv=("attn.Wqkv",),
+    out="attn.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc12", "mlp.fc11"),
+    down="mlp.fc2",
+    mlp_norm="norm2",
+)
+
+
+def spec(config: ModelConfig) -> EncoderSpec:
+    raw = config.raw
+    if raw.get("prenorm") or raw.get("qkv_proj_bias") or raw.get("mlp_fc1_bias") or raw.get("rotary_scaling_factor"):
+        wrong = "prenorm, biases of linears and rotary_scaling_factor"
+        raise ModelError(f"model: config.json: {wrong} are not supported in a Nomic BERT")
+    theta = raw.get("rotary_emb_base") or (raw.get("rope_parameters") or {}).get("rope_theta") or 1000.0
+    base = EncoderSpec(**base_spec(config), names=NAMES, classifier=bert.classifier)
+    return replace(
+        base,
+        eps=raw.get("layer_norm_epsilon") or base.eps,
+        activation="silu",
+        ropes=({"rope_type": "default", "rope_theta": theta},) * config.num_layers,
+        segments=raw.get("type_vocab_size") or 0,
+        bias=False,
+        gated=True,
+        unused=bert.UNUSED,
+    )

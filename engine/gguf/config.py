@@ -1,0 +1,189 @@
+"""What the header of a GGUF file says of its model, as a config.json would: families, sizes, rotary positions."""
+
+from __future__ import annotations
+
+import os
+import struct
+from typing import Any
+
+from quire.engine.errors import ModelError
+from quire.engine.folder import open_file
+from quire.engine.gguf.header import Header, StoredTensor
+from quire.engine.gguf.tokenizer import end_tokens, vocabulary_size
+from quire.engine.gguf.types import FLOATS
+
+FAMILIES = {
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "smollm3": "smollm3",
+}
+"""general.architecture to config.json's model_type."""
+PERMUTED = ("llama", "smollm3")
+"""The model types whose queries and keys are stored for rotations of neighbours; see `undone` in the loader."""
+_SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+"""By their number of layers: the models that scale attention by hidden_size / heads, which the format does not say."""
+EMBEDDING, _HEAD, _FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_MOST_FACTORS = 2**16
+
+
+def config_json(header: Header) -> dict[str, Any]:
+    """The content of a config.json. Raises ModelError, naming the key that is wrong, or what is not served."""
+    arch = header.text("general.architecture") or ""
+    if arch not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise _wrong(header, "general.architecture", f"{arch[:40]!r} is not served; served: {known}")
+    heads, hidden = _uniform(header, f"{arch}.attention.head_count"), header.integer(f"{arch}.embedding_length")
+    even = hidden // heads if hidden and heads else 0
+    head_dim = header.integer(f"{arch}.attention.key_length") or even or None
+    _check_heads(header, arch, head_dim)
+    config: dict[str, Any] = {
+        "model_type": FAMILIES[arch],
+        "vocab_size": _vocabulary(header),
+        "hidden_size": hidden,
+        "intermediate_size": _uniform(header, f"{arch}.feed_forward_length"),
+        "num_hidden_layers": header.integer(f"{arch}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _uniform(header, f"{arch}.attention.head_count_kv"),
+        "head_dim": head_dim,
+        "max_position_embeddings": header.integer(f"{arch}.context_length"),
+        "rms_norm_eps": header.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": _HEAD not in header.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        "eos_token_id": end_tokens(header) if vocabulary_size(header) else None,
+        "dtype": _dtype(header),
+        "quantization_config": _quantization(header),
+        **_ropes(header, arch),
+        **_of_gemma(header, arch, even),
+    }
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def generation_config(header: Header) -> dict[str, Any]:
+    """What a generation_config.json would recommend; {} where the file says nothing. Raises ModelError."""
+    given: dict[str, float | None] = {name: header.number(key) for name, key in _SAMPLING.items()}
+    # The file has 32 bits of them, in which 0.2 is not quite 0.2.
+    given = {name: float(f"{value:.6g}") for name, value in given.items() if value is not None}
+    top_k = header.integer("general.sampling.top_k")
+    return given if top_k is None else given | {"top_k": top_k}
+
+
+def weight_types(header: Header) -> dict[str, int]:
+    """Bytes of the matrices by their type, the most first."""
+    found: dict[str, int] = {}
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 1:
+            found[tensor.type.name] = found.get(tensor.type.name, 0) + tensor.nbytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _check_heads(header: Header, arch: str, head_dim: int | None) -> None:
+    """Raise ModelError for what no family here computes: experts, values of another size than keys, positions that
+    are rotated into a part of a head."""
+    if header.integer(f"{arch}.expert_count"):
+        raise _wrong(header, f"{arch}.expert_count", "mixtures of experts are not served")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        size = header.integer(f"{arch}.{key}")
+        if size is not None and size != head_dim:
+            raise _wrong(header, f"{arch}.{key}", f"{size}, where heads have {head_dim}, is not served")
+
+
+def _uniform(header: Header, key: str) -> int | None:
+    """One number, or one per layer that are all the same."""
+    if not isinstance(header.metadata.get(key), list):
+        return header.integer(key)
+    values = set(header.integers(key))
+    if len(values) != 1:
+        raise _wrong(header, key, "layers of different sizes are not served")
+    return values.pop()
+
+
+def _vocabulary(header: Header) -> int:
+    embedding = header.tensors.get(EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(f"model: {header.name} lacks the matrix {EMBEDDING}")
+    return embedding.shape[0]
+
+
+def _dtype(header: Header) -> str:
+    """Of most matrices; bfloat16 where they have few bits, for that is what models are made in."""
+    most = next(iter(weight_types(header)), "")
+    return {"F32": "float32", "F16": "float16"}.get(most, "bfloat16")
+
+
+def _quantization(header: Header) -> dict[str, Any] | None:
+    """As quantization_config, for people and plans: which types, and the bits of a linear's number on average."""
+    linears = [
+        tensor for name, tensor in header.tensors.items() if len(tensor.shape) == 2 and name not in (EMBEDDING, _HEAD)
+    ]
+    types = [name for name in weight_types(header) if name not in FLOATS]
+    if not types or not linears:
+        return None
+    bits = 8 * sum(tensor.nbytes for tensor in linears) / sum(tensor.numbers for tensor in linears)
+    return {"quant_method": "gguf", "fmt": ", ".join(types), "bits": round(bits, 2), "group_size": -1}
+
+
+def _ropes(header: Header, arch: str) -> dict[str, Any]:
+    """rope_parameters; Gemma 3's two kinds of layers have one each."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": header.number(f"{arch}.rope.freq_base") or 10000.0}
+    kind, factor = header.text(f"{arch}.rope.scaling.type"), header.number(f"{arch}.rope.scaling.factor")
+    if kind is None:  # old files scale positions without naming a kind
+        factor = factor or header.number(f"{arch}.rope.scale_linear")
+        kind = "none" if factor in (None, 1.0) else "linear"
+    if kind not in ("none", "linear"):
+        raise _wrong(header, f"{arch}.rope.scaling.type", f"{kind[:40]!r} is not computed (none, linear)")
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": factor or 1.0}
+    if (factors := header.tensors.get(_FACTORS)) is not None:
+        if rope["rope_type"] != "default":
+            raise _wrong(header, f"{arch}.rope.scaling.type", f"{kind!r} beside {_FACTORS} is not computed")
+        rope |= {"rope_type": "factors", "factors": _numbers(header, _FACTORS, factors)}
+    if arch != "gemma3":
+        return {"rope_parameters": rope}
+    local = {"rope_type": "default", "rope_theta": header.number("gemma3.rope.freq_base_swa") or 10000.0}
+    return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+
+
+def _of_gemma(header: Header, arch: str, head_dim: int) -> dict[str, Any]:
+    """The fields that only Gemma's second and third kind have. head_dim: hidden_size / heads."""
+    if arch not in _LARGEST_GEMMA:
+        return {}
+    largest = header.integer(f"{arch}.block_count") == _LARGEST_GEMMA[arch]
+    window = header.integer(f"{arch}.attention.sliding_window")
+    fields: dict[str, Any] = {
+        "query_pre_attn_scalar": head_dim if largest else header.integer(f"{arch}.attention.key_length") or head_dim,
+        "sliding_window": window,
+        "final_logit_softcapping": header.number(f"{arch}.final_logit_softcapping"),
+    }
+    if arch == "gemma2":
+        fields["attn_logit_softcapping"] = header.number("gemma2.attn_logit_softcapping")
+    elif not window:  # as llama.cpp reads it: all layers see everything
+        fields["sliding_window_pattern"] = 1
+    return fields
+
+
+def _numbers(header: Header, name: str, tensor: StoredTensor) -> list[float]:
+    """The numbers of a small float32 tensor."""
+    if tensor.type.name != "F32" or tensor.numbers > _MOST_FACTORS:
+        raise ModelError(f"model: {header.name}: {name}: expected up to {_MOST_FACTORS} numbers of type F32")
+    file = open_file(tensor.file)
+    content = b"" if file is None else os.pread(file.fileno(), tensor.nbytes, tensor.offset)
+    if file is not None:
+        file.close()
+    if len(content) != tensor.nbytes:
+        raise ModelError(f"model: {header.name}: {name}: cannot be read")
+    return list(struct.unpack(f"<{tensor.numbers}f", content))
+
+
+def _wrong(header: Header, key: str, what: str) -> ModelError:
+    return ModelError(f"model: {header.name}: {key}: {what}")

@@ -1,0 +1,193 @@
+"""What a GGUF file says of its tokenizer, as tokenizer.json and tokenizer_config.json would.
+
+Two kinds are read: "gpt2", byte-level BPE with merges, and "llama", SentencePiece's BPE with a score per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quire.engine.errors import ModelError
+from quire.engine.gguf.header import Header
+from quire.engine.gguf.splits import SPLITS
+
+_PREFIX = "tokenizer.ggml."
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+"""Values of token_type; 1 is a usual token, 6 a byte."""
+_MARK = "\u2581"
+_ROLES = ("bos", "eos", "unk", "pad", "sep", "cls", "mask")
+_KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding_token_id"}
+"""Of the roles whose key is not just their name; the misspelling is the format's."""
+_ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
+_ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>"}
+"""Special tokens that end an answer by their names: files name one or two of those that their model writes."""
+_TEMPLATE = "tokenizer.chat_template"
+_MOST_CUTS = 2**28
+"""Characters that all ways to cut SentencePiece's tokens in two have together; Gemma's have some 2**25."""
+
+
+def tokenizer_json(header: Header) -> dict[str, Any]:
+    """The content of a tokenizer.json. Raises ModelError, naming the key that is wrong."""
+    tokens, types = _tokens(header)
+    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
+    if len(vocabulary) + types.count(_UNUSED) != len(tokens):
+        raise _wrong(header, "tokens", "some are there twice")
+    kind = header.text(f"{_PREFIX}model")
+    if kind == "gpt2":
+        parts, adds_bos = _byte_level(header, vocabulary)
+    elif kind == "llama":
+        parts, adds_bos = _sentence_piece(header, vocabulary, types), True
+    else:
+        raise _wrong(header, "model", f"tokenizers of the kind {str(kind)[:40]!r} are not read (gpt2, llama)")
+    added = [
+        {
+            **{"id": index, "content": token, "single_word": False, "lstrip": False, "rstrip": False},
+            **{"normalized": False, "special": types[index] != _USER_DEFINED},
+        }
+        for index, token in enumerate(tokens)
+        if types[index] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    around = _post_processor(header, tokens, adds_bos)
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added} | parts | around
+
+
+def tokenizer_config(header: Header) -> dict[str, Any]:
+    """The content of a tokenizer_config.json: the tokens with a role, and the chat templates."""
+    tokens, _ = _tokens(header)
+    found: dict[str, Any] = {
+        f"{role}_token": tokens[index] for role in _ROLES if (index := _role(header, role, len(tokens))) is not None
+    }
+    named = [
+        {"name": key.removeprefix(f"{_TEMPLATE}."), "template": header.text(key) or ""}
+        for key in header.metadata
+        if key.startswith(f"{_TEMPLATE}.")
+    ]
+    if (usual := header.text(_TEMPLATE)) is not None:
+        named.append({"name": "default", "template": usual})
+    return found | ({"chat_template": named} if named else {})
+
+
+def end_tokens(header: Header) -> list[int]:
+    """The ids that end an answer: those that the file names, and special ones that are known to."""
+    tokens, types = _tokens(header)
+    named = [_role(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
+    known = [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in _ENDS]
+    return list(dict.fromkeys([*(index for index in named if index is not None), *known]))
+
+
+def vocabulary_size(header: Header) -> int | None:
+    """None for a file without a tokenizer."""
+    return len(header.texts(f"{_PREFIX}tokens")) or None
+
+
+def _tokens(header: Header) -> tuple[list[str], Sequence[int]]:
+    """All tokens, and the type of each."""
+    tokens = header.texts(f"{_PREFIX}tokens")
+    if not tokens:
+        raise ModelError(f"model: {header.name} has no tokenizer ({_PREFIX}tokens)")
+    types = header.integers(f"{_PREFIX}token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise _wrong(header, "token_type", f"has {len(types)} items for {len(tokens)} tokens")
+    return tokens, types
+
+
+def _role(header: Header, role: str, count: int) -> int | None:
+    """The id of the token with this role; None if there is none."""
+    key = _KEYS.get(role, f"{role}_token_id")
+    index = header.integer(f"{_PREFIX}{key}")
+    return index if index is not None and 0 <= index < count else None
+
+
+def _byte_level(header: Header, vocabulary: dict[str, int]) -> tuple[dict[str, Any], bool]:
+    name = header.text(f"{_PREFIX}pre") or "default"
+    if name not in SPLITS:
+        raise _wrong(header, "pre", f"{name[:40]!r} is not known ({', '.join(sorted(SPLITS))})")
+    split = SPLITS[name]
+    merges = []
+    for merge in header.texts(f"{_PREFIX}merges"):
+        at = merge.find(" ", 1)  # a token may begin with a space, or be one
+        if at < 0:
+            raise _wrong(header, "merges", f"{merge[:40]!r} is not two tokens")
+        merges.append([merge[:at], merge[at + 1 :]])
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    cuts = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in split.patterns
+    ]
+    return {
+        "normalizer": {"type": "NFC"} if split.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, byte_level]},
+        "decoder": byte_level,
+        "model": _bpe(vocabulary, merges, ignore_merges=split.ignore_merges),
+    }, split.adds_bos
+
+
+def _sentence_piece(header: Header, vocabulary: dict[str, int], types: Sequence[int]) -> dict[str, Any]:
+    scores = header.numbers(f"{_PREFIX}scores")
+    if len(scores) != len(types):
+        raise _wrong(header, "scores", f"has {len(scores)} items for {len(types)} tokens")
+    prepends = header.flag(f"{_PREFIX}add_space_prefix") is not False
+    marks = {"type": "Replace", "pattern": {"String": " "}, "content": _MARK}
+    steps: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _MARK}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prepends:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    before = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": _MARK}, marks]}
+    unknown = next((token for token, index in vocabulary.items() if types[index] == _UNKNOWN), None)
+    merges = list(_merges(header, vocabulary, types, scores))
+    return {
+        "normalizer": before if prepends else marks,
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": _bpe(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
+    }
+
+
+def _merges(
+    header: Header, vocabulary: dict[str, int], types: Sequence[int], scores: Sequence[float]
+) -> Iterator[list[str]]:
+    """Two tokens that are a third when joined, those with the highest score of it first: SentencePiece joins by the
+    scores, and says no merges."""
+    usual = {token for token, index in vocabulary.items() if types[index] not in (_UNKNOWN, _CONTROL)}
+    if sum(len(token) ** 2 for token in usual) > _MOST_CUTS:
+        raise _wrong(header, "tokens", "are too long, all together, to be cut in two in all ways")
+    ranked = sorted((token for token in usual if len(token) > 1), key=lambda token: -scores[vocabulary[token]])
+    for token in ranked:
+        pairs = [(token[:at], token[at:]) for at in range(1, len(token))]
+        known = [pair for pair in pairs if pair[0] in usual and pair[1] in usual]
+        yield from sorted(([*pair] for pair in known), key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+
+
+def _bpe(vocabulary: dict[str, int], merges: list[list[str]], **options: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {"dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    usual |= {"continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
+    return {"type": "BPE"} | usual | options | {"vocab": vocabulary, "merges": merges}
+
+
+def _post_processor(header: Header, tokens: Sequence[str], adds_bos: bool) -> dict[str, Any]:
+    """What stands around a text: BOS before it, EOS behind it, where the file or its kind says so."""
+    given = header.flag(f"{_PREFIX}add_bos_token")
+    before = _role(header, "bos", len(tokens)) if (adds_bos if given is None else given) else None
+    behind = _role(header, "eos", len(tokens)) if header.flag(f"{_PREFIX}add_eos_token") else None
+    if before is None and behind is None:
+        return {"post_processor": None}
+
+    def special(index: int | None) -> list[dict[str, Any]]:
+        return [] if index is None else [{"SpecialToken": {"id": tokens[index], "type_id": 0}}]
+
+    single = [*special(before), {"Sequence": {"id": "A", "type_id": 0}}, *special(behind)]
+    pair = [*single, *special(before), {"Sequence": {"id": "B", "type_id": 1}}, *special(behind)]
+    named = {
+        tokens[index]: {"id": tokens[index], "ids": [index], "tokens": [tokens[index]]}
+        for index in (before, behind)
+        if index is not None
+    }
+    return {"post_processor": {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": named}}
+
+
+def _wrong(header: Header, key: str, what: str) -> ModelError:
+    return ModelError(f"model: {header.name}: {_PREFIX}{key}: {what}")

@@ -1,0 +1,79 @@
+"""The table of token embeddings, which may be the output head as well."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.shard import WHOLE, Shard
+from quire.kernels.backend import Linear, LinearContext, Table
+
+_NAME = f"{EMBEDDING}.weight"
+
+
+class Embedding:
+    """Fill it by way of `parameters()` before use."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        tied: bool,
+        scale: float,
+        dtype: torch.dtype,
+        adapters: Adapters | None = None,
+        shard: Shard = WHOLE,
+    ) -> None:
+        """tied: it is the head as well; scale: what embeddings are multiplied by, in their dtype; adapters: where the
+        head gets room for some, if it does, and who adds those of embeddings; shard: whose part of the vocabulary it
+        has."""
+        self._shard, self._cut = shard, shard.outs(vocab_size)
+        self._vocab_size, self._hidden_size = vocab_size, hidden_size
+        self._adapters = adapters
+        self._scheme = scheme
+        self._stored = scheme.table(vocab_size, hidden_size)
+        self._tied = tied
+        self.scale = torch.tensor(scale, dtype=dtype).item()  # rounded to the weights' dtype, as Gemma was trained
+        self._table: Table | None = None
+        self._head: Linear | None = None
+
+    def parameters(self) -> ParameterTable:
+        stored = self._stored
+        return {_NAME: Parameter(stored.shape, stored.dtype, self._put, partial(self._cut.early, which=stored.early))}
+
+    def look_up(self, token_ids: Tensor, context: LinearContext) -> Tensor:
+        """[T] to [T, hidden], the caller's own."""
+        x = self.rows(token_ids)
+        if self._adapters is not None:
+            x = self._adapters.embed(x, token_ids, context)
+        return x if self.scale == 1 else x.mul_(self.scale)
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """The same, not scaled."""
+        assert self._table is not None, "weights are not loaded"
+        if (own := self._cut.outs) is None:
+            return self._table.look_up(token_ids)
+        elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
+        rows = self._table.look_up((token_ids - own.start).masked_fill_(elsewhere, 0))
+        return self._shard.sum(rows.masked_fill_(elsewhere[:, None], 0))
+
+    @property
+    def head(self) -> Linear:
+        """Logits by the same weight, float32, where it is tied; of the rank's part of the vocabulary."""
+        assert self._table is not None, "weights are not loaded"
+        assert self._head is not None, "it is not the head"
+        return self._head
+
+    def _put(self, tensor: Tensor) -> None:
+        self._table = self._scheme.pack_table(tensor, self._cut, tied=self._tied)
+        self._head = self._table.project
+        if self._head is not None and self._adapters is not None:
+            sizes = {HEAD: self._vocab_size}, self._hidden_size
+            self._head = self._adapters.adapted(self._head, *sizes, {HEAD: self._cut}, wide=True)

@@ -1,0 +1,197 @@
+"""Integers of 2 to 8 bits in words of 32 as grouped weights: GPTQ, AWQ and compressed-tensors.
+
+All stand for scale * (code - zero), where both are of a group of inputs. A form keeps scale and an offset, in which the
+difference is as exact as the scale's 11 bits and the code's 8 in a float32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.quantization import WeightFormat
+from quire.engine.errors import ModelError
+from quire.engine.layers.schemes import Stored
+from quire.engine.layers.schemes.mixed import Format
+from quire.kernels.quantized import GroupedWeight
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""In which half byte of a word each of eight neighbouring outputs is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq(Format):
+    """Words along the inputs; zeros, in words along the outputs."""
+
+    stored: WeightFormat
+    ordered: bool
+    """There is a g_idx, which says the group of each input."""
+
+    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
+        bits, groups = self.stored.bits, _groups(in_features, self.stored.group)
+        found = {
+            "qweight": Stored((in_features * bits // 32, out_features), torch.int32),
+            "qzeros": Stored((groups, out_features * bits // 32), torch.int32),
+            "scales": Stored((groups, out_features), torch.float32),
+        }
+        return found | ({"g_idx": Stored((in_features,), torch.int32)} if self.ordered else {})
+
+    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+        bits = self.stored.bits
+        codes = from_bits(tensors["qweight"].T, bits)
+        zeros = from_bits(tensors["qzeros"], bits).T
+        if self.stored.zero_added:
+            zeros = zeros + 1 & 2**bits - 1
+        order = ordering(tensors.get("g_idx"), self.stored.group or codes.shape[1], f"{linear}.g_idx")
+        return grouped(codes, tensors["scales"].T, zeros, bits, self.stored.group, order)
+
+
+@dataclass(frozen=True, slots=True)
+class Awq(Format):
+    """Words along the outputs, each of eight in an order of its own."""
+
+    stored: WeightFormat
+
+    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
+        groups = _groups(in_features, self.stored.group)
+        return {
+            "qweight": Stored((in_features, out_features // 8), torch.int32),
+            "qzeros": Stored((groups, out_features // 8), torch.int32),
+            "scales": Stored((groups, out_features), torch.float32),
+        }
+
+    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+        codes, zeros = (
+            from_bits(tensors[name], 4).unflatten(1, (-1, 8))[..., list(_AWQ_ORDER)].flatten(1).T
+            for name in ("qweight", "qzeros")
+        )
+        return grouped(codes, tensors["scales"].T, zeros, 4, self.stored.group, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed(Format):
+    """compressed-tensors' pack-quantized: words along the inputs, of codes with half their number added; zeros
+    likewise, in words along the outputs."""
+
+    stored: WeightFormat
+    scale: Stored
+    sides: torch.dtype
+    """Of weight_shape."""
+    ordered: bool
+
+    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
+        bits, groups = self.stored.bits, _groups(in_features, self.stored.group)
+        found = {
+            "weight_packed": Stored((out_features, -(-in_features * bits // 32)), torch.int32),
+            "weight_scale": self.scale,
+            "weight_shape": Stored((2,), self.sides),
+        }
+        if not self.stored.symmetric:
+            found["weight_zero_point"] = Stored((-(-out_features * bits // 32), groups), torch.int32)
+        return found | ({"weight_g_idx": Stored((in_features,), torch.int32)} if self.ordered else {})
+
+    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+        outs, inner = tensors["weight_shape"].tolist()
+        packed, bits = tensors["weight_packed"], self.stored.bits
+        if outs != packed.shape[0] or -(-inner * bits // 32) != packed.shape[1]:
+            shape = f"{[outs, inner]} is not the shape of {list(packed.shape)} words of {bits} bits"
+            raise ModelError(f"model: {linear}.weight_shape: {shape}")
+        codes, zeros = from_bits(packed, bits)[:, :inner], tensors.get("weight_zero_point")
+        scales = per_group(tensors["weight_scale"], codes.shape, self.stored.group, f"{linear}.weight_scale")
+        if zeros is not None:
+            zeros = from_bits(zeros.T, bits)[:, :outs].T
+        order = ordering(tensors.get("weight_g_idx"), self.stored.group or inner, f"{linear}.weight_g_idx")
+        return grouped(codes, scales, zeros, bits, self.stored.group, order)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(Format):
+    """Plain int8 with a scale for the tensor, each output or each group, and perhaps zeros."""
+
+    stored: WeightFormat
+    scale: Stored
+    zero: Stored | None
+
+    def tensors(self, in_features: int, out_features: int) -> dict[str, Stored]:
+        found = {"weight": Stored((out_features, in_features), torch.int8), "weight_scale": self.scale}
+        return found if self.zero is None else found | {"weight_zero_point": self.zero}
+
+    def form(self, tensors: dict[str, Tensor], linear: str) -> GroupedWeight:
+        codes = tensors["weight"]
+        scales = per_group(tensors["weight_scale"], codes.shape, self.stored.group, f"{linear}.weight_scale")
+        zeros = tensors.get("weight_zero_point")
+        if zeros is not None:
+            where = f"{linear}.weight_zero_point"
+            zeros = per_group(zeros, codes.shape, self.stored.group, where).to(torch.int16) + 128
+        return grouped(codes.to(torch.int16) + 128, scales, zeros, 8, self.stored.group, None)
+
+
+def grouped(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, order: Tensor | None
+) -> GroupedWeight:
+    """scales * (codes - zeros), for codes [out, in] from 0 to 2 ** bits - 1 in the order of the inputs, scales and
+    zeros [out, groups]; zeros None: half the codes' number. Inputs that are no multiple of a group make smaller
+    groups."""
+    inner = codes.shape[1]
+    middle, scales = 2 ** (bits - 1), scales.float()
+    offsets = None
+    if zeros is not None and bool((zeros != middle).any()):
+        offsets = scales * (middle - zeros.to(torch.int16))
+    step = math.gcd(group or inner, inner)
+    if step != (group or inner):
+        where = torch.arange(0, inner, step, device=scales.device) // group
+        scales = scales[:, where]
+        offsets = None if offsets is None else offsets[:, where]
+    if order is not None:
+        codes = codes[:, order]
+    if bits > 4 or inner % 2:
+        packed = (codes.to(torch.int16) - middle).to(torch.int8).contiguous()
+    else:
+        low = (codes + (8 - middle)).to(torch.uint8)
+        packed = low[:, ::2] | low[:, 1::2] << 4
+    scales = scales.contiguous()
+    return GroupedWeight(packed, scales, None if offsets is None else offsets.contiguous(), None, order)
+
+
+def from_bits(words: Tensor, bits: int) -> Tensor:
+    """Rows of 32-bit words [rows, n] as one stream of codes each, which may go on in the next word: [rows, codes]
+    uint8, as many as there is room for."""
+    rows = words.contiguous().view(torch.uint8).view(words.shape[0], -1)  # little-endian
+    if bits == 8:
+        return rows
+    if bits in (2, 4):
+        return (
+            rows.unsqueeze(2) >> torch.arange(0, 8, bits, dtype=torch.uint8, device=rows.device) & 2**bits - 1
+        ).flatten(1)
+    starts = torch.arange(rows.shape[1] * 8 // bits, device=rows.device) * bits
+    byte, shift = starts // 8, (starts % 8).to(torch.int32)
+    padded = torch.nn.functional.pad(rows, (0, 1)).to(torch.int32)
+    return ((padded[:, byte] | padded[:, byte + 1] << 8) >> shift & 2**bits - 1).to(torch.uint8)
+
+
+def ordering(group_of: Tensor | None, group: int, where: str) -> Tensor | None:
+    """The inputs sorted by their group; None where they are. Raises ModelError for groups of other sizes."""
+    if group_of is None:
+        return None
+    order = torch.argsort(group_of, stable=True)
+    inputs = torch.arange(len(order), device=order.device)
+    if not torch.equal(group_of[order].long(), inputs // group):
+        raise ModelError(f"model: {where}: its groups are not of {group} inputs each")
+    return None if torch.equal(order, inputs) else order
+
+
+def per_group(numbers: Tensor, shape: torch.Size, group: int, where: str) -> Tensor:
+    """A number for all, one for each output or one for each group of it: [out, groups]."""
+    outs, groups = shape[0], _groups(shape[1], group)
+    if numbers.numel() == 1:
+        return numbers.reshape(1, 1).expand(outs, groups)
+    if numbers.numel() not in (outs, outs * groups) or numbers.shape[0] != outs:
+        raise ModelError(f"model: {where} has shape {list(numbers.shape)}, for {outs} outputs of {groups} groups")
+    return numbers.reshape(outs, -1).expand(outs, groups)
+
+
+def _groups(inner: int, group: int) -> int:
+    return -(-inner // group) if group else 1

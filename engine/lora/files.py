@@ -1,0 +1,195 @@
+"""Reads an adapter's folder as PEFT writes it: adapter_config.json and the headers of adapter_model.safetensors.
+
+The folder may be broken or hostile, and made for another model: every error is one line that names file and field. It
+does not import torch, so a server can refuse an adapter before its engine has seen it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+from msgspec import Meta
+
+from quire.engine.checkpoint.safetensors import TensorHeader, read_file_headers, text_tensor
+from quire.engine.errors import AdapterError, ModelError
+from quire.engine.folder import checked, read_json
+from quire.engine.lora.modules import EMBEDDING, Modules
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_RANK = 256
+_CONFIG_BYTES = 2**20
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_HALVES = {
+    ".lora_A.weight": "down",
+    ".lora_B.weight": "up",
+    ".lora_embedding_A": "down",
+    ".lora_embedding_B": "up",
+}
+"""How the names of a module's two tensors end."""
+_WHOLE = (".base_layer.weight",)
+"""Weights of the model itself, which PEFT saves beside the adapter of an embedding."""
+_PLAIN = re.compile(r"\^?[\w.\\]+\$?")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initializations that leave the model's own weights changed: what was trained fits no other weights."""
+
+
+class _Fields(TypedDict, total=False):
+    """What is read of adapter_config.json; its tensors say the rest."""
+
+    peft_type: str | None
+    r: Annotated[int, Meta(ge=1, le=2**20)] | None
+    lora_alpha: Annotated[float, Meta(ge=-1e6, le=1e6)] | None
+    use_rslora: bool | None
+    use_dora: bool | None
+    lora_bias: bool | None
+    fan_in_fan_out: bool | None
+    bias: str | None
+    init_lora_weights: bool | str | None
+    rank_pattern: dict[str, Annotated[int, Meta(ge=1, le=2**20)]] | None
+    alpha_pattern: dict[str, Annotated[float, Meta(ge=-1e6, le=1e6)]] | None
+    modules_to_save: list[str] | None
+    layer_replication: list[Any] | None
+    trainable_token_indices: list[Any] | dict[str, Any] | None
+    target_parameters: list[str] | None
+    alora_invocation_tokens: list[int] | None
+    use_qalora: bool | None
+
+
+_REFUSED = (
+    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "trainable_token_indices"),
+    *("target_parameters", "alora_invocation_tokens", "use_qalora"),
+)
+"""Fields that, where they say anything, ask for what is not served."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """The two tensors of one module."""
+
+    down: str
+    """Its name in the file; [rank, in_features]."""
+    up: str
+    """[out_features, rank]."""
+    rank: int
+    scale: float
+    """Factor of the product: lora_alpha / r, with use_rslora lora_alpha / sqrt(r)."""
+
+
+def read_adapter(folder: Path, modules: Modules, max_rank: int, *, embedding: bool = True) -> dict[str, AdapterPart]:
+    """The parts of the adapter in `folder`, by module. `embedding`: whether that of an embedding is served.
+
+    Raises AdapterError.
+    """
+    try:
+        fields = _read_fields(folder)
+        headers = read_file_headers(folder / WEIGHTS)
+    except ModelError as error:
+        raise AdapterError(error.message.removeprefix("model: ")) from None
+    if headers is None:
+        raise AdapterError(f"there is no {WEIGHTS} in {folder.name}; pickled files (.bin) are not read")
+    halves = _halves(headers, modules)
+    if not halves:
+        raise AdapterError(f"{WEIGHTS} holds no adapter's tensors")
+    if EMBEDDING in halves and not embedding:
+        raise AdapterError(
+            f"{WEIGHTS}: {halves[EMBEDDING].get('down')}: adapters of embeddings are served on CPUs alone"
+        )
+    return {name: _part(name, each, headers, fields, modules, max_rank) for name, each in halves.items()}
+
+
+def _read_fields(folder: Path) -> _Fields:
+    content = read_json(folder / CONFIG, _CONFIG_BYTES)
+    if content is None:
+        raise AdapterError(f"there is no {CONFIG} in {folder.name}")
+    fields = checked(content, _Fields, CONFIG)
+    kind = fields.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(f"{CONFIG}: peft_type: only LORA is served, got {str(kind)[:40]!r}")
+    if fields.get("r") is None:
+        raise AdapterError(f"{CONFIG}: r: is missing")
+    for name in _REFUSED:
+        if fields.get(name):
+            raise AdapterError(f"{CONFIG}: {name}: is not served")
+    if (bias := fields.get("bias")) not in (None, "none"):
+        raise AdapterError(f"{CONFIG}: bias: only none is served, got {bias[:40]!r}")
+    initialized = str(fields.get("init_lora_weights") or "").lower()
+    if initialized.startswith(_CHANGES_BASE):
+        raise AdapterError(
+            f"{CONFIG}: init_lora_weights: {initialized[:40]!r} changes the model's own weights; save the adapter "
+            "converted to plain LoRA"
+        )
+    for name, patterns in (
+        ("rank_pattern", fields.get("rank_pattern")),
+        ("alpha_pattern", fields.get("alpha_pattern")),
+    ):
+        for pattern in patterns or ():
+            if not _PLAIN.fullmatch(pattern):
+                raise AdapterError(f"{CONFIG}: {name}: {pattern[:60]!r} is not the name of a module")
+    return fields
+
+
+def _halves(headers: Mapping[str, TensorHeader], modules: Modules) -> dict[str, dict[str, str]]:
+    """The tensors' names by module, and by which half each is."""
+    found: dict[str, dict[str, str]] = {}
+    for stored in headers:
+        suffix = next((each for each in (*_HALVES, *_WHOLE) if stored.endswith(each)), None)
+        module = None if suffix is None else _module(stored.removesuffix(suffix), modules)
+        if module is None and ".experts." in stored:
+            raise AdapterError(f"{WEIGHTS}: {stored[:120]!r}: adapters of experts are not served")
+        if module is None or suffix is None:
+            raise AdapterError(f"{WEIGHTS}: {stored[:120]!r} is no adapter's tensor of a module of this model")
+        if suffix in _HALVES:
+            half = _HALVES[suffix]
+            if half in found.setdefault(module, {}):
+                raise AdapterError(f"{WEIGHTS}: {stored[:120]!r} is there twice")
+            found[module][half] = stored
+    return found
+
+
+def _module(name: str, modules: Modules) -> str | None:
+    """The module of the model that PEFT wrapped, by the name that it gave it."""
+    inner = text_tensor(name.removeprefix("base_model.").removeprefix("model.")) or ""
+    return next((each for each in (inner, f"model.{inner}") if each in modules), None)
+
+
+def _part(
+    name: str,
+    halves: Mapping[str, str],
+    headers: Mapping[str, TensorHeader],
+    fields: _Fields,
+    modules: Modules,
+    max_rank: int,
+) -> AdapterPart:
+    for half, letter in (("down", "A"), ("up", "B")):
+        if half not in halves:
+            raise AdapterError(f"{WEIGHTS}: {name}: lora_{letter} is missing")
+    ranks, alphas = fields.get("rank_pattern") or {}, fields.get("alpha_pattern") or {}
+    rank = _matching(ranks, name, fields["r"])
+    if rank > min(max_rank, MOST_RANK):
+        where = "rank_pattern" if ranks else "r"
+        raise AdapterError(f"{CONFIG}: {where}: {name} has rank {rank}, --max-lora-rank is {max_rank}")
+    inner, outs = modules[name]
+    for half, expected in (("down", (rank, inner)), ("up", (outs, rank))):
+        header = headers[halves[half]]
+        where = f"{WEIGHTS}: {halves[half][:120]}"
+        if header.dtype not in _FLOATS:
+            raise AdapterError(f"{where}: is stored as {header.dtype[:20]}, not as floating-point numbers")
+        if header.shape != expected:
+            raise AdapterError(f"{where}: has shape {list(header.shape)[:4]}, this model and r mean {list(expected)}")
+    alpha = float(_matching(alphas, name, fields.get("lora_alpha") or 8))
+    scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    return AdapterPart(halves["down"], halves["up"], rank, scale)
+
+
+def _matching(pattern: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The value of the first pattern that is the module's name or the end of it, as PEFT finds it."""
+    for key, value in pattern.items():
+        plain = key.removeprefix("^").removesuffix("$").replace("\\", "")
+        if name == plain or name.endswith(f".{plain}") or f"base_model.model.{name}" == plain:
+            return value
+    return default

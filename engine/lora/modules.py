@@ -1,0 +1,74 @@
+"""Which modules of a model may have adapters, by their names in a checkpoint, and how much memory they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.checkpoint.families import WITH_EXPERTS, sparse_layers
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ConfigError
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+Modules = Mapping[str, tuple[int, int]]
+"""(in_features, out_features) by name."""
+
+
+def adaptable_modules(model: ModelConfig) -> Modules:
+    """All linears of the layers but those of experts, the embedding and the head."""
+    heads = (model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim)
+    dense = _dense_layers(model.raw, model.num_layers)
+    return _modules(dense, model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
+
+
+def planned_modules(raw: Mapping[str, Any]) -> Modules:
+    """The same of a config.json alone, which may be of a model that is not served. Raises ConfigError where it does not
+    say the sizes."""
+    raw = raw.get("text_config") or raw
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+    sizes = [raw.get(name) for name in names]
+    if wrong := [name for name, size in zip(names, sizes, strict=True) if not isinstance(size, int) or size < 1]:
+        raise ConfigError(f"max_loras: config.json does not say {wrong[0]}", param="max_loras")
+    layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
+    dim = int(raw.get("head_dim") or hidden // heads)
+    dense = _dense_layers(raw, layers)
+    return _modules(dense, hidden, inner, heads * dim, int(raw.get("num_key_value_heads") or heads) * dim, vocab)
+
+
+def _dense_layers(raw: Mapping[str, Any], layers: int) -> list[bool]:
+    """Per layer, whether it has an MLP."""
+    if raw.get("model_type") not in WITH_EXPERTS:
+        return [True] * layers
+    return [not sparse for sparse in sparse_layers(raw, layers)]
+
+
+def _modules(dense: list[bool], hidden: int, inner: int, queries: int, keys: int, vocab: int) -> Modules:
+    layer = {
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
+    }
+    mlp = {
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    found = {
+        f"model.layers.{index}.{name}": shape
+        for index, has_mlp in enumerate(dense)
+        for name, shape in (layer | mlp if has_mlp else layer).items()
+    }
+    return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
+
+
+def adapter_numbers(modules: Modules, rank: int, *, head: bool = False) -> int:
+    """Of an adapter of this rank on all linears of the layers, as most have. `head`: with room for that of the head, as
+    each slot of a GPU has."""
+    left_out = (EMBEDDING,) if head else (EMBEDDING, HEAD)
+    return rank * sum(sum(shape) for name, shape in modules.items() if name not in left_out)
+
+
+def kept_adapters(max_loras: int, max_cpu_loras: int | None) -> int:
+    """How many adapters the host's memory keeps, those in slots included."""
+    return max(max_cpu_loras or 4 * max_loras, max_loras)

@@ -1,0 +1,62 @@
+"""Adapters of an engine that is used without a server: vLLM's LoRARequest, and what keeps their files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.config import EngineConfig
+from quire.engine.errors import AdapterError, InvalidRequest
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.spool import Spool
+from quire.engine.types import Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """An adapter to generate with: a folder as PEFT writes it, or a hub id. It is read when it is first asked for; a
+    `lora_int_id` of its own makes it read again."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
+AskedAdapters = LoRARequest | Sequence[LoRARequest | None] | None
+"""One for all prompts, or one for each."""
+
+
+class LocalAdapters:
+    """The adapters that were asked for. Its files are deleted with it."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-adapters-")
+        self._spool = Spool(Path(self._folder.name), adaptable_modules(model), config.max_lora_rank)
+        self._known: dict[LoRARequest, Adapter] = {}
+
+    def each(self, asked: AskedAdapters, count: int) -> list[Adapter | None]:
+        """Those of `count` prompts. Raises InvalidRequest, naming lora_request."""
+        many = [asked] * count if asked is None or isinstance(asked, LoRARequest) else list(asked)
+        if len(many) != count:
+            raise InvalidRequest(f"lora_request: {len(many)} for {count} prompts", param="lora_request")
+        return [None if each is None else self._adapter(each) for each in many]
+
+    def _adapter(self, asked: LoRARequest) -> Adapter:
+        if asked not in self._known:
+            try:
+                self._known[asked] = self._spool.add(asked.lora_name, asked.lora_path)
+            except AdapterError as error:
+                raise AdapterError(f"lora_request: {asked.lora_name}: {error}", param="lora_request") from None
+        return self._known[asked]
+
+
+def adapters_for(kept: LocalAdapters | None, asked: AskedAdapters, count: int) -> list[Adapter | None]:
+    """As `each`; without `kept` no adapter may be asked for."""
+    if kept is not None:
+        return kept.each(asked, count)
+    if asked is not None:
+        raise InvalidRequest("lora_request: needs LLM(enable_lora=True)", param="lora_request")
+    return [None] * count

@@ -1,0 +1,148 @@
+"""The waiting sequences where some need adapters: one whose adapter is not in a slot waits for it apart, so that nobody
+else waits with it.
+
+A slot belongs to its adapter while some sequence needs it, waiting, running or preempted. Where all slots are needed
+and another adapter is asked for, the slot that the fewest sequences need takes no more of them, and is free when these
+have ended: no adapter waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from time import monotonic
+
+from quire.engine.executor import AdapterLoader
+from quire.engine.fairness import FairQueue
+from quire.engine.sequence import Sequence
+from quire.engine.types import Adapter
+
+_PATIENCE = 0.005
+"""Seconds that an engine with nothing to compute waits for a load before it looks for messages."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A slot of the device, from 1 on, and the adapter that is in it."""
+
+    number: int
+    digest: str = ""
+    name: str = ""
+    """That it had when it was loaded."""
+    ready: bool = False
+    users: set[str] = field(default_factory=set)
+    """Ids of the requests that need it."""
+    closed: bool = False
+    """Takes no more users, as another adapter waits for it."""
+    used: int = 0
+    """When it was last needed, by a count of sequences."""
+
+
+class AdapterQueue(FairQueue):
+    def __init__(self, loader: AdapterLoader, slots: int) -> None:
+        super().__init__()
+        self._loader = loader
+        self._slots = [_Slot(number) for number in range(1, slots + 1)]
+        self._parked: dict[str, list[Sequence]] = {}
+        """By adapter: the sequences that wait for it. Empty lists are removed."""
+        self._count = 0
+        self._loads: list[tuple[str, float]] = []
+
+    def push(self, seq: Sequence) -> None:
+        adapter = seq.request.adapter
+        if adapter is None:
+            return super().push(seq)
+        slot = self._slot_of(adapter)
+        if slot is not None and seq.request.id in slot.users:  # it was preempted
+            return super().push(seq)
+        self._parked.setdefault(adapter.digest, []).append(seq)
+        if slot is not None and slot.ready and not slot.closed:
+            self._unpark(slot)
+
+    def remove(self, seq: Sequence) -> None:
+        parked = self._parked.get(seq.request.adapter.digest, []) if seq.request.adapter is not None else []
+        if seq not in parked:
+            return super().remove(seq)
+        parked.remove(seq)
+        if not parked and seq.request.adapter is not None:
+            del self._parked[seq.request.adapter.digest]
+
+    def slot(self, seq: Sequence) -> int:
+        slot = None if seq.request.adapter is None else self._slot_of(seq.request.adapter)
+        assert seq.request.adapter is None or (slot is not None and slot.ready)
+        return 0 if slot is None else slot.number
+
+    def ended(self, seq: Sequence) -> None:
+        if seq.request.adapter is not None and (slot := self._slot_of(seq.request.adapter)) is not None:
+            slot.users.discard(seq.request.id)
+
+    def advance(self) -> SequenceOf[tuple[Sequence, str]]:
+        if not self._parked and all(slot.ready or not slot.digest for slot in self._slots):
+            return ()
+        failed: list[tuple[Sequence, str]] = []
+        began = monotonic()
+        loaded = self._loader.loaded()
+        seconds = (monotonic() - began) / max(1, len(loaded))
+        for number, error in loaded:
+            slot = self._slots[number - 1]
+            if error is None:
+                slot.ready = True
+                self._loads.append((slot.name, seconds))
+                self._unpark(slot)
+            else:
+                failed += [(seq, error) for seq in self._parked.get(slot.digest, ())]
+                slot.digest = ""
+        refused = {seq.request.adapter.digest for seq, _ in failed if seq.request.adapter is not None}
+        wanted = [digest for digest in self._wanted() if digest not in refused]
+        for digest in list(wanted):
+            free = self._free_slot()
+            if free is None:
+                break
+            wanted.remove(digest)
+            self._load(free, digest)
+        self._close(len(wanted))
+        return failed
+
+    def take_loads(self) -> list[tuple[str, float]]:
+        taken, self._loads = self._loads, []
+        return taken
+
+    def wait(self) -> None:
+        if self._parked:
+            self._loader.wait(_PATIENCE)
+
+    def _slot_of(self, adapter: Adapter) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.digest == adapter.digest), None)
+
+    def _wanted(self) -> list[str]:
+        """The adapters that have no slot, the one whose first sequence is the most urgent first."""
+        have = {slot.digest for slot in self._slots}
+        waiting = {digest: min(seq.rank for seq in seqs) for digest, seqs in self._parked.items() if digest not in have}
+        return sorted(waiting, key=lambda digest: waiting[digest])
+
+    def _free_slot(self) -> _Slot | None:
+        """An empty slot, or else the one least recently used of those that nobody needs."""
+        free = [slot for slot in self._slots if not slot.digest or (slot.ready and not slot.users)]
+        return min(free, key=lambda slot: (bool(slot.digest), slot.used), default=None)
+
+    def _load(self, slot: _Slot, digest: str) -> None:
+        adapter = self._parked[digest][0].request.adapter
+        assert adapter is not None
+        slot.digest, slot.name, slot.ready, slot.closed, slot.users = digest, adapter.name, False, False, set()
+        self._loader.load(slot.number, adapter)
+
+    def _close(self, count: int) -> None:
+        """Let `count` slots be closed: those that are, then those that the fewest sequences need."""
+        ready = [slot for slot in self._slots if slot.ready]
+        order = sorted(ready, key=lambda slot: (not slot.closed, len(slot.users), slot.used))
+        for index, slot in enumerate(order):
+            slot.closed = index < count
+            if not slot.closed:
+                self._unpark(slot)
+
+    def _unpark(self, slot: _Slot) -> None:
+        for seq in self._parked.pop(slot.digest, ()):
+            slot.users.add(seq.request.id)
+            self._count += 1
+            slot.used = self._count
+            super().push(seq)

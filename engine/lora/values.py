@@ -1,0 +1,31 @@
+"""Whether an adapter's numbers are numbers. Reads bits, as NumPy knows no bfloat16, and needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from quire.engine.checkpoint.safetensors import tensor_places
+from quire.engine.errors import AdapterError
+
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+"""By type: the integers of the same size, and the bits of the exponent, all set where a number is infinite or none."""
+_PIECE = 2**20
+"""Numbers looked at at once."""
+
+
+def check_finite(file: Path) -> None:
+    """Raise AdapterError, naming the tensor, where one of a safetensors file has a number that is infinite or NaN."""
+    content = np.memmap(file, dtype=np.uint8, mode="r")
+    for name, (dtype, begin, end) in tensor_places(file).items():
+        kind, exponent = _EXPONENTS[dtype]
+        bits = content[begin:end].view(kind)
+        mask = bits.dtype.type(exponent)
+        if any((bits[at : at + _PIECE] & mask == mask).any() for at in range(0, len(bits), _PIECE)):
+            raise AdapterError(f"{file.name}: {name[:120]}: holds numbers that are infinite or NaN")

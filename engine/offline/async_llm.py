@@ -1,0 +1,239 @@
+"""Streams without a server: `async for output in AsyncLLM(model).generate(prompt, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Unpack
+
+from quire.engine.client.vectors import Pooled, check_params, pool_all
+from quire.engine.client.weights import Mode, Weights
+from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.lora.offline import LoRARequest, adapters_for
+from quire.engine.offline.generate import generate
+from quire.engine.offline.metrics import Metric, metrics_of
+from quire.engine.offline.model import Encoded, Message, Model, Prompt
+from quire.engine.offline.options import EngineOptions, documented, engine_config
+from quire.engine.offline.outputs import RequestOutput
+from quire.engine.offline.params import SamplingParams
+from quire.engine.replicas.replicas import processes
+from quire.engine.types import EngineInfo, PoolingParams
+
+
+class _EngineArgs(Protocol):
+    """`quire.EngineArgs`."""
+
+    model: str | Path | None
+    options: EngineOptions
+
+
+class AsyncLLM:
+    """A model in a process of its own, for one event loop. That process is replaced when it ends, and open streams go
+    on with no token lost or changed, as the server's do.
+
+    Its process starts when the object is made; `start()`, or the first call, waits until it is ready. End it with
+    `await llm.close()` or `async with`; it ends with this process at the latest.
+    """
+
+    @documented
+    def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
+        """`model`: a local folder, a .gguf file or a hub id; the embedded story-teller unless given. QUIRE_* variables
+        set the options that are not given. Raises ConfigError for a bad one and for a model that cannot be read.
+
+        Options:"""
+        config = engine_config(model, options)
+        self._model = Model(config)
+        self.tokenizer = self._model.tokenizer
+        self._counter = itertools.count()
+        self._open: set[str] = set()
+        self._starting: asyncio.Future[EngineInfo] | None = None
+        self._ending: asyncio.Future[None] | None = None
+        self._client = processes(config)
+        self._client.launch()
+        self._weights = Weights(self._client)
+
+    @classmethod
+    def from_engine_args(cls, args: _EngineArgs) -> AsyncLLM:
+        return cls(args.model, **args.options)
+
+    async def start(self) -> EngineInfo:
+        """Wait until the engine is ready. Raises ConfigError for options that it cannot start with, EngineError when it
+        ends while it starts."""
+        if self._ending is not None:
+            raise EngineError("this AsyncLLM was closed")
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._client.start())
+        return await asyncio.shield(self._starting)  # one of several that wait may be cancelled
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Answer one prompt, a text or token ids; yields what sampling_params.output_kind says, the last one finished.
+
+        Leaving the loop aborts the answer when the iterator is closed. sampling_params: None is
+        `get_default_sampling_params()`. Raises InvalidRequest for what cannot be served, EngineError when the engine
+        fails it.
+        """
+        info = await self.start()
+        encoded = self._model.encode(prompt)
+        async with aclosing(self._answers(encoded, sampling_params, request_id, info, lora_request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Answer one conversation, rendered as by `LLM.chat`; yields and raises as `generate`."""
+        info = await self.start()
+        (encoded,) = self._model.rendered(
+            [messages],
+            chat_template=chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        async with aclosing(self._answers(encoded, sampling_params, request_id, info, lora_request)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Pooled:
+        """The vector that the model makes of a prompt: `.outputs.data`. Raises as `generate`."""
+        info, params = await self.start(), pooling_params or PoolingParams()
+        encoded = self._model.encode(prompt)
+        self._model.check(encoded[1], info, room=0)
+        check_params([params], info, self._model.pooling)
+        adapters = adapters_for(self._model.adapters, lora_request, 1)
+        (found,) = await pool_all(self._client, [encoded], [params], adapters, lambda: None)
+        return found
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its reader gets a last output with the finish_reason "abort". Nothing where none is open."""
+        self._client.cancel(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Let later prompts find no cached prefix. True: it always succeeds."""
+        await self.start()
+        self._client.reset_prefix_cache()
+        return True
+
+    async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
+        """Let weights and KV cache go, until `wake_up`; at level 2 the engine's process too. `mode`: what becomes of
+        open requests: they wait and go on, end first, or end at once. New ones wait."""
+        await self.start()
+        await self._weights.sleep(level, mode)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take weights and KV cache back, whatever vLLM's `tags` say. Raises ConfigError where they are not to be had;
+        then it sleeps on."""
+        await self.start()
+        await self._weights.wake_up()
+
+    async def is_sleeping(self) -> bool:
+        return self._client.asleep
+
+    async def update_weights(
+        self, path: str | os.PathLike[str], mode: Mode = "keep", *, version: str | None = None
+    ) -> str:
+        """Compute with the weights in another folder, or GGUF file, of the model's shape; open requests as in `sleep`.
+        Returns their version. Raises InvalidRequest or ConfigError for what cannot be served: then nothing changes."""
+        await self.start()
+        return await self._weights.update(os.fspath(path), mode, version)
+
+    async def check_health(self) -> None:
+        """Raises EngineError when the engine is gone for good."""
+        await self.start()
+        if not self._client.alive:
+            raise EngineError("the engine ended and could not be brought back")
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it, a PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""
+        return self.tokenizer.for_transformers()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's generation_config.json: what calls without sampling_params get."""
+        return self._model.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's gauges and counters, each with vLLM's name."""
+        return metrics_of(self._client.stats)
+
+    async def close(self) -> None:
+        """End the engine; open streams fail with EngineError. The object cannot be used afterwards."""
+        self.shutdown()
+        assert self._ending is not None
+        await self._ending
+
+    def shutdown(self) -> None:
+        """Begin to end the engine, from inside the event loop; `close` waits for it too."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._end())
+
+    async def _end(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._client.stop()
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _answers(
+        self,
+        prompt: Encoded,
+        params: SamplingParams | None,
+        request_id: str | None,
+        info: EngineInfo,
+        lora_request: LoRARequest | None,
+    ) -> AsyncGenerator[RequestOutput]:
+        free = (str(number) for number in self._counter if str(number) not in self._open)
+        name = next(free) if request_id is None else request_id
+        if not isinstance(name, str) or name in self._open:
+            what = "is in use" if isinstance(name, str) else "must be a text"
+            raise InvalidRequest(f"request_id {name!r} {what}", param="request_id")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {params!r}", param="sampling_params")
+        task = self._model.task(name, prompt, params or self.get_default_sampling_params(), info)
+        (adapter,) = adapters_for(self._model.adapters, lora_request, 1)
+        task = replace(task, adapter=adapter)
+        self._model.check(task.prompt_ids, info)
+        self._open.add(name)
+        try:
+            async with aclosing(generate(self._client, self.tokenizer, task)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            self._open.discard(name)

@@ -1,0 +1,79 @@
+"""Beam search for programs, by the rule of engine/client/beams.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from quire.engine.client.beams import Beam, Scores, continued
+from quire.engine.client.client import EngineClient
+from quire.engine.errors import EngineError
+from quire.engine.offline.model import Encoded
+from quire.engine.offline.outputs import Answer, BeamSearchOutput, BeamSearchSequence, as_dict
+from quire.engine.offline.params import BeamSearchParams
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Adapter, FinishReason, Request, RequestOutput, SamplingParams
+
+
+async def beam_search(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    id: str,
+    prompt: Encoded,
+    adapter: Adapter | None,
+    params: BeamSearchParams,
+    context: int,
+) -> BeamSearchOutput:
+    """The most likely continuations of a prompt. `context`: the most tokens of both. Raises EngineError."""
+    _, prompt_ids = prompt
+    width = params.beam_width
+    ends = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
+    scores = Scores(params.length_penalty, min(context - len(prompt_ids), params.max_tokens))
+    running, completed = [Beam()], list[Beam]()
+    for step in range(scores.longest):
+        outputs = await _step(client, f"{id}-{step}", prompt_ids, adapter, running, 2 * width)
+        running, ended = continued(running, outputs, width, width, ends)
+        completed = sorted(completed + ended, key=scores.of, reverse=True)[:width]
+        worst = scores.of(completed[-1]) if len(completed) == width else -math.inf
+        if all(scores.bound(beam) <= worst for beam in running):
+            running = []
+            break
+    best = sorted(completed + running, key=scores.of, reverse=True)[:width]
+    return BeamSearchOutput([_sequence(tokenizer, prompt, beam) for beam in best])
+
+
+async def _step(
+    client: EngineClient, name: str, prompt_ids: list[int], adapter: Adapter | None, beams: Sequence[Beam], top: int
+) -> list[RequestOutput]:
+    """One more token of every beam, with its alternatives."""
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, ignore_eos=True)
+    requests = [
+        Request(id=f"{name}-{index}", prompt_ids=[*prompt_ids, *beam.ids], params=params, seed=0, adapter=adapter)
+        for index, beam in enumerate(beams)
+    ]
+    found: dict[str, RequestOutput] = {}
+    stream = client.submit(requests)
+    try:
+        async for outputs in stream:
+            for output in outputs:
+                if output.error is not None or output.logprobs is None:
+                    raise EngineError(output.error or "the request was ended")
+                found[output.id] = output
+    finally:
+        stream.close()
+    return [found[request.id] for request in requests]
+
+
+def _sequence(tokenizer: Tokenizer, prompt: Encoded, beam: Beam) -> BeamSearchSequence:
+    text, prompt_ids = prompt
+    answer = Answer(tokenizer, prompt_ids, SamplingParams(), 0, detokenize=True)
+    reason: FinishReason = "stop" if beam.ended else "length"
+    answer.add(RequestOutput("", list(beam.ids), finish_reason=reason))
+    return BeamSearchSequence(
+        tokens=[*prompt_ids, *beam.ids],
+        logprobs=[as_dict(each, tokenizer) for each in beam.logprobs],
+        cum_logprob=beam.total,
+        text=(tokenizer.decode(prompt_ids) if text is None else text) + answer.whole.text,
+        finish_reason=reason,
+        stop_reason=beam.ids[-1] if beam.ended else None,
+    )

@@ -1,0 +1,370 @@
+"""Generation without a server, with vLLM's names: `LLM(model).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quire.engine.client.client import EngineClient
+from quire.engine.client.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
+from quire.engine.client.weights import Weights
+from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.in_process import InProcessClient
+from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
+from quire.engine.offline.beam_search import beam_search
+from quire.engine.offline.engine_view import EngineView
+from quire.engine.offline.generate import generate
+from quire.engine.offline.metrics import Metric, metrics_of
+from quire.engine.offline.model import Encoded, Message, Model, Prompt, Task
+from quire.engine.offline.options import EngineOptions, documented, engine_config
+from quire.engine.offline.outputs import BeamSearchOutput, RequestOutput
+from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.engine.replicas.replicas import Replicas
+from quire.engine.types import Adapter, PoolingParams, PoolingTask
+
+if TYPE_CHECKING:
+    from quire.engine.loop import Tensors
+
+_T = TypeVar("_T")
+_W = TypeVar("_W")
+
+
+class LLM:
+    """A model in this process or, with a data_parallel_size, in so many others, which are replaced when they end.
+
+    Works in scripts and notebooks alike, because the engine has a thread and an event loop of its own. On a CPU the
+    environment variable OMP_WAIT_POLICY=passive can make sampled batches faster, and other PyTorch code in this process
+    slower.
+    """
+
+    @documented
+    def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
+        """`model`: a local folder, a .gguf file or a hub id; the embedded story-teller unless given. QUIRE_* variables
+        set the options that are not given. Raises ConfigError for a bad one, and what starting the engine raises.
+
+        Options:"""
+        config = engine_config(model, options)
+        self._config = config
+        self._model = Model(config)
+        self.tokenizer = self._model.tokenizer
+        self._counter = itertools.count()
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
+        self._thread.start()
+        self._client = InProcessClient(config) if config.data_parallel_size == 1 else Replicas(config)
+        self.close = weakref.finalize(self, _end, self._client, self._loop, self._thread, self._pid)
+        """Stop the engine; the object cannot be used afterwards. Also called when the object is collected or the
+        interpreter exits."""
+        self.info = self._run(self._client.start())
+        self._weights = Weights(self._client)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: AskedAdapters = None,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or several, each a text or token ids. Results are in the order of the prompts.
+
+        sampling_params: one for all prompts, or a list with one for each; None: `get_default_sampling_params()`.
+        lora_request: an adapter for all prompts, or a list with one, or None, for each.
+        Raises InvalidRequest for a prompt that cannot be served, before anything is generated.
+        """
+        return self._answer(self._model.encoded(prompts), sampling_params, use_tqdm, lora_request)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: AskedAdapters = None,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered by the model's chat template or by `chat_template`, as text.
+
+        Tools are shown by the template, or described in the system message where it knows none. Calls are not parsed
+        out of the answers' text.
+        """
+        prompts = self._model.rendered(
+            messages,
+            chat_template=chat_template,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=chat_template_kwargs,
+        )
+        return self._answer(prompts, sampling_params, use_tqdm, lora_request)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: AskedAdapters = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most likely answers to each prompt: `[0].sequences`, the best first. Raises InvalidRequest as above."""
+        encoded = self._model.encoded(prompts)
+        self._check_all(encoded)
+        longest = self.info.max_model_len
+        if "generate" not in self.info.tasks:
+            raise InvalidRequest(f"the model serves {' and '.join(self.info.tasks)}, not generate", param="model")
+
+        async def one(asked: tuple[Encoded, Adapter | None], done: Callable[[], None]) -> BeamSearchOutput:
+            found = await beam_search(self._client, self.tokenizer, self._next_id(), *asked, params, longest)
+            done()
+            return found
+
+        adapters = adapters_for(self._model.adapters, lora_request, len(encoded))
+        return self._each(list(zip(encoded, adapters, strict=True)), one, "searching", use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer as transformers has it, a PreTrainedTokenizerFast; `llm.tokenizer` is Quire's."""
+        return self.tokenizer.for_transformers()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The model's generation_config.json: what calls without sampling_params get."""
+        return self._model.default_params()
+
+    def get_metrics(self) -> list[Metric]:
+        """The engine's gauges and counters, each with vLLM's name."""
+        return metrics_of(self._client.stats)
+
+    def reset_prefix_cache(self) -> bool:
+        """Let later prompts find no cached prefix. True: it always succeeds."""
+        self._run(_called(self._client.reset_prefix_cache))
+        return True
+
+    @property
+    def weights_version(self) -> str:
+        """Of the weights that the next token is computed with: "1", and counted up or named by each change."""
+        return self._client.weights_version
+
+    def is_sleeping(self) -> bool:
+        return self._client.asleep
+
+    def sleep(self, level: int = 1) -> None:
+        """Let weights and KV cache go, until `wake_up`. Both levels of vLLM are one here."""
+        self._run(self._weights.sleep(level))
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Read the weights again, and allocate the KV cache, whatever vLLM's `tags` say. Raises ConfigError where they
+        are not to be had, or were given to `load_weights`."""
+        self._run(self._weights.wake_up())
+
+    def load_weights(self, tensors: Tensors, *, version: str | None = None) -> str:
+        """Compute with other weights of the same shape: all tensors of the checkpoint, under their names in it, such as
+        a PyTorch model's `state_dict().items()`. They are copied, cast, quantized and packed as those in files. Also
+        wakes a model that sleeps. Returns the weights' version.
+
+        Raises ModelError for tensors that are missing, left over or of another shape, and whatever the iterator raises:
+        then the weights before are back if a file has them, and if not the model sleeps until some are given.
+        """
+        if not isinstance(self._client, InProcessClient):
+            message = "load_weights gives tensors to an engine in this process: not with a data_parallel_size"
+            raise InvalidRequest(f"{message}, but update_weights takes a folder", param="data_parallel_size")
+        return self._run(self._weights.change(partial(self._client.load_tensors, tensors), version=version))
+
+    def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
+        """The same with a folder of safetensors files, or a GGUF file. What is wrong by the files' headers raises
+        InvalidRequest or ModelError before the weights are let go."""
+        return self._run(self._weights.update(os.fspath(path), version=version))
+
+    @property
+    def llm_engine(self) -> EngineView:
+        """What programs made for vLLM read of the engine."""
+        return EngineView(self._config, self.info, self._model, self._client)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        lora_request: AskedAdapters = None,
+    ) -> list[Pooled]:
+        """An embedding of each prompt: `[0].outputs.embedding`. `truncate_prompt_tokens` cuts texts; -1: to what the
+        model reads. `lora_request` is that of `generate`. Raises InvalidRequest for a prompt, and for a model, of which
+        there is none."""
+        params = msgspec.structs.replace(pooling_params or PoolingParams(), task="embed")
+        return self._pooled(self._inputs(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        lora_request: AskedAdapters = None,
+    ) -> list[Pooled]:
+        """The probabilities of a classifier's labels for each prompt: `[0].outputs.probs`. Raises as above."""
+        params = msgspec.structs.replace(pooling_params or PoolingParams(), task="classify")
+        return self._pooled(self._inputs(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        lora_request: AskedAdapters = None,
+    ) -> list[Pooled]:
+        """Whatever vector the model makes of each prompt: `[0].outputs.data`. Raises as above."""
+        task: PoolingTask = "classify" if "classify" in self.info.tasks else "embed"
+        params = msgspec.structs.replace(pooling_params or PoolingParams(), task=task)
+        return self._pooled(self._inputs(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
+    ) -> list[Pooled]:
+        """How well one text fits each of several, or texts fit pair by pair: `[0].outputs.score`. Raises as above."""
+        firsts, seconds = ([each] if isinstance(each, str) else list(each) for each in (text_1, text_2))
+        if len(firsts) not in (1, len(seconds)):
+            message = f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one or as many"
+            raise InvalidRequest(message, param="text_1")
+        pairs = [(firsts[0] if len(firsts) == 1 else firsts[i], second) for i, second in enumerate(seconds)]
+        limit = self._limit(truncate_prompt_tokens)
+        if "classify" in self.info.tasks:
+            prompts, params = pair_prompts(self.tokenizer, self._model.pooling, pairs, instruction, limit)
+            return self._pooled([(None, ids) for ids in prompts], params, use_tqdm, lora_request)
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        vectors = self.embed(texts, truncate_prompt_tokens=limit, use_tqdm=use_tqdm, lora_request=lora_request)
+        found = dict(zip(texts, vectors, strict=True))
+        return [Pooled(None, [], cosine(found[a].outputs, found[b].outputs)) for a, b in pairs]
+
+    def _inputs(self, prompts: Prompt | Sequence[Prompt], truncate: int | None) -> list[Encoded]:
+        return [self._model.cut(prompt, truncate, self.info) for prompt in self._model.encoded(prompts)]
+
+    def _limit(self, truncate: int | None) -> int | None:
+        return self.info.max_model_len if truncate == -1 else truncate
+
+    def _pooled(
+        self,
+        prompts: Sequence[Encoded],
+        params: PoolingParams | Sequence[PoolingParams],
+        show_progress: bool,
+        lora_request: AskedAdapters,
+    ) -> list[Pooled]:
+        each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+        self._check_all(prompts, room=0)
+        check_params(each, self.info, self._model.pooling)
+        adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
+        with _progress("reading", len(prompts), show_progress) as done:
+            return self._run(pool_all(self._client, prompts, each, adapters, done))
+
+    def _answer(
+        self,
+        prompts: Sequence[Encoded],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+        lora_request: AskedAdapters,
+    ) -> list[RequestOutput]:
+        if params is None or isinstance(params, SamplingParams):
+            many = [params or self.get_default_sampling_params()] * len(prompts)
+        else:
+            many = list(params) if isinstance(params, list | tuple) else [params]  # type: ignore[list-item]
+        if wrong := [one for one in many if not isinstance(one, SamplingParams)]:
+            raise InvalidRequest(f"sampling_params must be SamplingParams, got {wrong[0]!r}", param="sampling_params")
+        if len(many) != len(prompts):
+            raise InvalidRequest(f"sampling_params: {len(many)} for {len(prompts)} prompts", param="sampling_params")
+        tasks = [
+            self._model.task(self._next_id(), prompt, one, self.info, RequestOutputKind.FINAL_ONLY)
+            for prompt, one in zip(prompts, many, strict=True)
+        ]
+        adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
+        tasks = [replace(task, adapter=adapter) for task, adapter in zip(tasks, adapters, strict=True)]
+        self._check_all([(task.prompt, task.prompt_ids) for task in tasks])
+        return self._each(tasks, self._generate, "generating", show_progress)
+
+    async def _generate(self, task: Task, done: Callable[[], None]) -> RequestOutput:
+        (found,) = [output async for output in generate(self._client, self.tokenizer, task)]
+        done()
+        return found
+
+    def _each(
+        self,
+        work: Sequence[_W],
+        one: Callable[[_W, Callable[[], None]], Coroutine[Any, Any, _T]],
+        doing: str,
+        show_progress: bool,
+    ) -> list[_T]:
+        """Do all of `work` at once; results are in its order."""
+
+        async def everything(done: Callable[[], None]) -> list[_T]:
+            return await asyncio.gather(*(one(each, done) for each in work))
+
+        with _progress(doing, len(work), show_progress) as done:
+            return self._run(everything(done))
+
+    def _check_all(self, prompts: Sequence[Encoded], room: int = 1) -> None:
+        if self._client.asleep:
+            raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
+        for index, (_, ids) in enumerate(prompts):
+            self._model.check(ids, self.info, f"prompt {index}", room)
+
+    def _next_id(self) -> str:
+        return str(next(self._counter))
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""
+        if not self.close.alive or self._pid != os.getpid():
+            work.close()
+            raise EngineError("this LLM was closed" if not self.close.alive else "this LLM is another process's")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+async def _called(function: Callable[[], None]) -> None:
+    function()
+
+
+@contextmanager
+def _progress(doing: str, total: int, shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; what it gives is called when one more is done."""
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        bar = progress.add_task("", total=total)
+        yield lambda: progress.advance(bar)
+
+
+def _end(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+    if pid != os.getpid():  # a forked process has no engine, because threads are not forked
+        return
+    asyncio.run_coroutine_threadsafe(client.stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()

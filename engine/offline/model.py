@@ -1,0 +1,206 @@
+"""A model as a program's engine serves it: prompts in all the forms that people have, rendered, encoded and checked."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict
+
+from quire.engine import types
+from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model
+from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidRequest
+from quire.engine.lora.offline import LocalAdapters
+from quire.engine.offline.params import RequestOutputKind, SamplingParams
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.no_tokenizer import check_textless, load_tokenizer
+from quire.engine.text.pairs import encode_cut
+from quire.engine.types import EngineInfo
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    """The text that the ids are of; what it says is not read."""
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Message = Mapping[str, Any]
+Encoded = tuple[str | None, list[int]]
+"""A text, None where the prompt was given as token ids, and its token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A prompt and what is to be generated for it."""
+
+    id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: types.SamplingParams
+    kind: RequestOutputKind
+    detokenize: bool
+    adapter: types.Adapter | None = None
+
+
+class Model:
+    """Reads the model's files beside the engine. Raises ModelError for what is wrong with them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        path = resolve_model(config.model, config.revision)
+        model_config = read_model_config(path)
+        folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
+        self.name = config.model
+        self.vocab_size = model_config.vocab_size
+        self.pooling, _ = read_tasks(path, model_config, config)
+        skip = config.skip_tokenizer_init
+        self.tokenizer = load_tokenizer(folder, config.chat_template, self.vocab_size, skip=skip)
+        self.renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
+        self.adapters = LocalAdapters(config, model_config) if config.enable_lora else None
+        self._defaults = read_generation_defaults(path)
+
+    def default_params(self) -> SamplingParams:
+        """The model's generation_config.json. The object is the caller's to change."""
+        return SamplingParams(**self._defaults)  # type: ignore[arg-type]
+
+    def encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[Encoded]:
+        """One prompt or several. Raises InvalidRequest for what is none."""
+        return [self.encode(each, f"prompt {index}") for index, each in enumerate(listed(prompts))]
+
+    def encode(self, prompt: Any, name: str = "prompt") -> Encoded:
+        """Raises InvalidRequest, calling the prompt `name`, for what is none."""
+        if isinstance(prompt, Mapping):
+            more = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+            if more:
+                raise InvalidRequest(f"{name} has {', '.join(more)}, and only text is read", param="prompts")
+            prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        try:
+            if isinstance(prompt, bytes) or not hasattr(prompt, "__len__"):
+                raise TypeError
+            return None, [operator.index(token) for token in prompt]  # accepts numpy's and torch's integers
+        except TypeError:
+            message = f"{name} must be a text or a list of token ids, got {type(prompt).__name__}"
+            raise InvalidRequest(message, param="prompts") from None
+
+    def rendered(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        chat_template: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, Any] | None,
+    ) -> list[Encoded]:
+        """The prompts of one conversation or several. Raises InvalidRequest."""
+        renderer = self.renderer if chat_template is None else self.renderer.with_template(chat_template)
+        shown = _tools(tools)
+        texts = [
+            renderer.render(
+                talk,
+                tools=shown,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+            for talk in _talks(messages)
+        ]
+        return list(zip(texts, self.tokenizer.encode_batch(texts, add_special_tokens=False), strict=True))
+
+    def cut(self, prompt: Encoded, length: int | None, info: EngineInfo) -> Encoded:
+        """The prompt's first tokens, those that the tokenizer puts around a text kept; None: all, -1: what fits."""
+        text, ids = prompt
+        length = info.max_model_len if length == -1 else length
+        if length is None or len(ids) <= length:
+            return prompt
+        return text, ids[:length] if text is None else encode_cut(self.tokenizer, [text], length, "right")[0]
+
+    def task(
+        self,
+        id: str,
+        prompt: Encoded,
+        params: SamplingParams,
+        info: EngineInfo,
+        kind: RequestOutputKind | None = None,
+    ) -> Task:
+        """`kind`: instead of the parameters' own. Raises InvalidRequest for what cannot be served; `check` goes on."""
+        if "generate" not in info.tasks:
+            raise InvalidRequest(f"the model serves {' and '.join(info.tasks)}, not generate", param="model")
+        sent = params.for_model(self.tokenizer, self.vocab_size)
+        check_textless(self.tokenizer, stop=sent.stop, structured_outputs=sent.grammar)
+        text, ids = prompt
+        if params.truncate_prompt_tokens is not None:
+            most = info.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+            ids = ids[-most:]
+        return Task(id, text, ids, sent, kind or params.output_kind, params.detokenize)
+
+    def check(self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", room: int = 1) -> None:
+        """Raises InvalidRequest for a prompt that the engine would refuse. room: tokens that the context must have
+        left."""
+        wrong = "is empty" if not ids else ""
+        if len(ids) + room > info.max_model_len:
+            wrong = f"has {len(ids)} tokens, the context is {info.max_model_len}"
+        elif outside := [token for token in ids if not 0 <= token < self.vocab_size]:
+            wrong = f"has token id {outside[0]}, which is outside the vocabulary"
+        if wrong:
+            raise InvalidRequest(f"{name} {wrong}", param="prompts")
+
+
+def listed(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list. Raises InvalidRequest for what is neither."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__len__") or not hasattr(prompts, "__getitem__"):
+        advice = (
+            "; list(...) makes one of it" if hasattr(prompts, "__iter__") and not isinstance(prompts, bytes) else ""
+        )
+        message = f"prompts must be a text, token ids, or a list of these, got {type(prompts).__name__}{advice}"
+        raise InvalidRequest(message, param="prompts")
+    return [prompts] if len(prompts) and _is_index(prompts[0]) else list(prompts)
+
+
+def _is_index(value: object) -> bool:
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def _talks(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation or several, as a list. Raises InvalidRequest for what is neither."""
+    if isinstance(messages, Mapping) or not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        kind = type(messages).__name__
+        raise InvalidRequest(f"messages must be a list of messages, or of such lists, got {kind}", param="messages")
+    talks = [messages] if messages and isinstance(messages[0], Mapping) else messages
+    return [[_checked(message) for message in (talk if isinstance(talk, list | tuple) else [talk])] for talk in talks]
+
+
+def _checked(message: Any) -> dict[str, Any]:
+    """A message; its content is a text or parts that are texts. Raises InvalidRequest."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"a message must be an object with a role, got {message!r}", param="messages")
+    content = message.get("content")
+    parts = content if isinstance(content, list | tuple) else []
+    for part in [content] if not isinstance(content, str | list | tuple | None) else parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise InvalidRequest(f"a message's content must be text, got {kind}", param="messages")
+    return dict(message)
+
+
+def _tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Raises InvalidRequest for what are no tools."""
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidRequest(f"tools must be a list of objects, got {tools!r}", param="tools")
+    return [dict(tool) for tool in tools]

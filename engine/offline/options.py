@@ -1,0 +1,89 @@
+"""The options of `LLM` and `AsyncLLM`: EngineConfig's fields, as types that editors and type checkers read.
+
+EngineConfig is where an option is added; tests/engine/offline/test_options.py then says what is missing here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar
+
+from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig, load
+from quire.engine.errors import ConfigError
+
+_F = TypeVar("_F", bound=Callable[..., None])
+
+
+class EngineOptions(TypedDict, total=False):
+    tokenizer: str | None
+    chat_template: str | None
+    skip_tokenizer_init: bool
+    revision: str | None
+    weights: str | None
+    load_format: Literal["auto", "dummy"]
+    dtype: Dtype
+    quantization: Literal["int8", "int4", "fp8"] | None
+    quantize_embedding: bool | None
+    device: Literal["auto", "cpu", "cuda"]
+    attention_backend: str
+    deterministic: bool
+    enforce_eager: bool
+    warmup_seconds: float
+    max_model_len: int | str | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | str
+    long_prefill_token_threshold: int | None
+    gpu_memory_utilization: float
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"]
+    kv_cache_memory: float | None
+    num_kv_blocks: int | None
+    enable_prefix_caching: bool
+    kv_offload_memory: float | None
+    kv_offload_dir: str | None
+    kv_offload_disk: float
+    kv_offload_tier: str | None
+    runner: Literal["auto", "generate", "pooling"]
+    pooling_type: Literal["auto", "last", "mean", "cls"]
+    classifier_from_token: Sequence[str]
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
+    tensor_parallel_size: int
+    data_parallel_size: int
+    threads: int | None
+    niceness: int
+    engine_heartbeat_timeout: float
+    engine_step_timeout: float
+    max_engine_starts: int
+    seed: int
+
+
+def documented(init: _F) -> _F:
+    """A decorator of `__init__(self, model, **options)`: its signature and help show EngineConfig's fields."""
+    fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
+    own = [each for each in inspect.signature(init).parameters.values() if each.kind is not each.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=field.get_default(call_default_factory=True),
+            annotation=EngineConfig.__annotations__[name],
+        )
+        for name, field in fields.items()
+    ]
+    init.__signature__ = inspect.Signature([*own, *options], return_annotation=None)  # type: ignore[attr-defined]
+    listing = "\n".join(f"    {name}: {field.description}" for name, field in fields.items())
+    init.__doc__ = f"{init.__doc__}\n\n{listing}\n"
+    return init
+
+
+def engine_config(model: str | Path | None, options: EngineOptions) -> EngineConfig:
+    """Raises ConfigError for a bad option or QUIRE_* variable, with what to write instead."""
+    if model is not None and not isinstance(model, str | Path):
+        raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
+    given = {} if model is None else {"model": str(model)}
+    return load(EngineConfig, {**given, **options}, origin="argument {key}")

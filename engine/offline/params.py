@@ -1,0 +1,238 @@
+"""What a program asks for: vLLM's SamplingParams and its companions, and what the engine gets of them.
+
+They can be changed after they were made, as vLLM's can, and are checked again where they are used.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import wraps
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.engine import types
+from quire.engine.advice import nearest
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.bad_words import bad_words_ids
+from quire.engine.text.structured import asked_ways, structured_grammar
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Grammar, ThinkingBudget
+
+_STRUCTURED = "use structured_outputs=StructuredOutputsParams(json=SCHEMA), or another way than json"
+_INSTEAD = {
+    "best_of": "ask for n answers and take the one of the highest cumulative_logprob",
+    **dict.fromkeys(("guided_decoding", "response_format", "json_schema", "guided_json"), _STRUCTURED),
+    "use_beam_search": "use LLM.beam_search",
+    "length_penalty": "it is a parameter of LLM.beam_search's BeamSearchParams",
+    "early_stopping": "LLM.beam_search ends when no hypothesis can become better",
+    "spaces_between_special_tokens": "texts are decoded as the tokenizer says",
+    "thinking_token_budget": "use thinking=ThinkingBudget(...)",
+    "flat_logprobs": "logprobs are a list with a dict for each token",
+    "repetition_detection": "not there for programs; the server's requests have it",
+    "extra_args": "there are no plugins that would read it",
+}
+"""What to do instead of parameters of vLLM's that are not here."""
+_HERE = ("bad_words", "structured_outputs", "truncate_prompt_tokens", "detokenize", "output_kind", "logits_processors")
+"""Fields that the engine does not get: what becomes of them is decided before or behind it."""
+_T = TypeVar("_T")
+
+
+class RequestOutputKind(Enum):
+    """What AsyncLLM.generate yields."""
+
+    CUMULATIVE = 0
+    """All of the answer so far, each time."""
+    DELTA = 1
+    """What is new since the last time."""
+    FINAL_ONLY = 2
+    """The whole answer, once."""
+
+
+def suggesting(kind: type[_T]) -> type[_T]:
+    """A decorator of dataclasses: a parameter that they do not have is answered with what to write instead."""
+    make = kind.__init__
+    names = list(kind.__annotations__)
+
+    @wraps(make)
+    def __init__(self: _T, *values: Any, **given: Any) -> None:
+        for name in given:
+            if name not in names:
+                advice = _INSTEAD.get(name) or nearest(name, names) or f"known are {', '.join(names)}"
+                raise InvalidRequest(f"{kind.__name__} has no {name}: {advice}", param=name)
+        make(self, *values, **given)
+
+    kind.__init__ = __init__  # type: ignore[method-assign, assignment]
+    return kind
+
+
+@suggesting
+@dataclass
+class StructuredOutputsParams:
+    """What the whole text of an answer must match: exactly one of the first five."""
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as an object or as JSON text."""
+    regex: str | None = None
+    """A regular expression of Rust's kind."""
+    choice: Sequence[str] | None = None
+    """One of these texts."""
+    grammar: str | None = None
+    """llguidance's Lark, or GBNF."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_fallback: bool = False
+    """Without effect, as the next: there is one backend, and it allows one space at most."""
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        self.as_grammar()
+
+    def as_grammar(self) -> Grammar:
+        """Raises InvalidRequest for a wrong one."""
+        (way, value), *others = asked_ways(vars(self))
+        if others:
+            raise InvalidRequest("only one structured output can be asked for", param="structured_outputs")
+        if isinstance(value, tuple):
+            value = list(value)
+        return structured_grammar(way, dict(value) if isinstance(value, Mapping) else value)
+
+
+@suggesting
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How to pick tokens and when to end. Raises InvalidRequest, naming the field, for a wrong value."""
+
+    n: int = 1
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1 keep the whole vocabulary."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Above 1: tokens of the prompt and the answer so far become less likely."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these are ever picked."""
+    bad_words: Sequence[str] | None = None
+    """Words that the answer must not contain."""
+    max_tokens: int | None = 16
+    """None: up to the context length."""
+    min_tokens: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
+    grammar: Grammar | None = None
+    """As structured_outputs, as `json_grammar` and `choice_grammar` make them."""
+    thinking: ThinkingBudget | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    """Number of most likely tokens to report beside each picked one; 0 reports the picked one alone, -1 all."""
+    logprob_token_ids: Sequence[int] | None = None
+    """Report these tokens beside each picked one, and no others, whatever `logprobs` says."""
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many tokens of the prompt, the last ones; -1: as many as the model reads."""
+    detokenize: bool = True
+    """False: answers have token ids and no text."""
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What AsyncLLM.generate yields; LLM gives whole answers."""
+    logits_processors: None = None
+    """None: an answer depends on what can be sent, checked and replayed, and functions cannot. Use logit_bias,
+    allowed_token_ids, bad_words or structured_outputs."""
+
+    def __post_init__(self) -> None:
+        self.as_sent()
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def clone(self) -> SamplingParams:
+        return copy.deepcopy(self)
+
+    def as_sent(self, **resolved: Any) -> types.SamplingParams:
+        """What the engine gets, without what needs a tokenizer, or with that as `resolved`. Raises InvalidRequest."""
+        self._check()
+        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name not in _HERE}
+        given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        given["stop_token_ids"] = self.stop_token_ids or ()
+        given["logprobs"] = None if self.logprobs == -1 else self.logprobs
+        try:
+            return msgspec.convert(given | resolved, types.SamplingParams)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise InvalidRequest(f"sampling_params: {error}", param="sampling_params") from None
+
+    def for_model(self, tokenizer: Tokenizer, vocab_size: int) -> types.SamplingParams:
+        """What the engine gets. Raises InvalidRequest, also for ids outside the model's vocabulary, which may be larger
+        than the tokenizer's: no logits could be indexed with them."""
+        resolved: dict[str, Any] = {"bad_words_ids": bad_words_ids(self.bad_words or (), tokenizer)}
+        if self.structured_outputs is not None:
+            resolved["grammar"] = self.structured_outputs.as_grammar()
+        if self.logprobs == -1:
+            resolved["logprobs"] = vocab_size
+        params = self.as_sent(**resolved)
+        for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids", "stop_token_ids"):
+            for token in getattr(params, name) or ():
+                if not 0 <= token < vocab_size:
+                    message = f"sampling_params: {name} has token id {token}, which is outside the vocabulary"
+                    raise InvalidRequest(message, param=name)
+        return params
+
+    def _check(self) -> None:
+        """Raise InvalidRequest for wrong values of the fields that the engine does not get."""
+        if self.logits_processors is not None:
+            message = (
+                "logits_processors are not supported: an answer depends on what can be sent, checked and replayed, and "
+                "functions cannot; use logit_bias, allowed_token_ids, bad_words or structured_outputs"
+            )
+            raise InvalidRequest(message, param="logits_processors")
+        kinds: dict[str, Any] = {
+            "bad_words": Sequence,
+            "structured_outputs": StructuredOutputsParams,
+            "truncate_prompt_tokens": int,
+            "detokenize": bool,
+            "output_kind": RequestOutputKind,
+        }
+        for name, kind in kinds.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kind) or (name == "bad_words" and isinstance(value, str))):
+                wanted = "a list of strings" if name == "bad_words" else f"of type {kind.__name__}"
+                wanted += "(json=SCHEMA) and its like" if name == "structured_outputs" else ""
+                raise InvalidRequest(f"sampling_params: {name} must be {wanted}, got {value!r}", param=name)
+        if any(not isinstance(word, str) for word in self.bad_words or ()):
+            raise InvalidRequest("sampling_params: bad_words must be a list of strings", param="bad_words")
+        if self.structured_outputs is not None and self.grammar is not None:
+            raise InvalidRequest("only one of structured_outputs and grammar can be asked for", param="grammar")
+        kept = self.truncate_prompt_tokens
+        if kept is not None and kept != -1 and kept < 1:
+            raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
+
+
+@suggesting
+@dataclass(kw_only=True)
+class BeamSearchParams:
+    """Of LLM.beam_search. Raises InvalidRequest for a wrong value."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """Only 0: what is likely is likely."""
+    length_penalty: float = 1.0
+    """Above 1 longer answers score higher, below 1 shorter ones."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("beam_width", 128), ("max_tokens", 2**31 - 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise InvalidRequest(f"{name} must be at least 1 and at most {most}, got {value!r}", param=name)
+        if self.temperature != 0:
+            raise InvalidRequest("temperature must be 0: beam search looks for the most likely", param="temperature")

@@ -1,0 +1,35 @@
+"""What each replica gets of the machine: its part of the processor's threads, of the memory and of the disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence, Set
+from pathlib import Path
+
+from quire.engine.config import EngineConfig
+from quire.engine.replicas.cores import allowed_cores, node_cores, threads_on
+
+_THREADS = "OMP_NUM_THREADS"
+"""Where it is set, it is said of each process."""
+
+
+def replica_cores(count: int) -> Sequence[Set[int]]:
+    """The cores that each replica stays on: those of its NUMA nodes. Empty where there is but one node."""
+    return node_cores(count, allowed_cores()) or [set()] * count
+
+
+def replica_config(config: EngineConfig, index: int, cores: Sequence[Set[int]]) -> EngineConfig:
+    """The settings of one replica of those that `config` is for: bytes and threads are those of all together, each has
+    its part. Each has a folder of its own in --kv-offload-dir. `cores`: those of each."""
+    count, update = config.data_parallel_size, dict[str, object]()
+    for name in ("kv_cache_memory", "kv_offload_memory", "kv_offload_disk"):
+        if (given := getattr(config, name)) is not None:
+            update[name] = given / count
+    if config.kv_offload_dir is not None:
+        update["kv_offload_dir"] = str(Path(config.kv_offload_dir) / f"replica-{index}")
+    if config.threads is not None:
+        update["threads"] = max(config.threads // count, 1)
+    elif _THREADS not in os.environ:
+        own = cores[index] or allowed_cores() or {*range(os.cpu_count() or 1)}
+        update["threads"] = max(threads_on(own) // cores.count(cores[index]), 1)
+    return config.model_copy(update=update)

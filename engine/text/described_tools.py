@@ -1,0 +1,96 @@
+"""Tools for chat templates that know none: described in the system message; calls and results written as text.
+
+The words and the form are those that Hermes 2 Pro was trained on, which many models have seen since:
+https://huggingface.co/NousResearch/Hermes-2-Pro-Llama-3-8B.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+NAME, OBJECT, KEYWORDS = "<function-name>", "<args-json-object>", "<parameter-name>=<value>, ..."
+"""What stands for a call's name and arguments in an example."""
+EXAMPLE = f'<tool_call>\n{{"name": "{NAME}", "arguments": {OBJECT}}}\n</tool_call>'
+INTRODUCTION = (
+    "You may call one or more functions to assist with the user's request. Their signatures are within "
+    "<tools></tools>:\n<tools>\n{tools}\n</tools>\n\n"
+    "To call a function, write its name and a JSON object of its arguments in this form, once for each call:\n{example}"
+)
+
+
+def described(
+    messages: Sequence[Message], tools: Sequence[dict[str, Any]], example: str, *, system: bool
+) -> list[Message]:
+    """The messages with the tools described in the system message, behind what the caller has there.
+
+    `example`: a call, as the model is to write it. `system`: whether the template shows a system message; if not, the
+    description stands in the first message of the user.
+    """
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = INTRODUCTION.replace("{tools}", listed).replace("{example}", example)
+    result = [dict(message) for message in messages]
+    for message in result:
+        if message["role"] == ("system" if system else "user"):
+            given = message.get("content", "")
+            parts = (given, text) if system else (text, given)
+            message["content"] = "\n\n".join(part for part in parts if part)
+            return result
+    return [{"role": "system" if system else "user", "content": text}, *result]
+
+
+def with_calls_as_text(messages: Sequence[Message], example: str) -> list[Message]:
+    """The messages with calls written into the assistant's content, as the `example` shows."""
+    return [_written(message, example) if message.get("tool_calls") else message for message in messages]
+
+
+def with_descriptions(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tools of which each has a description, if need be an empty one."""
+    lacking = [tool["function"].get("description") is None for tool in tools]
+    return [
+        {**tool, "function": tool["function"] | {"description": ""}} if lacks else tool
+        for tool, lacks in zip(tools, lacking, strict=True)
+    ]
+
+
+def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
+    """The messages with results written into messages of the user.
+
+    Results that follow each other, and what the user says behind them, become one message: templates may insist that
+    roles take turns.
+    """
+    result: list[Message] = []
+    open_results = False
+    for message in messages:
+        role, content = message["role"], message.get("content", "")
+        if role == "tool":
+            text = f"<tool_response>\n{content}\n</tool_response>"
+            if open_results:
+                result[-1]["content"] += "\n" + text
+            else:
+                result.append({"role": "user", "content": text})
+        elif role == "user" and open_results:
+            result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{content}"}
+        else:
+            result.append(message)
+        open_results = role == "tool"
+    return result
+
+
+def _written(message: Message, example: str) -> Message:
+    written = []
+    for call in message["tool_calls"]:
+        function = call.get("function") or {}
+        arguments = function.get("arguments") or {}
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        form = example if OBJECT in example or KEYWORDS in example else EXAMPLE
+        if KEYWORDS in form:
+            pairs = arguments.items() if isinstance(arguments, dict) else ()
+            text = ", ".join(f"{key}={value!r}" for key, value in pairs)
+        form = form.replace(NAME, str(function.get("name")))
+        written.append(form.replace(OBJECT, text).replace(KEYWORDS, text))
+    content = "\n".join(part for part in (message.get("content", ""), *written) if part)
+    return {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}

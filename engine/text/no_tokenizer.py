@@ -1,0 +1,50 @@
+"""What stands for a tokenizer where there is none: token ids in and out, and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import tokenizers
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.tokenizer import Tokenizer
+
+_MESSAGE = "the model is served without a tokenizer (skip_tokenizer_init)"
+
+
+class NoTokenizer(Tokenizer):
+    """Knows no token: every id decodes to nothing, and every text is refused."""
+
+    def __init__(self) -> None:
+        backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({}, unk_token=""))
+        super().__init__(backend, special_tokens={}, chat_templates={})
+
+    def encodings(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[tokenizers.Encoding]:
+        """Raises InvalidRequest for any text."""
+        if texts:
+            raise InvalidRequest(f"{_MESSAGE}: give token ids instead of text", param="prompt")
+        return []
+
+    def for_transformers(self) -> NoReturn:
+        """Raises InvalidRequest."""
+        raise InvalidRequest(_MESSAGE, param="tokenizer")
+
+    def token_text(self, token_id: int) -> str:
+        """As vLLM's return_tokens_as_token_ids names tokens."""
+        return f"token_id:{token_id}"
+
+
+def load_tokenizer(folder: Path, chat_template: str | None, vocab_size: int, *, skip: bool) -> Tokenizer:
+    """The tokenizer of a model with so many ids; with `skip` what stands for one. Raises what Tokenizer.load raises."""
+    return NoTokenizer() if skip else Tokenizer.load(folder, chat_template, vocab_size)
+
+
+def check_textless(tokenizer: Tokenizer, *, stop: Sequence[str], structured_outputs: object) -> None:
+    """Raises InvalidRequest for parameters that need the text of tokens, where there is no tokenizer."""
+    if not isinstance(tokenizer, NoTokenizer):
+        return
+    for name, given in (("stop", stop), ("structured_outputs", structured_outputs)):
+        if given:
+            raise InvalidRequest(f"{_MESSAGE}, and {name} needs one", param=name)

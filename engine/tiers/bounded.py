@@ -1,0 +1,77 @@
+"""A tier that is given up where it hangs, as a disk may whose server is gone: nobody waits for it twice."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
+from typing import TypeVar
+
+from quire.engine.tiers.tier import Page, Tier
+
+log = logging.getLogger("quire.tiers")
+
+PATIENCE = 30.0
+"""Seconds after which a call hangs."""
+_THREADS = 5
+"""As many as may call at once: those that fetch, and the one that puts."""
+
+Result = TypeVar("Result")
+
+
+class Bounded:
+    """A Tier whose calls end in time, but for `lookup`, which answers from memory. After one that did not, it has
+    nothing and takes nothing, until the engine is built anew."""
+
+    def __init__(self, tier: Tier) -> None:
+        """tier: one that raises nothing; see Sealed."""
+        self.name = tier.name
+        self.off = False
+        self._tier = tier
+        self._calls: SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = SimpleQueue()
+        for number in range(_THREADS):  # daemons: an executor's threads would keep the process from its end
+            Thread(target=self._work, name=f"kv-{self.name}-{number}", daemon=True).start()
+
+    def lookup(self, digest: bytes) -> bool:
+        return not self.off and self._tier.lookup(digest)
+
+    def fetch(self, digest: bytes) -> Page | None:
+        return self._within(lambda: self._tier.fetch(digest))
+
+    def put(self, digest: bytes, page: Page) -> None:
+        self._within(lambda: self._tier.put(digest, page))
+
+    def drop(self, digest: bytes | None) -> None:
+        if self.off:  # what is to be forgotten is, should it come back
+            self._calls.put((lambda: self._tier.drop(digest), Future()))
+        else:
+            self._within(lambda: self._tier.drop(digest))
+
+    def close(self) -> None:
+        """Let the threads end after the calls that they are at; others have no answer."""
+        self.off = True
+        for _ in range(_THREADS):
+            self._calls.put(None)
+
+    def _within(self, call: Callable[[], Result]) -> Result | None:
+        if self.off:
+            return None
+        done: Future[Result] = Future()
+        self._calls.put((call, done))  # type: ignore[arg-type]
+        try:
+            return done.result(PATIENCE)
+        except TimeoutError:
+            if not self.off:
+                log.error("the %s tier hangs, and is not used any more", self.name)
+            self.off = True
+            return None
+
+    def _work(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, done = asked
+            try:
+                done.set_result(call())
+            except Exception as error:
+                done.set_exception(error)

@@ -1,0 +1,112 @@
+"""Which tiers a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from time import monotonic
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_folder import open_root
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.executor import PageMover
+from quire.engine.tiers.bounded import Bounded
+from quire.engine.tiers.costs import Costs
+from quire.engine.tiers.disk import DiskTier
+from quire.engine.tiers.host import HostTier
+from quire.engine.tiers.identity import WeightFiles, identity_of
+from quire.engine.tiers.sealed import Sealed
+from quire.engine.tiers.tier import Tier
+from quire.engine.tiers.tiers import NoTiers, Size, Tiers
+
+_ROUNDS = 3
+
+
+def asked_for(config: EngineConfig) -> list[str]:
+    """The settings that ask for tiers."""
+    return [key for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier") if getattr(config, key)]
+
+
+def check_tiers(config: EngineConfig, *, encoder: bool) -> None:
+    """Raise ConfigError where there can be no tiers, though some are asked for."""
+    asked = asked_for(config)
+    if asked and encoder:
+        raise ConfigError(f"{asked[0]}: encoders keep no KV cache", param=asked[0])
+    if asked and not config.enable_prefix_caching:
+        raise ConfigError(f"{asked[0]}: pages are found as cached prefixes: it needs prefix caching", param=asked[0])
+    if asked and config.tensor_parallel_size > 1:
+        raise ConfigError(f"{asked[0]}: pages of several ranks are not kept beside their cache yet", param=asked[0])
+
+
+def choose_tiers(
+    config: EngineConfig,
+    model: ModelConfig,
+    make_mover: Callable[[], PageMover | None],
+    files: WeightFiles | None,
+    page_tokens: int,
+) -> tuple[NoTiers, list[str]]:
+    """The tiers, and notes on them. `files`: those of the weights that were loaded; None: they are in no file, so no
+    later engine could know whether they are the same."""
+    if not (asked := asked_for(config)):
+        return NoTiers(), []
+    if (mover := make_mover()) is None:
+        raise ConfigError(f"{asked[0]}: what computes here has no pages that can be copied", param=asked[0])
+    tiers: list[Tier] = []
+    sizes: dict[str, Size] = {}
+    notes = []
+    costs = Costs(page_tokens)
+    if config.kv_offload_memory is not None:
+        host = HostTier(int(config.kv_offload_memory * GIB))
+        tiers.append(host)
+        sizes[host.name] = lambda: host.size
+        costs.fetched(host.name, _ROUNDS, _copy_seconds(mover))
+    if config.kv_offload_dir is not None or config.kv_offload_tier is not None:
+        memory = None if config.kv_offload_dir is None else open_root(config.kv_offload_dir)
+        weights = None if files is None else files.hash(memory)
+        if weights is None:
+            why = "are in no file" if files is None else "changed on the disk while they were loaded"
+            notes.append(f"no KV is kept outside this process: the weights {why}")
+        else:
+            identity = identity_of(config, model, weights, mover.layout)
+            if config.kv_offload_dir is not None:
+                disk = DiskTier(config.kv_offload_dir, int(config.kv_offload_disk * GIB), identity)
+                tiers.append(Bounded(Sealed(disk, identity)))
+                sizes[disk.name] = lambda: disk.size
+            if config.kv_offload_tier is not None:
+                tiers.append(Bounded(Sealed(_imported(config.kv_offload_tier, identity), identity)))
+    if not tiers:
+        return NoTiers(), notes
+    bounds = {"host": config.kv_offload_memory, "disk": config.kv_offload_disk}
+    room = [_room(tier.name, bounds.get(tier.name), mover.page_bytes, page_tokens) for tier in tiers]
+    return Tiers(tiers, mover, costs, sizes, f"; below it {', '.join(room)}"), notes
+
+
+def _room(name: str, bound: float | None, page_bytes: int, page_tokens: int) -> str:
+    if bound is None:
+        return name
+    return f"{name} {bound:g} GiB = {int(bound * GIB) // page_bytes * page_tokens:,} tokens"
+
+
+def _imported(name: str, identity: bytes) -> Tier:
+    """What somebody's own function, named as module:function, makes for pages of an identity."""
+    module, _, function = name.partition(":")
+    try:
+        made: Tier = getattr(import_module(module), function)(identity)
+        if made.name in ("host", "disk"):
+            raise ValueError(f"its name is {made.name!r}, as that of another tier")
+    except Exception as error:
+        wrong = f"{name!r} makes no tier: {type(error).__name__}: {error}"
+        raise ConfigError(f"kv_offload_tier: {wrong}", param="kv_offload_tier") from error
+    return made
+
+
+def _copy_seconds(mover: PageMover) -> float:
+    """To copy a page to the device a few times, which nobody uses yet."""
+    mover.claim([0])
+    page = mover.read(0)
+    began = monotonic()
+    for _ in range(_ROUNDS):
+        mover.write(0, page)
+    return monotonic() - began

@@ -1,0 +1,187 @@
+"""Pages on their way from a tier to the device, and the sequences that wait for them.
+
+A load is no admission: it brings pages into the device's prefix cache, and its sequences then go back to the queue,
+where they find them as any other cached prefix.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from time import monotonic
+
+from quire.engine.blocks import BlockPool
+from quire.engine.executor import PageMover
+from quire.engine.sequence import Sequence, Status
+from quire.engine.tiers.tier import Page, Tier
+
+log = logging.getLogger("quire.tiers")
+
+_THREADS = 4
+PATIENCE = 10.0
+"""Seconds after which a sequence waits no longer for its pages, and computes them."""
+_NAP = 0.005
+"""Seconds that an engine with nothing to compute waits for pages before it looks for messages."""
+
+
+Promote = Callable[[bytes, Page, SequenceOf[Tier], int], None]
+"""(digest, page, the tiers above the one that had it, the generation of the load)."""
+
+
+@dataclass(eq=False, slots=True)
+class Load:
+    seqs: list[Sequence]
+    """Those that wait for it."""
+    cached: list[int]
+    """Pages of the prefix that the device has, held so that they stay."""
+    pages: list[int]
+    """Those to be filled,"""
+    digests: list[SequenceOf[bytes]]
+    """and the hashes of their pieces; a page's own is the last."""
+    tiers: list[str]
+    """By page: the tier that is to have it."""
+    began: float
+    generation: int
+    filled: int = 0
+    """How many pages have arrived, the first ones."""
+    fetched: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By tier: pages, and the seconds they took."""
+    running: bool = False
+    """Whether a thread is at it."""
+    ended: float = 0.0
+    """When the last one arrived."""
+
+
+class Loads:
+    """`begin`, `take`, `forget` and `wait` are called by the engine's loop; the pages are fetched in threads."""
+
+    def __init__(self, tiers: SequenceOf[Tier], mover: PageMover, pool: BlockPool, promote: Promote) -> None:
+        """`promote`: called in the threads with a page that was found below the first tier."""
+        self._promote = promote
+        self._tiers = tiers
+        self._mover = mover
+        self._pool = pool
+        self._open: list[Load] = []
+        self._overdue: list[Load] = []
+        """Nobody waits for these any more; their pages are theirs until they end."""
+        self._coming: dict[bytes, Load] = {}
+        self._done: deque[Load] = deque()
+        self._news = threading.Event()
+        self._threads = ThreadPoolExecutor(_THREADS, "kv-fetch")
+
+    @property
+    def busy(self) -> bool:
+        """Whether pages are on their way that are worth waiting for."""
+        return bool(self._open)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._open or self._overdue)
+
+    def join(self, seq: Sequence, digest: bytes) -> bool:
+        """Let a sequence wait for a page that is coming already; False: it is not."""
+        if (load := self._coming.get(digest)) is None:
+            return False
+        load.seqs.append(seq)
+        seq.status = Status.LOADING
+        return True
+
+    def begin(
+        self,
+        seq: Sequence,
+        cached: list[int],
+        digests: list[SequenceOf[bytes]],
+        tiers: list[str],
+        generation: int,
+    ) -> None:
+        """Fetch the pages of these hashes, that come after `cached`, for a sequence. The pool must have room."""
+        self._pool.share(cached)
+        pages = self._pool.allocate(len(digests))
+        self._mover.claim(pages)
+        load = Load([seq], cached, pages, digests, tiers, monotonic(), generation)
+        self._open.append(load)
+        self._coming |= {pieces[-1]: load for pieces in digests}
+        seq.status = Status.LOADING
+        self._threads.submit(self._fetch, load)
+
+    def take(self, now: float) -> tuple[list[Load], list[tuple[Load, list[Sequence]]]]:
+        """The loads that have ended since the last call, each of which the caller ends by `release`; and those that
+        take too long, each with the sequences that wait for it no longer."""
+        self._news.clear()
+        ended = []
+        while self._done:
+            load = self._done.popleft()
+            (self._open if load in self._open else self._overdue).remove(load)
+            ended.append(load)
+        overdue = [load for load in self._open if now - load.began > PATIENCE]
+        late = []
+        for load in overdue:
+            self._open.remove(load)
+            self._overdue.append(load)
+            late.append((load, load.seqs))
+            load.seqs = []
+        for load in [*ended, *overdue]:
+            for pieces in load.digests:
+                if self._coming.get(pieces[-1]) is load:
+                    del self._coming[pieces[-1]]
+        for seqs in [*(load.seqs for load in ended), *(seqs for _, seqs in late)]:
+            for seq in seqs:
+                seq.status = Status.WAITING
+        return ended, late
+
+    def release(self, load: Load) -> None:
+        """Its pages are the cache's now."""
+        self._pool.release(load.cached + load.pages)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence has ended; what it waited for still arrives."""
+        for load in self._open:
+            if seq in load.seqs:
+                load.seqs.remove(seq)
+
+    def wait(self) -> None:
+        self._news.wait(_NAP)
+
+    def close(self) -> None:
+        """Let the threads end after the page that each is at; waits for them, but not for ever."""
+        for load in self._open:
+            load.seqs = []
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        until = monotonic() + PATIENCE
+        while any(not load.ended for load in self._open if load.running) and monotonic() < until:
+            self._news.clear()
+            self._news.wait(_NAP)
+
+    def _fetch(self, load: Load) -> None:
+        """In a thread."""
+        load.running = True
+        try:
+            for page, pieces in zip(load.pages, load.digests, strict=True):
+                if not load.seqs or not self._fill(load, page, pieces[-1]):
+                    break
+        except Exception:  # whatever it is, the sequence computes what is missing
+            log.exception("KV pages cannot be copied to the device")
+        load.ended = monotonic()
+        self._done.append(load)
+        self._news.set()
+
+    def _fill(self, load: Load, page: int, digest: bytes) -> bool:
+        """Fetch a page from the first tier that has it; False: none has."""
+        for index, tier in enumerate(self._tiers):
+            began = monotonic()
+            found = tier.fetch(digest)
+            if found is None or len(found) != self._mover.page_bytes:
+                continue
+            self._mover.write(page, found)
+            pages, seconds = load.fetched.get(tier.name, (0, 0.0))
+            load.fetched[tier.name] = (pages + 1, seconds + monotonic() - began)
+            load.filled += 1
+            if index:
+                self._promote(digest, found, self._tiers[:index], load.generation)
+            return True
+        return False

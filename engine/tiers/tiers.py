@@ -1,0 +1,210 @@
+"""What the scheduler knows of the tiers below the device's prefix cache: pages go there when sequences leave, and come
+back when a prefix is wanted again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
+from time import monotonic
+
+from quire.engine.batch import Fetched
+from quire.engine.blocks import BlockPool
+from quire.engine.executor import PageMover
+from quire.engine.sequence import Sequence
+from quire.engine.tiers.bounded import Bounded
+from quire.engine.tiers.costs import Costs
+from quire.engine.tiers.loads import Load, Loads
+from quire.engine.tiers.prefix_cache import PrefixCache
+from quire.engine.tiers.tier import Tier
+from quire.engine.tiers.writer import Writer
+from quire.engine.types import TierStats
+
+Size = Callable[[], tuple[int, int]]
+"""Pages, and bytes, that a tier has."""
+
+
+class NoTiers:
+    """Pages that leave the device are gone."""
+
+    room = ""
+    """How much each tier holds, for the log."""
+    load_seconds = 0.0
+    """How long sequences waited for pages, in all."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether some sequence waits for pages."""
+        return False
+
+    @property
+    def lost(self) -> int:
+        """Pages that no tier kept, for they came too fast."""
+        return 0
+
+    def serve(self, pool: BlockPool, prefixes: PrefixCache) -> None:
+        """Called once, by the scheduler whose pages these are."""
+
+    def keep(self, seq: Sequence) -> None:
+        """A sequence is about to give back its pages."""
+
+    def load(self, seq: Sequence, cached: list[int]) -> bool:
+        """Whether a sequence, of whose prefix the device has `cached`, is to wait for more of it: it is in no queue
+        until `arrived` returns it. The pool has pages for all its tokens."""
+        return False
+
+    def arrived(self) -> SequenceOf[Sequence]:
+        """The sequences that need not wait any more."""
+        return ()
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence has ended; it may have waited for pages."""
+
+    def wait(self) -> None:
+        """Wait a little for pages; while there is nothing to compute."""
+
+    def take_fetched(self) -> list[Fetched]:
+        """What came back since the last call."""
+        return []
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long."""
+
+    def reset(self) -> None:
+        """Forget all pages."""
+
+    def stats(self) -> list[TierStats]:
+        return []
+
+    def close(self) -> None:
+        """End the threads; what is on its way to a tier is put there first."""
+
+
+class Tiers(NoTiers):
+    """Tiers, the nearest first: each page goes to all of them, and comes back from the first that has it."""
+
+    def __init__(
+        self,
+        tiers: SequenceOf[Tier],
+        mover: PageMover,
+        costs: Costs,
+        sizes: Mapping[str, Size] | None = None,
+        room: str = "",
+    ) -> None:
+        """`sizes`: of those that have one, by name."""
+        self.costs = costs
+        self.room = room
+        self._tiers = tiers
+        self._mover = mover
+        self._sizes = sizes or {}
+        self._writer = Writer(tiers, mover)
+        self._unlucky: set[str] = set()
+        """Requests for which not all came that was to come: they compute the rest."""
+        self._fetched: list[Fetched] = []
+        self._counts = {tier.name: (0, 0.0) for tier in tiers}
+        """By tier: pages fetched, and the seconds they took."""
+
+    def serve(self, pool: BlockPool, prefixes: PrefixCache) -> None:
+        self._prefixes = prefixes
+        self._pool = pool
+        self._loads = Loads(self._tiers, self._mover, pool, self._writer.promote)
+        pool.before_reuse = self._writer.secure
+
+    @property
+    def busy(self) -> bool:
+        return self._loads.busy
+
+    @property
+    def lost(self) -> int:
+        return self._writer.lost
+
+    def keep(self, seq: Sequence) -> None:
+        self._unlucky.discard(seq.request.id)
+        self._writer.keep(self._prefixes.full_pages(seq))
+
+    def load(self, seq: Sequence, cached: list[int]) -> bool:
+        wanted = self._prefixes.piece_digests(seq)[len(cached) :]
+        if not wanted or seq.request.id in self._unlucky:
+            return False
+        if self._loads.join(seq, wanted[0][-1]):
+            return True
+        found = []
+        for pieces in wanted:
+            tier = next((tier.name for tier in self._tiers if tier.lookup(pieces[-1])), None)
+            if tier is None:
+                break
+            found.append(tier)
+        count = self.costs.worthwhile(found)
+        if count:
+            self._loads.begin(seq, cached, wanted[:count], found[:count], self._writer.generation)
+        return count > 0
+
+    def arrived(self) -> SequenceOf[Sequence]:
+        if not self._loads.pending:
+            return ()
+        now, found = monotonic(), list[Sequence]()
+        ended, late = self._loads.take(now)
+        for load, seqs in late:
+            self.costs.fetched(load.tiers[min(load.filled, len(load.tiers) - 1)], 1, now - load.began)
+            self.load_seconds += len(seqs) * (now - load.began)
+            self._unlucky |= {seq.request.id for seq in seqs}
+            found += seqs
+        for load in ended:
+            self._learn(load)
+            if load.generation == self._writer.generation:
+                for page, pieces in zip(load.pages[: load.filled], load.digests, strict=False):
+                    for digest in pieces:
+                        self._pool.register(page, digest)
+            if load.filled < len(load.pages):
+                self._unlucky |= {seq.request.id for seq in load.seqs}
+            found += load.seqs
+            self._loads.release(load)
+        return found
+
+    def _learn(self, load: Load) -> None:
+        """Count what a load brought, and what it cost."""
+        size = self._prefixes.block_size
+        for tier, (pages, seconds) in load.fetched.items():
+            before = self._counts[tier]
+            self._counts[tier] = (before[0] + pages, before[1] + seconds)
+            self.costs.fetched(tier, pages, seconds)
+            for seq in load.seqs:
+                self._fetched.append(Fetched(seq.request.id, tier, pages * size, load.began, load.ended))
+        self.load_seconds += len(load.seqs) * (load.ended - load.began)
+
+    def forget(self, seq: Sequence) -> None:
+        self._unlucky.discard(seq.request.id)
+        self._loads.forget(seq)
+
+    def wait(self) -> None:
+        self._loads.wait()
+
+    def take_fetched(self) -> list[Fetched]:
+        fetched, self._fetched = self._fetched, []
+        return fetched
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        self.costs.computed(tokens, seconds)
+
+    def reset(self) -> None:
+        self._writer.reset()
+
+    def stats(self) -> list[TierStats]:
+        found = []
+        for tier in self._tiers:
+            fetched, seconds = self._counts[tier.name]
+            stored, size, each = self._writer.stored[tier.name], self._prefixes.block_size, self._mover.page_bytes
+            held = self._sizes[tier.name]() if tier.name in self._sizes else (0, 0)
+            off = isinstance(tier, Bounded) and tier.off
+            found.append(
+                TierStats(
+                    tier.name, *held, fetched, fetched * size, fetched * each, seconds, stored, stored * each, off
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        self._loads.close()
+        self._writer.close()
+        for tier in self._tiers:
+            if isinstance(tier, Bounded):
+                tier.close()

@@ -1,0 +1,54 @@
+"""What a step costs by the number of its tokens, measured before the engine is ready."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from quire.engine.batch import Admission, Batch, Row
+from quire.engine.checkpoint.kv_plan import KVPlan
+from quire.engine.config import EngineConfig
+from quire.engine.executor import Executor
+from quire.engine.types import SamplingParams
+
+TOKENS = (1, 2, 4, 6, 8, 16, 32, 64)
+CONTEXT = 128
+"""Tokens of the sequence, or of each, that the measured steps go on with."""
+_ROUNDS = (3, 32)
+"""At least, and at most,"""
+_SECONDS = 0.1
+"""and no further one after this time."""
+
+
+def measure_costs(executor: Executor, plan: KVPlan, config: EngineConfig) -> list[tuple[int, float]]:
+    """(tokens, seconds) of steps with a pick after each token, as guesses make them; empty where nobody was asked to
+    guess. It writes to the first pages, which nobody uses yet."""
+    if config.speculative_config is None or config.speculative_config.method == "none":
+        return []
+    length = min(CONTEXT, plan.max_model_len, plan.block_size * plan.num_blocks)
+    pages, params = list(range(-(-length // plan.block_size) * len(plan.windows))), SamplingParams(max_tokens=1)
+    widest = min(1 + config.speculative_config.num_speculative_tokens, length)
+
+    def step(count: int) -> None:
+        rows, admissions = [], []
+        for slot in range(-(-count // widest)):
+            width = min(widest, count - slot * widest)
+            rows.append(Row(str(slot), slot, length - width, width, pages, sample=True, draft_ids=[0] * (width - 1)))
+            admissions.append(Admission(slot, [0] * length, length, params, seed=0))
+        executor.launch(Batch(rows, admissions)).result()
+
+    return measured(step, [count for count in TOKENS if count <= widest * config.max_num_seqs])
+
+
+def measured(step: Callable[[int], object], counts: Sequence[int] = TOKENS) -> list[tuple[int, float]]:
+    """(tokens, seconds) of `step`, called with numbers of tokens, at least two of them: the best of some rounds."""
+    best, began, rounds = dict.fromkeys(counts, float("inf")), time.perf_counter(), 0
+    while rounds < _ROUNDS[0] or (rounds < _ROUNDS[1] and time.perf_counter() - began < _SECONDS):
+        # All in every round: what disturbs for a moment must not disturb all that is measured of one number.
+        for count in counts:
+            before = time.perf_counter()
+            step(count)
+            best[count] = min(best[count], time.perf_counter() - before)
+        rounds += 1
+    # More tokens never cost less; what says so is noise.
+    return [(count, min(best[more] for more in counts if more >= count)) for count in counts]

@@ -1,0 +1,232 @@
+"""What computes a model: device, type, backend, and how decodes become graphs; and where a GPU's kernels are kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from quire.engine.checkpoint.families import WITH_EXPERTS
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import DecoderSpec
+from quire.engine.worker.graphs import CudaCapture
+from quire.kernels.backend import Backend
+from quire.kernels.probe import Capture, Probe
+from quire.kernels.select import select_backend
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_LEAST_DRIVER = {"12": "525", "13": "580"}
+"""By the major version of CUDA: the oldest driver for it, from NVIDIA's table of CUDA's minor version compatibility."""
+_CACHE = "TRITON_CACHE_DIR"
+_ONEDNN_ISA = "AVX512_CORE_BF16"
+"""With AMX, oneDNN's bfloat16 products of a row depend on the number of rows (seen from 12 to 32). Where our own
+kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product."""
+
+
+def set_up_cpu(config: EngineConfig) -> None:
+    """Threads, of which each rank gets an equal part; and the instructions that PyTorch's own products may use."""
+    ranks = config.tensor_parallel_size
+    if config.threads is not None or ranks > 1:
+        torch.set_num_threads(max((config.threads or torch.get_num_threads()) // ranks, 1))
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ONEDNN_ISA)
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """Raises ConfigError where a GPU cannot be used that was asked for, or that has a driver and so ought to be."""
+    if config.device == "cpu" or torch.cuda.is_available():
+        return check_replicas(config, torch.device("cuda" if config.device == "auto" else config.device))
+    driver = nvidia_driver()
+    if driver is not None:
+        raise ConfigError(f"device: {_unusable(driver)}; --device cpu serves without it", param="device")
+    if config.device == "cuda":
+        raise ConfigError("device: cuda was asked for, but torch finds no NVIDIA GPU", param="device")
+    return torch.device("cpu")
+
+
+def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
+    """The device. Raises ConfigError for replicas on a GPU."""
+    if device.type != "cpu" and config.data_parallel_size > 1:
+        raise ConfigError(
+            "data_parallel_size: replicas are served on CPUs alone so far: --device cpu, or a server for each GPU",
+            param="data_parallel_size",
+        )
+    return device
+
+
+def check_device(device: torch.device, model: ModelConfig) -> torch.device:
+    """The device. Raises ConfigError for a model that is not served there."""
+    if device.type != "cpu" and model.model_type in WITH_EXPERTS:
+        raise ConfigError(
+            f"device: mixtures of experts ({model.model_type}) are served on CPUs alone so far: --device cpu",
+            param="device",
+        )
+    return device
+
+
+def nvidia_driver(root: Path = Path("/")) -> str | None:
+    """The version of the NVIDIA driver that is loaded, "of unknown version" if it does not say; None: there is none, or
+    CUDA_VISIBLE_DEVICES hides every GPU."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+        if (found := re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", text)) is not None:
+            return found[1]
+    except OSError:
+        pass
+    if (tool := shutil.which("nvidia-smi")) is not None:
+        command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+            return done.stdout.strip().splitlines()[0]
+        except (OSError, subprocess.SubprocessError, IndexError):
+            pass  # a tool without a driver
+    return "of unknown version" if (root / "dev/nvidia0").exists() else None
+
+
+def _unusable(driver: str, root: Path = Path("/")) -> str:
+    """Why PyTorch cannot use the GPU of this driver, and what would help."""
+    built = torch.version.cuda
+    here = f"an NVIDIA driver ({driver}) is loaded"
+    if built is None:
+        return f"{here}, but PyTorch {torch.__version__} was built without CUDA: install a build of it with CUDA"
+    least = _LEAST_DRIVER.get(built.split(".")[0])
+    but = f"{here}, but PyTorch {torch.__version__}, built for CUDA {built}, cannot use it"
+    if not (root / "dev/nvidia0").exists() and not (root / "dev/dxg").exists():
+        return f"{but}, for there is no /dev/nvidia0: start a container with --gpus all"
+    try:
+        torch.cuda.init()
+        said = "no device"
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).strip().splitlines()[0]
+    needs = "" if least is None else f"; CUDA {built} needs driver {least} or later, or a PyTorch for an older CUDA"
+    return f"{but} ({said}){needs}"
+
+
+def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> tuple[torch.dtype, str | None]:
+    """The type asked for, or the checkpoint's; and a note where auto makes another of it.
+
+    CPUs compute float16 poorly; GPUs from Ampere on compute bfloat16 many times as fast as float32, and their fast
+    attention takes nothing wider.
+    """
+    name = config.dtype if config.dtype != "auto" else model.dtype
+    note = None
+    if config.dtype == "auto" and _better_bfloat16(name, device):
+        note, name = f"bfloat16 of the checkpoint's {name}; --dtype {name} keeps it", "bfloat16"
+    if name not in _DTYPES:
+        known = ", ".join(_DTYPES)
+        raise ConfigError(f"dtype: the checkpoint's {name!r} is not supported; choose one of {known}", param="dtype")
+    return _DTYPES[name], note
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """What pages hold; `dtype`: the model's."""
+    return {"auto": dtype, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float8_e4m3fn)
+
+
+def _better_bfloat16(name: str, device: torch.device) -> bool:
+    if device.type == "cpu":
+        return name == "float16"
+    return name == "float32" and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What computes a model."""
+
+    spec: DecoderSpec
+    device: torch.device
+    dtype: torch.dtype
+    changed: str | None
+    """Why it is not the checkpoint's type, where it is not."""
+    backend: Backend
+    why: str
+    """Why it is this backend."""
+
+
+def choose(config: EngineConfig, model_config: ModelConfig) -> Chosen:
+    """Raises ConfigError where nothing can serve the model as it is configured."""
+    device = check_device(choose_device(config), model_config)
+    dtype, changed = choose_dtype(config, model_config, device)
+    spec = decoder_spec(model_config)
+    return Chosen(spec, device, dtype, changed, *choose_backend(config, device, dtype, spec))
+
+
+def choose_backend(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec
+) -> tuple[Backend, str]:
+    """The backend and why it is this one. Raises ConfigError for one that cannot serve, and for --deterministic where
+    that cannot be promised: on a GPU without Triton, and where a CPU has but plain PyTorch's products."""
+    deterministic = config.deterministic and device.type == "cuda"
+    if deterministic and find_spec("triton") is None:
+        raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
+    wanted = (dtype, spec.head_dim, config.attention_backend, spec.softcap is not None)
+    try:
+        trials = choose_trials(config, device, dtype, spec)
+        held = kv_dtype(config, dtype)
+        backend, why = select_backend(device, *wanted, deterministic=deterministic, kv_dtype=held, trials=trials)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
+    if config.deterministic and not backend.keeps_rows_apart(device, dtype):
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"deterministic: PyTorch's {name} products on this CPU may depend on the batch: use another --dtype",
+            param="deterministic",
+        )
+    return backend, f"{why}; deterministic" if deterministic else why
+
+
+def choose_trials(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec
+) -> list[Callable[[Backend], str | None]]:
+    """What a backend must compute on a GPU before it is chosen: with its decodes in a CUDA graph, if need be without.
+    On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
+    if device.type != "cuda":
+        return []
+    windowed = any(window is not None for window in spec.windows)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    eager = Probe(device, dtype, *heads, spec.softcap, kv_dtype=kv_dtype(config, dtype), windowed=windowed)
+    return [eager] if config.enforce_eager else [replace(eager, capture=CudaCapture(device)), eager]
+
+
+def choose_capture(config: EngineConfig, backend: Backend, device: torch.device) -> Capture | None:
+    """What captures decode steps as graphs; None: nothing does. The reference's attention reads lengths on the host,
+    which no graph can hold."""
+    able = device.type == "cuda" and backend.name != "reference"
+    return CudaCapture(device) if able and not config.enforce_eager else None
+
+
+def keep_kernels() -> str | None:
+    """See to it that Triton can keep what it compiles: where its folder cannot be written, in one of this user's in the
+    temporary folder. Returns a note if it came to that. Triton reads the variable when it first compiles."""
+    wanted = Path(os.environ.get(_CACHE) or os.path.expanduser("~/.triton/cache"))
+    if (reason := _cannot_write(wanted)) is None:
+        return None
+    uid = os.getuid()
+    own = Path(tempfile.gettempdir()) / f"quire-triton-{uid}"
+    if (failed := _cannot_write(own)) is not None or own.stat().st_uid != uid:
+        whose = failed or "it is another user's"
+        raise ConfigError(f"Triton's kernels cannot be kept: {wanted} ({reason}), nor {own} ({whose}); set {_CACHE}")
+    os.environ[_CACHE] = str(own)
+    return f"Triton's kernels are kept in {own}, for uid {uid} cannot write to {wanted} ({reason})"
+
+
+def _cannot_write(folder: Path) -> str | None:
+    """Why files cannot be made in the folder; it is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return (error.strerror or str(error)).lower()

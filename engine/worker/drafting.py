@@ -1,0 +1,36 @@
+"""What guesses tokens with weights of its own: a model or heads, loaded, and then started with their pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.config import EngineConfig
+from quire.engine.models.decoder import Decoder
+from quire.engine.worker.draft_runner import DraftRunner
+from quire.engine.worker.heads import Heads
+from quire.engine.worker.inputs import Slots
+from quire.engine.worker.loading.draft_head import LoadedHead, load_draft_head, start_heads
+from quire.engine.worker.loading.draft_model import DraftModel, DraftWorker, load_draft_model, start_draft_worker
+from quire.kernels.backend import Backend
+
+
+def load_drafting(
+    config: EngineConfig, served: ModelConfig, backend: Backend, progress: Callable[[], None], model: Decoder
+) -> DraftModel | LoadedHead | None:
+    """What guesses tokens with weights of its own, if something does. Raises ConfigError."""
+    if (speculative := config.speculative_config) is None:
+        return None
+    if speculative.hidden_states:
+        return load_draft_head(config, backend, model)
+    return load_draft_model(config, served, backend, progress, model)
+
+
+def start_drafting(
+    draft: DraftModel | LoadedHead | None, config: EngineConfig, model: Decoder, slots: Slots, num_blocks: int
+) -> tuple[DraftWorker[DraftRunner] | DraftWorker[Heads] | None, Heads | None]:
+    """The same with its pages; and the heads, where it is these, which the runner runs beside every step."""
+    if isinstance(draft, LoadedHead):
+        heads = start_heads(draft, config, model, slots, num_blocks)
+        return heads, heads.source
+    return None if draft is None else start_draft_worker(draft, config, num_blocks), None

@@ -1,0 +1,131 @@
+"""Starts the device half of an encoder: device, dtype, backend, weights, runner. It keeps no KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.kv_plan import KVPlan
+from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.config import EngineConfig
+from quire.engine.encoders import encoder_spec
+from quire.engine.encoders.encoder import Encoder
+from quire.engine.encoders.runner import EncoderRunner
+from quire.engine.errors import ConfigError
+from quire.engine.layers.pooling import Pooler, vector_head
+from quire.engine.layers.schemes import Unquantized
+from quire.engine.worker.device import choose_device, choose_dtype
+from quire.engine.worker.loading.check import Checkpoint
+from quire.engine.worker.loading.loader import Tensors, safetensors_stream
+from quire.engine.worker.loading.model import check_files, fill
+from quire.engine.worker.memory import explained
+from quire.engine.worker.startup import Worker, grammar_compiler
+from quire.kernels.backend import Backend
+from quire.kernels.reference import Reference
+from quire.kernels.select import select_backend
+
+_MOST_TOKENS = 2**17
+"""No encoder was trained for longer prompts: tables with a row for each position do not grow with what config.json
+claims."""
+
+
+def start_encoder(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    progress: Callable[[], None],
+    tensors: Tensors | None = None,
+    on_rank_end: Callable[[int], None] | None = None,
+) -> Worker:
+    """Load the model at `path`, with `tensors` for weights if there are any. Raises ConfigError, naming the key at
+    fault. `progress` is called after every layer."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    device = choose_device(config)
+    dtype, changed = choose_dtype(config, model_config, device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    stored = stored_at(config)
+    check_files(config, device, dtype, None if tensors is not None else stored)
+    pooling, tasks = read_tasks(path, model_config, config)
+    refuse(config)
+    spec = encoder_spec(model_config)
+    length = context_of(config, model_config, spec.longest, pooling.max_length)
+    backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
+    if config.deterministic and not backend.keeps_rows_apart(device, dtype):
+        raise ConfigError(f"deterministic: not promised for encoders in {dtype_name} here", param="deterministic")
+    with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
+        scheme = Unquantized(backend, dtype)
+        model = Encoder(spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, progress=progress)
+        head = vector_head(pooling, backend, spec.classifier, spec.hidden_size)
+        table = model.parameters() | head.parameters()
+        checkpoint = Checkpoint(table, tuple(each.folder for each in pooling.dense), spec.unused)
+        stream = safetensors_stream(stored) if tensors is None else iter(tensors)
+        weight_bytes = fill(checkpoint, config, device, stream, None if tensors is not None else stored)
+    pooler = Pooler(pooling, head, config.max_num_seqs, spec.hidden_size, device)
+    return Worker(
+        runner=EncoderRunner(model, pooler, backend.block_size),
+        plan=no_pages(length, config.max_num_seqs),
+        device=str(device),
+        dtype=dtype_name,
+        backend=f"{backend.name} ({why})",
+        deterministic=backend.keeps_rows_apart(device, dtype),
+        weight_bytes=weight_bytes,
+        steps_ahead=0,
+        tasks=tasks,
+        pooling=pooling,
+        whole_prompts=True,
+        notes=[] if changed is None else [changed],
+        quantization="",
+        step_costs=[],
+        draft=None,
+        adapters=None,
+        checkpoint=checkpoint.bare(),
+        compiler=lambda: grammar_compiler(config, path, model_config),
+    )
+
+
+def refuse(config: EngineConfig) -> None:
+    """Raise ConfigError for what decoders alone can have."""
+    for name, asked, why in (
+        ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
+        ("enable_lora", config.enable_lora, "encoders have no adapters"),
+        ("quantization", config.quantization is not None, "encoders are not quantized"),
+        ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),
+        ("quantize_embedding", config.quantize_embedding, "encoders are not quantized"),
+    ):
+        if asked:
+            raise ConfigError(f"{name}: {why}", param=name)
+
+
+def context_of(config: EngineConfig, model: ModelConfig, longest: int | None, trained: int | None) -> int:
+    """Tokens of the longest prompt: what is asked for, or what the model was trained for. Raises ConfigError."""
+    most = min(each for each in (model.max_position, longest, _MOST_TOKENS) if each is not None)
+    if config.max_model_len is not None and config.max_model_len > most:
+        wrong = f"max_model_len: {config.max_model_len} exceeds the model's {most} positions"
+        raise ConfigError(wrong, param="max_model_len")
+    return config.max_model_len or min(most, trained or most)
+
+
+def choose_encoder_backend(
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, head_dim: int
+) -> tuple[Backend, str]:
+    """The backend and why it is this one. On a GPU only plain PyTorch lets a token see what comes after it so far."""
+    wanted = config.attention_backend
+    if device.type == "cuda":
+        if wanted not in ("auto", "reference"):
+            wrong = f"attention_backend: {wanted} does not serve encoders; reference does"
+            raise ConfigError(wrong, param="attention_backend")
+        return Reference(), "encoders on a GPU run on plain PyTorch"
+    try:
+        return select_backend(device, dtype, head_dim, wanted, False)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
+
+
+def no_pages(max_model_len: int, max_num_seqs: int) -> KVPlan:
+    """A place for each sequence, which takes no memory: nothing of a prompt outlives its step."""
+    arithmetic = f"no KV: an encoder reads each prompt at once; up to {max_model_len:,} tokens"
+    return KVPlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic)

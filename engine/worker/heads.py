@@ -1,0 +1,188 @@
+"""Runs the heads that guess tokens from hidden states: beside every step, to follow what the model computes, and
+between steps, to guess. They share the runner's slots: token ids, and how each request's tokens are picked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.batch import Admission, Batch, DraftRow
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.heads.head import DraftHead
+from quire.engine.worker.costs import CONTEXT, measured
+from quire.engine.worker.inputs import ForwardInputs, Picks, Slots
+from quire.engine.worker.memory import layers_of, prompts
+from quire.engine.worker.sampling.device_sampler import choose_sampler
+from quire.engine.worker.sampling.sampling_rules import SamplingRow
+from quire.engine.worker.transfer import Download, upload
+from quire.kernels.backend import AttentionMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """What a step computed of R picks."""
+
+    before_picks: Tensor  # [R, hidden]
+    every: Tensor | None = None  # [T, hidden], of all tokens, where a head reads these
+    tapped: Sequence[Tensor] = ()
+    """[T, hidden] each: what goes into the layers that a head reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The states that a slot has."""
+
+    owner: Admission
+    first: int
+    """How many tokens there were at the first of the last step's picks."""
+    count: int
+
+
+class Heads:
+    def __init__(self, head: DraftHead, decoder: Decoder, pages: Sequence[Tensor], slots: Slots, most: int) -> None:
+        """`pages`: what allocate_pages made for the head. `most`: tokens of a row that are guessed."""
+        self.head = head
+        self.pages = pages
+        self._slots = slots
+        self._most = min(most, head.most or most)
+        self._kv_cache = layers_of(head, pages) if pages else []
+        self._reads_all = head.reads_all
+        self._argmax = decoder.argmax
+        self._vocab_size = decoder.spec.vocab_size
+        self._sample = choose_sampler(slots.device, decoder.argmax, decoder.draw)
+        self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
+        shape = (len(slots.owners), 1 + most, decoder.spec.hidden_size)
+        self._states = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
+        """Of each slot, at the places before its last picks."""
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def reads_all(self) -> bool:
+        return self._reads_all
+
+    def follow(self, batch: Batch, picks: Picks, found: HiddenStates, inputs: ForwardInputs | None) -> None:
+        """Take in what a step computed, once its picks are written to the slots."""
+        slots = self._slots
+        if self._reads_all:
+            inputs = inputs or slots.build(batch)
+            at = inputs.metadata.positions
+            # Behind a row's drafts is what was picked there; behind a row without a pick may be anything.
+            following = slots.token_ids[inputs.owners, at + 1].clamp_(0, self._vocab_size - 1)
+            assert found.every is not None
+            states = self.head.observe(following, found.every, found.tapped, inputs.metadata, self._kv_cache)
+            states = states[inputs.sampled]
+        else:
+            states = self.head.observe(picks.slots_there, found.before_picks, (), None, [])
+        firsts = np.array([row.start + row.count - len(row.draft_ids) for row in picks.rows], dtype=np.int64)
+        (places,) = upload([picks.positions - firsts], slots.device)
+        self._states[picks.slots_there, places] = states
+        for row, first in zip(picks.rows, firsts.tolist(), strict=True):
+            owner = slots.owners[row.slot]
+            assert owner is not None
+            self._kept[row.slot] = _Kept(owner.admission, first, 1 + len(row.draft_ids))
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[DraftRow]) -> list[list[int]]:
+        """Guesses for each of the rows, as many as it asks for; none where its last step was too long ago."""
+        found: list[list[int]] = [[] for _ in rows]
+        able = [index for index, row in enumerate(rows) if row.count > 0 and self._place(row) is not None]
+        if not able:
+            return found
+        able.sort(key=lambda index: -rows[index].count)  # those that go on longest come first
+        for tokens in self._guess([rows[index] for index in able]).wait():
+            for index, token in zip(able, tokens.tolist(), strict=False):
+                found[index].append(token)
+        return found
+
+    def _place(self, row: DraftRow) -> int | None:
+        """Where the slot keeps the state before the last known token; None: it has none."""
+        kept, owner = self._kept.get(row.slot), self._slots.owners[row.slot]
+        if kept is None or owner is None or owner.admission is not kept.owner:
+            return None
+        place = row.known - 1 - kept.first
+        return place if 0 <= place < kept.count else None
+
+    def _guess(self, rows: list[DraftRow]) -> Download:
+        """The guesses of one place after the other; those of later ones are for the first rows alone."""
+        longest = max(len(row.blocks) for row in rows)
+        arrays: list[np.ndarray] = [
+            np.array([row.slot for row in rows], dtype=np.int64),
+            np.array([self._place(row) for row in rows], dtype=np.int64),
+            np.array([row.known for row in rows], dtype=np.int64),
+            np.array([[*row.blocks, *[0] * (longest - len(row.blocks))] for row in rows], dtype=np.int32),
+        ]
+        slots, places, known, table = upload(arrays, self._slots.device)
+        states, picked = self._states[slots, places], list[Tensor]()
+        most = min(rows[0].count, self._most)
+        for guessed in range(most):
+            left = sum(row.count > guessed for row in rows)
+            states, slots, known, table = states[:left], slots[:left], known[:left], table[:left]
+            tokens = self._pick(states, rows[:left], guessed)
+            self._slots.token_ids[slots, known + guessed] = tokens.to(torch.int32)
+            picked.append(tokens)
+            if guessed + 1 < most:
+                end = max(row.known for row in rows[:left]) + guessed
+                metadata = self._metadata(known - 1 + guessed, table, end)
+                states = self.head.advance(tokens.to(torch.int32), states, metadata, self._kv_cache)
+        return Download(picked, self._downloads)
+
+    def _pick(self, states: Tensor, rows: list[DraftRow], guessed: int) -> Tensor:
+        """A token after each of the states, by the request's own rules; its grammar is left out, as it would have to
+        follow guesses that may be wrong."""
+        sampling = []
+        for row in rows:
+            owner, table = self._slots.owners[row.slot], self._slots.token_ids
+            assert owner is not None
+            position, prompt = row.known + guessed, owner.admission.num_prompt
+            sampling.append(SamplingRow(owner.rules, owner.admission.seed, position, prompt, table, row.slot))
+        return self._sample(self.head.logits(states, guessed), sampling, None)
+
+    def _metadata(self, positions: Tensor, table: Tensor, longest: int) -> AttentionMetadata:
+        """Of one token for each of N sequences, at `positions` [N], with the pages of `table`."""
+        size, device = self._slots.block_size, self._slots.device
+        page = table.gather(1, (positions // size)[:, None]).squeeze(1)
+        contexts = (positions + 1).to(torch.int32)
+        return AttentionMetadata(
+            query_start=torch.arange(len(positions) + 1, dtype=torch.int32, device=device),
+            context_lens=contexts,
+            key_start=F.pad(contexts.cumsum(0, dtype=torch.int32), (1, 0)),
+            block_table=table,
+            positions=positions,
+            slots=page.long() * size + positions % size,
+            max_query_len=1,
+            max_context_len=longest,
+        )
+
+    @torch.inference_mode()
+    def measure_costs(self) -> list[tuple[int, float]]:
+        """(sequences, seconds) of one more guess for each; nobody uses the pages yet."""
+        size, device = self._slots.block_size, self._slots.device
+        length = size if not self.pages else min(CONTEXT, size * self.pages[0].shape[1])
+
+        def step(count: int) -> list[Tensor]:
+            states = torch.zeros((count, self._states.shape[2]), dtype=self._states.dtype, device=device)
+            ids = torch.zeros(count, dtype=torch.int32, device=device)
+            states = self.head.advance(ids, states, _decodes(count, length, size, device), self._kv_cache)
+            return Download([self._argmax(self.head.logits(states, 0))], self._downloads).wait()
+
+        return measured(step)
+
+
+def _decodes(count: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:
+    """A step of one token of each of so many sequences of `length` tokens, which all share their pages."""
+    whole = prompts(1, length, block_size, device)
+    return AttentionMetadata(
+        query_start=torch.arange(count + 1, dtype=torch.int32, device=device),
+        context_lens=torch.full((count,), length, dtype=torch.int32, device=device),
+        key_start=torch.arange(count + 1, dtype=torch.int32, device=device) * length,
+        block_table=whole.block_table.expand(count, -1).contiguous(),
+        positions=torch.full((count,), length - 1, device=device),
+        slots=whole.slots[-1:].expand(count).contiguous(),
+        max_query_len=1,
+        max_context_len=length,
+    )

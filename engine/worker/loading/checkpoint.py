@@ -1,0 +1,121 @@
+"""Opens a model's weights: the tensors as they come, and the scheme that makes linears of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from quire.engine.checkpoint.families import STACKED
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
+from quire.engine.checkpoint.quantization import is_aside, weight_formats
+from quire.engine.checkpoint.safetensors import read_tensor_headers
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.gguf.files import read_gguf
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.quantize import AtLoad, Int8Table
+from quire.engine.layers.schemes import Scheme, Unquantized
+from quire.engine.layers.schemes.formats import formats_of
+from quire.engine.layers.schemes.gguf import Gguf
+from quire.engine.layers.schemes.mixed import Mixed
+from quire.engine.worker.loading.experts import experts_apart
+from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_types
+from quire.engine.worker.loading.loader import Tensors, TensorStream, safetensors_stream
+from quire.kernels.backend import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    scheme: Scheme
+    stream: TensorStream
+    quantization: str = ""
+    """How they are stored in few bits, for people to read."""
+
+
+def open_weights(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    backend: Backend,
+    dtype: torch.dtype,
+    tensors: Tensors | None = None,
+) -> Weights:
+    """The weights at `path`, as resolve_model gives it, or `tensors` in their place. Dummy ones are quantized at load
+    alone. Raises ConfigError for a checkpoint that has few bits already and is to be quantized at load, and for tensors
+    in place of a GGUF file's.
+    """
+    given = model_config.raw.get("quantization_config") or {}
+    if tensors is not None and not path.is_dir():
+        raise ConfigError("model: tensors cannot take the place of a GGUF file's", param="model")
+    stored = _stored(path, model_config) if tensors is None else iter(tensors)
+    stream = as_linears(model_config, stored)
+    dummy = config.load_format == "dummy"
+    if config.quantization is not None and not dummy and given:
+        raise ConfigError("quantization: the checkpoint's weights are quantized already", param="quantization")
+    if config.quantize_embedding is not None and not dummy and given and not path.is_dir():
+        raise ConfigError("quantize_embedding: a GGUF file's embedding is held as stored", param="quantize_embedding")
+    if config.quantization is not None:
+        scheme: Scheme = AtLoad(backend, dtype, config.quantization)
+        weights = Weights(scheme, stream, f"{config.quantization} at load")
+    elif dummy or not given:
+        weights = Weights(Unquantized(backend, dtype), stream)
+    elif path.is_dir():
+        formats = weight_formats(given)
+        scheme = Mixed(backend, dtype, formats_of(formats, read_tensor_headers(path)))
+        needed = ((name, tensor) for name, tensor in stream if not is_aside(name))
+        return _with_table(config, Weights(scheme, needed, formats.said), backend, dtype)
+    else:
+        said = f"{given.get('fmt')}, {given.get('bits'):.3g} bits"
+        return _gguf(path, model_config, backend, dtype, said)
+    weights = _with_table(config, weights, backend, dtype)
+    held = "" if backend.keeps_bits else f", held in {str(dtype).removeprefix('torch.')} by this backend"
+    return replace(weights, quantization=weights.quantization and weights.quantization + held)
+
+
+def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
+    return safetensors_stream(path) if path.is_dir() else gguf_stream(read_gguf(path), model_config)
+
+
+def as_linears(model_config: ModelConfig, stream: TensorStream) -> TensorStream:
+    """The tensors of a checkpoint of this family, each that of one linear."""
+    return experts_apart(stream) if model_config.model_type in STACKED else stream
+
+
+def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype: torch.dtype) -> Weights:
+    """The weights, embedding and head in 8 bits where they are to be."""
+    said, in_8_bits = weights.quantization, int8_embedding(config.quantization, config.quantize_embedding)
+    if in_8_bits != int8_embedding(config.quantization, None):
+        said += f"{', ' if said else ''}embedding and head {'int8' if in_8_bits else 'whole'}"
+    scheme = Int8Table(weights.scheme, backend, dtype) if in_8_bits else weights.scheme
+    return replace(weights, scheme=scheme, quantization=said)
+
+
+def _gguf(path: Path, model_config: ModelConfig, backend: Backend, dtype: torch.dtype, said: str) -> Weights:
+    header = read_gguf(path)
+    types = linear_types(header, model_config)
+    stored = {name: Gguf(kind) for name, kind in types.items()}
+    scheme = Mixed(backend, dtype, stored.get, stored.get("model.embed_tokens"))
+    return Weights(scheme, gguf_stream(header, model_config), said)
+
+
+def held_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, loaded: int) -> int:
+    """Bytes of weights as they are held, where `loaded` were read."""
+    quantizes = config.quantization is not None or config.quantize_embedding
+    return quantized_bytes(table, config) if backend.keeps_bits and quantizes else loaded
+
+
+def quantized_bytes(table: ParameterTable, config: EngineConfig) -> int:
+    """Of all weights, as they are held after what is quantized at load."""
+    bits, in_8_bits = 0.0, int8_embedding(config.quantization, config.quantize_embedding)
+    for name, each in table.items():
+        held = 8.0 * each.dtype.itemsize
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            held = TABLE_BITS if in_8_bits else held
+        elif config.quantization is not None and len(each.shape) > 1:
+            held = QUANTIZED_BITS[config.quantization]
+        bits += math.prod(each.shape) * held
+    return round(bits / 8)

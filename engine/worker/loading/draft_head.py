@@ -1,0 +1,190 @@
+"""Heads that guess tokens from hidden states: their shape and weights, from the layouts in which they are published.
+
+EAGLE (https://github.com/SafeAILab/EAGLE): config.json, and the tensors of a few layers as in a Llama, or `midlayer`.
+Medusa (https://github.com/FasterDecoding/Medusa): medusa_lm_head, whose tensors say all; or as vLLM converts it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import HEAD_FILES, read_model_config, resolve_model
+from quire.engine.checkpoint.safetensors import weight_files
+from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.errors import ConfigError, ModelError, QuireError
+from quire.engine.folder import open_file
+from quire.engine.layers.quantize import AtLoad
+from quire.engine.layers.schemes import Scheme, Unquantized
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.heads.eagle import Eagle, Eagle3, EagleSpec
+from quire.engine.models.heads.head import DraftHead
+from quire.engine.models.heads.medusa import Medusa
+from quire.engine.worker.heads import Heads
+from quire.engine.worker.inputs import Slots
+from quire.engine.worker.loading.draft_model import DraftWorker, spare_pages
+from quire.engine.worker.loading.loader import load_weights, present, stored_tensors
+from quire.engine.worker.memory import allocate_pages
+from quire.kernels.backend import Backend
+
+_MEDUSA = "medusa_lm_head"
+_PICKLED = ("pytorch_model.bin", f"{_MEDUSA}.pt")
+_MOST_HEADS = 32
+_UNUSED = ("embed_tokens.weight", "t2d")
+"""A copy of the decoder's embedding, which it does not change; which of the decoder's tokens it can say."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHead:
+    paged: DraftHead
+    weight_bytes: int
+
+
+def start_heads(
+    loaded: LoadedHead, config: EngineConfig, decoder: Decoder, slots: Slots, num_blocks: int
+) -> DraftWorker[Heads]:
+    """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+    assert config.speculative_config is not None
+    spare = spare_pages(config, slots.block_size)
+    pages = allocate_pages(loaded.paged, num_blocks + spare * config.max_num_seqs)
+    heads = Heads(loaded.paged, decoder, pages, slots, config.speculative_config.num_speculative_tokens)
+    return DraftWorker(heads, spare, decoder.max_model_len, heads.measure_costs())
+
+
+def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedHead:
+    """The head that the configuration names, on the decoder's device and in its type; quantized where all weights are
+    quantized at load. Raises ConfigError for one that does not fit the decoder."""
+    speculative = config.speculative_config
+    assert speculative is not None
+    assert speculative.model is not None
+    scheme: Scheme = Unquantized(backend, decoder.dtype)
+    if config.quantization is not None:
+        scheme = AtLoad(backend, decoder.dtype, config.quantization)
+    try:
+        path = resolve_model(speculative.model, patterns=HEAD_FILES)
+        if not path.is_dir():
+            raise ModelError("model: a head is a folder with config.json and its weights")
+        tensors = read_tensors(path)
+        head = _head(speculative, path, tensors, scheme, decoder, backend)
+        with torch.inference_mode():
+            size = load_weights(head.parameters(), iter(tensors.items()), device=decoder.device)
+    except (QuireError, ValueError) as error:
+        raise ConfigError(f"speculative_config.model: {error}", param="speculative_config") from error
+    return LoadedHead(head, size)
+
+
+def _head(
+    speculative: SpeculativeConfig,
+    path: Path,
+    tensors: dict[str, Tensor],
+    scheme: Scheme,
+    decoder: Decoder,
+    backend: Backend,
+) -> DraftHead:
+    if speculative.method == "medusa":
+        heads, blocks = medusa_shape(tensors)
+        return Medusa(scheme, decoder, heads, blocks)
+    third = speculative.method == "eagle3"
+    spec = eagle_spec(path, tensors, decoder, third=third)
+    return (Eagle3 if third else Eagle)(spec, scheme, decoder, backend)
+
+
+def medusa_shape(tensors: dict[str, Tensor]) -> tuple[int, int]:
+    """(heads, linears of each before its last one)."""
+    places = [match for name in tensors if (match := re.fullmatch(r"(\d{1,4})\.(\d{1,4})(\..*)", name))]
+    heads = {int(match[1]) for match in places}
+    blocks = {int(match[2]) for match in places if match[3] == ".linear.weight"}
+    if not 0 < len(heads) <= _MOST_HEADS or len(blocks) > _MOST_HEADS:
+        raise ModelError(f"model: its tensors are those of {len(heads)} Medusa heads; 1 to {_MOST_HEADS} can be served")
+    return len(heads), len(blocks)
+
+
+def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, third: bool) -> EagleSpec:
+    model, served = read_model_config(path), decoder.spec
+    for what, own, theirs in (
+        ("hidden size", model.hidden_size, served.hidden_size),
+        ("vocabulary", model.vocab_size, served.vocab_size),
+    ):
+        if own != theirs:
+            raise ModelError(f"model: its {what} is {own}, the served model's {theirs}")
+    if (activation := model.raw.get("hidden_act")) not in (None, "silu"):
+        raise ModelError(f"model: hidden_act {activation!r} is not supported in a head")
+    third_only: dict[str, Any] = {}
+    if third:
+        third_only = {
+            "taps": _taps(model.raw.get("eagle_config") or {}, served.num_layers),
+            "norm_before_residual": bool(model.raw.get("norm_before_residual")),
+            "draft_vocab_size": model.raw.get("draft_vocab_size") or model.vocab_size,
+            "maps_tokens": "d2t" in tensors,
+        }
+    return EagleSpec(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        norm_eps=model.norm_eps,
+        rope=model.rope,
+        qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
+        fc_bias="fc.bias" in tensors,
+        **third_only,
+    )
+
+
+def _taps(given: Any, layers: int) -> tuple[int, ...]:
+    """The layers whose inputs EAGLE-3 reads: an early, a middle and a late one, or those that config.json names."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    if given.get("use_aux_hidden_state") is False:
+        raise ModelError("model: config.json: eagle_config: use_aux_hidden_state: false is not supported")
+    taps = tuple(given.get(name) or (2, layers // 2, layers - 3))
+    if list(taps) != sorted(set(taps)) or taps[-1] >= layers:
+        raise ModelError(f"model: config.json: eagle_config: {name}: {list(taps)} are no layers of the served {layers}")
+    return taps
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a head's folder but those that are not needed, by one name each in all layouts."""
+    found = {_name(name): tensor for name, tensor in _stored(path).items()}
+    blocks = len([name for name in found if re.fullmatch(r"0\.\d+\.linear\.weight", name)])
+    last = re.compile(r"lm_heads\.(\d+)\.weight")
+    return {
+        last.sub(lambda match: f"{match[1]}.{blocks}.weight", name): tensor
+        for name, tensor in found.items()
+        if name not in _UNUSED
+    }
+
+
+def _name(stored: str) -> str:
+    """EAGLE's tensors are published with and without the name of the module around them, and its one layer of the
+    third kind as `midlayer`; Medusa's as a list of lists, and by vLLM as `blocks` and `lm_heads`."""
+    name = re.sub(r"^(model|medusa_heads?)\.", "", stored)
+    name = re.sub(r"^midlayer\.", "layers.0.", name)
+    return re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"\1.\2.linear.", name)
+
+
+def _stored(path: Path) -> dict[str, Tensor]:
+    for files in (weight_files(path), [path / f"{_MEDUSA}.safetensors"]):
+        if files[0].is_file():
+            return {name: each for file in present(files) for name, each in stored_tensors(file)}
+    for name in _PICKLED:
+        if (opened := open_file(path / name)) is not None:
+            with opened as file:
+                return _unpickled(file, name)
+    raise ModelError(f"model: {path.name} lacks model.safetensors, {_MEDUSA}.safetensors, {' and '.join(_PICKLED)}")
+
+
+def _unpickled(file: Any, name: str) -> dict[str, Tensor]:
+    """PyTorch's own format, of which nothing but tensors is read."""
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a broken file raises nearly anything
+        raise ModelError(f"model: {name} cannot be read: {str(error).partition('.')[0][:200]}") from error
+    if not isinstance(content, dict) or not all(isinstance(each, Tensor) for each in content.values()):
+        raise ModelError(f"model: {name} does not hold tensors by name")
+    return content

@@ -1,0 +1,103 @@
+"""The smaller model that guesses what the served one will say: its weights, pages and executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from quire.engine.checkpoint.files import ModelConfig, read_model_config, resolve_model
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, QuireError
+from quire.engine.models import decoder_spec
+from quire.engine.models.decoder import Decoder
+from quire.engine.worker.device import check_device
+from quire.engine.worker.draft_runner import DraftRunner
+from quire.engine.worker.heads import Heads
+from quire.engine.worker.inputs import Slots
+from quire.engine.worker.loading.checkpoint import open_weights
+from quire.engine.worker.loading.loader import load_weights
+from quire.engine.worker.memory import allocate_pages
+from quire.kernels.backend import Backend
+from quire.kernels.select import select_backend
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A loaded model that drafts."""
+
+    paged: Decoder
+    backend: Backend
+    eos_token_ids: tuple[int, ...]
+    weight_bytes: int
+
+
+Source = TypeVar("Source", bound=DraftRunner | Heads, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWorker(Generic[Source]):
+    """What drafts with weights of its own, with its KV cache."""
+
+    source: Source
+    spare: int
+    """Pages of each slot beyond those that the sequences own."""
+    max_model_len: int
+    step_costs: list[tuple[int, float]]
+    """What one guess more costs, by the number of sequences."""
+
+
+def load_draft_model(
+    config: EngineConfig, served: ModelConfig, backend: Backend, progress: Callable[[], None], like: Decoder
+) -> DraftModel | None:
+    """The model that the configuration names; None: no model drafts. It gets the served one's device, type and kind of
+    backend. Raises ConfigError for one that cannot draft for it."""
+    speculative = config.speculative_config
+    if speculative is None or speculative.method != "draft_model" or speculative.model is None:
+        return None
+    try:
+        path = resolve_model(speculative.model)
+        model = read_model_config(path)
+        check_device(like.device, model)
+        if model.vocab_size != served.vocab_size:
+            raise ConfigError(f"its vocabulary has {model.vocab_size} tokens, the served model's {served.vocab_size}")
+        spec = decoder_spec(model)
+        wanted = (like.dtype, spec.head_dim, backend.name, spec.softcap is not None)
+        own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype)
+        length = min(like.max_model_len, model.max_position)
+        weights = open_weights(config, path, model, own, like.dtype)
+        decoder = Decoder(
+            spec,
+            own,
+            weights.scheme,
+            dtype=like.dtype,
+            device=like.device,
+            max_model_len=length,
+            progress=progress,
+            kv_dtype=like.kv_dtype,
+        )
+        with torch.inference_mode():
+            size = load_weights(decoder.parameters(), weights.stream, device=like.device)
+    except (QuireError, ValueError) as error:
+        raise ConfigError(f"speculative_config.model: {error}", param="speculative_config") from error
+    return DraftModel(decoder, own, model.eos_token_ids, size)
+
+
+def spare_pages(config: EngineConfig, block_size: int) -> int:
+    """Of each slot, for drafts beyond the pages of its sequence."""
+    assert config.speculative_config is not None
+    return 1 + -(-config.speculative_config.num_speculative_tokens // block_size)
+
+
+def start_draft_worker(draft: DraftModel, config: EngineConfig, num_blocks: int) -> DraftWorker[DraftRunner]:
+    """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
+    decoder, block_size = draft.paged, draft.backend.block_size
+    spare = spare_pages(config, block_size)
+    pages = allocate_pages(decoder, num_blocks + spare * config.max_num_seqs)
+    positions = decoder.max_model_len + spare * block_size
+    slots = Slots(config.max_num_seqs, positions, block_size, decoder.device)
+    runner = DraftRunner(decoder, pages, slots, draft.eos_token_ids)
+    costs = runner.measure_costs(num_blocks, decoder.max_model_len)
+    return DraftWorker(runner, spare, decoder.max_model_len, costs)

@@ -1,0 +1,44 @@
+"""gpt-oss' experts, of which its checkpoints hold all of a layer in one tensor, each as tensors of its own, named as in
+other families. MXFP4 becomes what compressed-tensors calls mxfp4-pack-quantized."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from quire.engine.worker.loading.loader import TensorStream
+
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)$")
+_NAMES = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
+_AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
+
+
+def experts_apart(stream: TensorStream) -> TensorStream:
+    """The tensors of the stream, those of stacked experts as views of them."""
+    for name, tensor in stream:
+        match = _STACKED.match(name)
+        if match is None or tensor.ndim != _AXES[match[3]]:
+            yield name, tensor
+            continue
+        for expert, own in enumerate(tensor):
+            prefix = f"{match[1]}.{expert}"
+            for linear, part in _linears(match[2], _rows(own, match[3])):
+                yield f"{prefix}.{linear}_proj.{_NAMES[match[3]]}", part
+
+
+def _rows(tensor: Tensor, kind: str) -> Tensor:
+    """One row for each output. Blocks are [outputs, groups, 16 bytes]; numbers are transposed."""
+    if kind == "_blocks":
+        return tensor.flatten(1)
+    return tensor.t() if kind == "" else tensor
+
+
+def _linears(name: str, rows: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The outputs of gate and up are in turns."""
+    if name == "down":
+        yield name, rows
+    else:
+        yield "gate", rows[::2]
+        yield "up", rows[1::2]

@@ -1,0 +1,78 @@
+"""Reads weights from GGUF files, one tensor at a time, as a checkpoint of the same family would have them: its names,
+its order of rows, its norms. What is stored in few bits stays as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
+from quire.engine.folder import open_file
+from quire.engine.gguf.config import PERMUTED
+from quire.engine.gguf.header import Header, StoredTensor
+from quire.engine.gguf.names import checkpoint_name
+from quire.engine.gguf.types import TensorType
+from quire.engine.layers.schemes.gguf import GROUPED
+from quire.engine.worker.loading.loader import TensorStream
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def linear_types(header: Header, config: ModelConfig) -> Mapping[str, TensorType]:
+    """The types of the weights of linears and the embedding, by their names in a checkpoint."""
+    named = {checkpoint_name(name, config.model_type): tensor.type for name, tensor in header.tensors.items()}
+    return {
+        name.removesuffix(".weight"): kind for name, kind in named.items() if name is not None and kind.name in GROUPED
+    }
+
+
+def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
+    """All tensors of a model's files."""
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.model_type in PERMUTED else {}
+    one = 1.0 if config.model_type.startswith("gemma") else 0.0
+    for stored_name, stored in header.tensors.items():
+        name = checkpoint_name(stored_name, config.model_type)
+        if name is None:
+            continue
+        rows = _read(stored_name, stored)
+        if name.endswith("norm.weight"):
+            yield name, rows.float() - one  # Gemma's files have what multiplies, not its offset from 1
+        else:
+            count = heads.get(name.split(".")[-2])
+            yield name, rows if count is None else unpermuted(name, rows, count)
+
+
+def unpermuted(name: str, rows: Tensor, heads: int) -> Tensor:
+    """The rows of queries or keys as rotations of halves need them: files have the two halves of each head in turns."""
+    if rows.shape[0] % (2 * heads):
+        raise ModelError(f"model: {name} has {rows.shape[0]} rows, which are not {heads} heads")
+    return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _read(name: str, stored: StoredTensor) -> Tensor:
+    """A tensor of the file's numbers; a quantized one as its bytes, [rows, bytes] uint8."""
+    file = open_file(stored.file)
+    content = bytearray(stored.nbytes)
+    read = 0
+    if file is not None:
+        with file:
+            read = _fill(file.fileno(), content, stored.offset)
+    if read < len(content):
+        raise ModelError(f"model: {stored.file.name}: {name}: the file ends before it does")
+    if stored.type.name in _FLOATS:
+        return torch.frombuffer(content, dtype=_FLOATS[stored.type.name]).view(stored.shape)
+    return torch.frombuffer(content, dtype=torch.uint8).view(*stored.shape[:-1], -1)
+
+
+def _fill(descriptor: int, content: bytearray, offset: int) -> int:
+    """Read into all of `content`, as far as the file goes. Returns the bytes read; one call reads 2 GiB at most."""
+    view, read = memoryview(content), 0
+    while read < len(content):
+        if (more := os.preadv(descriptor, [view[read:]], offset + read)) == 0:
+            break
+        read += more
+    return read

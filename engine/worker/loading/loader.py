@@ -1,0 +1,139 @@
+"""Reads weights from safetensors files, one tensor at a time, into a model's parameter table, or makes them up
+(--load-format dummy). Nothing is read twice, and no more than one tensor beyond the model is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quire.engine.checkpoint.safetensors import text_tensor, weight_files
+from quire.engine.errors import ModelError
+from quire.engine.layers.parameters import ParameterTable
+
+TensorStream = Iterator[tuple[str, Tensor]]
+Tensors = Iterable[tuple[str, Tensor]]
+"""Weights under their names in the checkpoint."""
+_MAPPED_BYTES = 32 << 20
+_NAMED_CHARACTERS = 100
+_NAMED = 8
+"""An error lists this many tensor names and counts the rest."""
+
+
+def load_weights(table: ParameterTable, stream: TensorStream, *, device: torch.device, finite: bool = False) -> int:
+    """Put every tensor of the stream where the table says. Returns the bytes of the model.
+
+    Raises ModelError naming the tensors that are missing, left over, or of another shape or type; with `finite`, also
+    one that has a number that is infinite or NaN.
+    """
+    waiting, left_over, size = dict(table), [], 0
+    tied = "lm_head.weight" not in table
+    for name, tensor in stream:
+        if name not in waiting:
+            # Old exporters saved buffers, and some save a tied embedding twice: neither holds anything new.
+            if not (name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")):
+                left_over.append(name)
+            continue
+        parameter = waiting.pop(name)
+        if tuple(tensor.shape) != parameter.shape:
+            raise ModelError(f"model: {name} has shape {list(tensor.shape)}, config.json means {list(parameter.shape)}")
+        if tensor.dtype != parameter.dtype and not (_casts(tensor.dtype) and _casts(parameter.dtype)):
+            raise ModelError(f"model: {name} is stored as {tensor.dtype}, not as {parameter.dtype}")
+        tensor = parameter.cut(tensor)
+        # A copy: a tensor that stayed a view of the mapped file would keep the whole of it in memory.
+        tensor = tensor.to(device=device, dtype=parameter.dtype, copy=True)
+        if finite and not _is_finite(tensor):
+            raise ModelError(f"model: {name} holds numbers that are infinite or NaN")
+        parameter.put(tensor)
+        size += tensor.numel() * parameter.dtype.itemsize
+    if waiting:
+        raise ModelError(f"model: the weights lack {_listing(list(waiting))}")
+    if left_over:
+        raise ModelError(f"model: the weights hold what the model does not have: {_listing(left_over)}")
+    return size
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """By the least and the greatest, which are NaN where one number is: that takes a tenth of isfinite's time. Integers
+    and the codes of 8-bit floats count as finite; their scales are tensors too."""
+    return not _casts(tensor.dtype) or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def _casts(dtype: torch.dtype) -> bool:
+    """Whether numbers of this type mean the same in another: 8-bit floats have a scale."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def safetensors_stream(path: Path) -> TensorStream:
+    """All tensors of a model directory but those for images, from model.safetensors or the shards of its index."""
+    for shard in present(weight_files(path)):
+        for stored, tensor in stored_tensors(shard, lambda stored: text_tensor(stored) is not None):
+            yield text_tensor(stored) or stored, tensor
+
+
+def present(shards: Sequence[Path]) -> Sequence[Path]:
+    """The shards of one folder. Raises ModelError where some are not there."""
+    if missing := [shard.name for shard in shards if not shard.is_file()]:
+        raise ModelError(f"model: {shards[0].parent.name} lacks {_listing(missing)}")
+    return shards
+
+
+def named_stream(stream: TensorStream, table: ParameterTable, unused: tuple[str, ...] = ()) -> TensorStream:
+    """The tensors under the names of the table where they differ from it by a prefix only, as a model's do that was
+    saved alone or as part of another. Those of other names that begin like one of `unused` are left out.
+    """
+    for name, tensor in stream:
+        known = next((each for each in (name, f"model.{name}", name.partition(".")[2]) if each in table), name)
+        if known in table or not (known.startswith(unused) or name.partition(".")[2].startswith(unused)):
+            yield known, tensor
+
+
+def folders_stream(path: Path, folders: Sequence[str]) -> TensorStream:
+    """The tensors of these folders in a model's, with the folder's name before their own."""
+    for folder in folders:
+        yield from within(folder, safetensors_stream(path / folder))
+
+
+def within(folder: str, stream: TensorStream) -> TensorStream:
+    for name, tensor in stream:
+        yield f"{folder}.{name}", tensor
+
+
+def stored_tensors(shard: Path, wanted: Callable[[str], bool] = lambda _: True) -> TensorStream:
+    """The tensors of a file whose stored names are wanted, by these. Raises ModelError.
+
+    Maps the file anew after every _MAPPED_BYTES read, because what was read of a mapped file counts as memory in use
+    until it is unmapped.
+    """
+    try:
+        with safe_open(shard, framework="pt") as file:
+            names = [name for name in reversed(file.keys()) if wanted(name)]
+        while names:
+            with safe_open(shard, framework="pt") as file:
+                read = 0
+                while names and read < _MAPPED_BYTES:
+                    tensor = file.get_tensor(name := names.pop())
+                    read += tensor.nbytes
+                    yield name, tensor
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
+
+
+def dummy_stream(table: ParameterTable, seed: int, device: torch.device) -> TensorStream:
+    """Random weights of the right shapes, made on the device: matrices of variance 1 / fan-in, vectors near one."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, parameter in table.items():
+        noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=device).normal_(generator=generator)
+        if len(parameter.shape) == 1:
+            yield name, noise * 0.02 if name.endswith("bias") else 1 + noise * 0.02
+        else:
+            yield name, noise * parameter.shape[-1] ** -0.5
+
+
+def _listing(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(name[:_NAMED_CHARACTERS] for name in names[:_NAMED]) + more

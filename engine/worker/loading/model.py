@@ -1,0 +1,168 @@
+"""Makes a model and reads its weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+import torch
+
+from quire.engine.checkpoint.files import ModelConfig, stored_at
+from quire.engine.checkpoint.kv_plan import check_positions, check_room
+from quire.engine.checkpoint.page_groups import keeps_all, page_groups
+from quire.engine.checkpoint.pooling import Pooling, read_tasks
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.layers.adapters import Adapters
+from quire.engine.layers.heads import Head, Stage
+from quire.engine.layers.pooling import vector_head
+from quire.engine.layers.shard import WHOLE, Shard
+from quire.engine.models.decoder import Decoder
+from quire.engine.types import Task
+from quire.engine.worker.device import Chosen, kv_dtype
+from quire.engine.worker.loading.check import Checkpoint
+from quire.engine.worker.loading.checkpoint import open_weights
+from quire.engine.worker.loading.kv_scales import calibrated_scales
+from quire.engine.worker.loading.loader import (
+    Tensors,
+    TensorStream,
+    dummy_stream,
+    folders_stream,
+    load_weights,
+    named_stream,
+)
+from quire.engine.worker.memory import most_tokens, return_freed
+from quire.kernels.backend import Backend
+from quire.kernels.kv_codes import KVScales
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, or a rank's part of one, and what it was made of."""
+
+    model: Decoder
+    head: Head
+    """What makes vectors' numbers of hidden states."""
+    pooling: Pooling
+    """How it makes vectors."""
+    tasks: tuple[Task, ...]
+    checkpoint: Checkpoint
+    adapters: Adapters | None
+    quantization: str
+    """How the weights are stored in few bits, for people to read."""
+    read_bytes: int
+    """Of all weights, as they were read."""
+
+
+def load_model(
+    config: EngineConfig,
+    path: Path,
+    model_config: ModelConfig,
+    chosen: Chosen,
+    progress: Callable[[], None],
+    tensors: Tensors | None = None,
+    shard: Shard = WHOLE,
+    kind: type[Decoder] = Decoder,
+) -> LoadedModel:
+    """The model at `path`, its weights from `tensors` if there are any; `shard`: whose part of it. Raises
+    ConfigError."""
+    stored, device, dtype, backend = stored_at(config), chosen.device, chosen.dtype, chosen.backend
+    files = stored if tensors is None else None
+    if shard.rank == 0:
+        check_files(config, device, dtype, files)
+    pooling, tasks = read_tasks(path, model_config, config)
+    length = longest_context(config, model_config, device, dtype, backend)
+    weights = open_weights(config, stored, model_config, backend, dtype, tensors)
+    held = page_numbers(config, files, dtype)
+    room = adapter_room(config, backend, dtype, device)
+    kept, positions = keeps_all(config) is not None, model_config.max_position
+    model = kind(
+        chosen.spec,
+        backend,
+        weights.scheme,
+        dtype=dtype,
+        device=device,
+        max_model_len=length,
+        progress=progress,
+        head=needs_logits(pooling, tasks),
+        kv_dtype=held[0],
+        kv_scales=held[1],
+        adapters=room,
+        shard=shard,
+        groups=page_groups(chosen.spec.windows, positions, backend.block_size, keep_all=kept),
+    )
+    head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
+    checkpoint = Checkpoint(model.parameters() | head.parameters(), tuple(each.folder for each in pooling.dense))
+    read = fill(checkpoint, config, device, weights.stream, files)
+    return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read)
+
+
+def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:
+    return "generate" in tasks or pooling.score_tokens is not None
+
+
+def longest_context(
+    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: Backend
+) -> int:
+    """The context's length until plan_kv fits it, once the weights are loaded: the longest that might fit. Raises
+    ConfigError where the model has fewer positions than were asked for."""
+    check_positions(model_config, config.max_model_len)
+    most = most_tokens(config, model_config, device, kv_dtype(config, dtype).itemsize, backend.block_size)
+    return config.max_model_len or min(model_config.max_position, most)
+
+
+def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, path: Path | None) -> None:
+    """Raise ConfigError where a CPU's memory has no room for the weights in the files at `path`."""
+    if device.type == "cpu" and config.load_format == "auto" and path is not None:
+        check_room(read_stored_weights(path), str(dtype).removeprefix("torch."), config.quantization)
+
+
+def page_numbers(
+    config: EngineConfig, path: Path | None, dtype: torch.dtype
+) -> tuple[torch.dtype, Mapping[int, KVScales]]:
+    """What pages hold, and by layer the scales of 8-bit floats, where the checkpoint at `path` has some."""
+    held = kv_dtype(config, dtype)
+    calibrated = held == torch.float8_e4m3fn and config.load_format == "auto"
+    return held, calibrated_scales(path) if calibrated and path is not None else {}
+
+
+def adapter_room(config: EngineConfig, backend: Backend, dtype: torch.dtype, device: torch.device) -> Adapters | None:
+    """Room for adapters, where they are served. Raises ConfigError where they cannot be."""
+    if not config.enable_lora:
+        return None
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigError("enable_lora: on a GPU it needs Triton (pip install triton)", param="enable_lora")
+    return Adapters(backend, config.max_loras, config.max_lora_rank, dtype, device)
+
+
+def fill(
+    checkpoint: Checkpoint, config: EngineConfig, device: torch.device, stream: TensorStream, path: Path | None
+) -> int:
+    """Load a model's weights from the stream, and those of its dense modules from their folders in `path`, if that is
+    where they are; or make them up. Returns their bytes."""
+    table = checkpoint.table
+    whole = chain(
+        named_stream(stream, table, checkpoint.unused),
+        () if path is None else folders_stream(path, checkpoint.folders),
+    )
+    if config.load_format == "dummy":
+        if device.type == "cpu":
+            embedding, *_ = table.values()  # of the model's type, while a head of its own is float32
+            sizes = StoredWeights(sum(math.prod(each.shape) for each in table.values()), 0)
+            check_room(sizes, str(embedding.dtype).removeprefix("torch."), config.quantization)
+        whole = chain(dummy_stream(table, config.seed, device))
+    given = path is None or config.weights is not None  # by a trainer, whose steps may have gone wrong
+    with torch.inference_mode():
+        size = load_weights(table, whole, device=device, finite=given and config.load_format != "dummy")
+    return_freed()
+    return size
+
+
+def decoder_classifier(hidden: int, labels: int) -> list[Stage]:
+    """The head of a decoder's ForSequenceClassification."""
+    return [Stage("score", hidden, labels, bias=False)]

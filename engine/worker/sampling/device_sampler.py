@@ -1,0 +1,87 @@
+"""Picks tokens on a GPU as engine/worker/sampling/sampler.py does, for all rows at once. The host never waits for it.
+
+The parameters of all rows are uploaded in one copy, and each kind of change to logits that some row asks for needs one
+copy more; everything else is done by kernels (kernels/gpu/triton_logits.py, kernels/gpu/triton_sampling.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.worker.sampling.grammar import GrammarMask
+from quire.engine.worker.sampling.sampler import sample
+from quire.engine.worker.sampling.sampling_rules import Numbered, SamplingRow, change_logits
+from quire.engine.worker.transfer import upload
+
+Sampler = Callable[[Tensor, list[SamplingRow], GrammarMask | None], Tensor]
+"""As `sampler.sample`: logits, rows, the grammars' mask."""
+
+
+def choose_sampler(
+    device: torch.device, argmax: Callable[[Tensor], Tensor], draw: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Sampler:
+    """The one for this device; `argmax` and `draw` are the backend's."""
+    if device.type == "cuda" and find_spec("triton") is not None:
+        return sample_on_device
+    return partial(sample, argmax=argmax, draw=draw)
+
+
+def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None = None) -> Tensor:
+    """Token ids [R] int64 for contiguous logits [R, vocab] float32, which may be overwritten."""
+    from quire.kernels.gpu.triton_sampling import MOST_TOKENS, pick
+
+    if logits.shape[1] > MOST_TOKENS:
+        return sample(logits, rows, mask)
+    change_logits(logits, rows, mask, DeviceChanges())
+    rules, vocab = [row.rules for row in rows], logits.shape[1]
+    top_k = [each.top_k if 0 < each.top_k < vocab else vocab for each in rules]
+    arrays: list[np.ndarray] = [
+        np.array([each.temperature for each in rules], dtype=np.float32),
+        np.array(top_k, dtype=np.int32),
+        np.array([each.top_p for each in rules], dtype=np.float64),
+        np.array([each.min_p for each in rules], dtype=np.float32),
+        np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64).view(np.int64),
+        np.array([row.position for row in rows], dtype=np.int64),
+    ]
+    drawn = [(k, each.top_p) for k, each in zip(top_k, rules, strict=True) if not each.greedy]
+    filtered = any(k < vocab or top_p < 1 for k, top_p in drawn)
+    return pick(logits, *upload(arrays, logits.device), drawn=bool(drawn), filtered=filtered)
+
+
+class DeviceChanges:
+    """LogitChanges that wait for nothing, most of them Triton kernels."""
+
+    def add(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+        from quire.kernels.gpu.triton_logits import add
+
+        add(logits, rows, token_ids, values)
+
+    def ban(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
+        from quire.kernels.gpu.triton_logits import ban
+
+        each = [(index, row, word) for index, row, begun in words for word in begun]
+        of = np.array([(index, row.slot, row.position) for index, row, _ in each], dtype=np.int64)
+        tokens = np.concatenate([word for _, _, word in each]).astype(np.int32)
+        ends = np.cumsum([0, *(len(word) for _, _, word in each)]).astype(np.int32)
+        arrays: list[np.ndarray] = [of[:, 0], of[:, 1], of[:, 2], tokens, ends]
+        ban(logits, words[0][1].table, *upload(arrays, logits.device))
+
+    def penalize(self, logits: Tensor, rows: list[Numbered]) -> None:
+        from quire.kernels.gpu.triton_logits import penalize
+
+        of = [(index, row.slot, row.position, row.num_prompt) for index, row in rows]
+        index, slot, position, num_prompt = np.array(of, dtype=np.int64).T
+        by = np.array([row.rules.penalties for _, row in rows], dtype=np.float32).T
+        there = upload([index, slot, position, num_prompt, *by], logits.device)
+        penalize(logits, rows[0][1].table, *there, longest=int(position.max()))
+
+    def unpack(self, words: Tensor) -> Tensor:
+        places = torch.arange(8, dtype=torch.uint8, device=words.device)
+        bits = words.view(torch.uint8)[:, :, None].bitwise_right_shift(places).bitwise_and_(1)
+        return bits.flatten(1).view(torch.bool)

@@ -1,0 +1,145 @@
+"""Picking tokens on the host: a pure function of logits, parameters, the tokens so far, and one uniform number per
+token. The device's sampler (engine/worker/sampling/device_sampler.py) is tested against it.
+
+The number comes from (seed, position) by SplitMix64 (Steele et al., 2014), the pick is by inverse CDF in vocabulary
+order, and no step mixes rows. So a token does not depend on the batch, and is drawn again alike after a preemption or
+a crash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.types import TokenLogprob
+from quire.engine.worker.sampling.grammar import GrammarMask
+from quire.engine.worker.sampling.sampling_rules import Numbered, Rules, SamplingRow, change_logits
+from quire.kernels import reference
+
+
+def sample(
+    logits: Tensor,
+    rows: list[SamplingRow],
+    mask: GrammarMask | None = None,
+    argmax: Callable[[Tensor], Tensor] = reference.argmax,
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor] = reference.draw,
+) -> Tensor:
+    """Token ids [R] int64 for logits [R, vocab] float32, which may be overwritten. `argmax` and `draw` are the
+    backend's."""
+    change_logits(logits, rows, mask, HostChanges())
+    drawn = [index for index, row in enumerate(rows) if not row.rules.greedy]
+    if not drawn:
+        return argmax(logits)
+    picks = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    greedy = [index for index, row in enumerate(rows) if row.rules.greedy]
+    if greedy:
+        picks[greedy] = argmax(logits[greedy])
+    chosen = [rows[index] for index in drawn]
+    filters = torch.tensor([_filters(row.rules, logits.shape[1]) for row in chosen], dtype=torch.float64)
+    u = uniforms(chosen).to(logits.device)
+    picks[drawn] = draw(logits if not greedy else logits[drawn], filters.to(logits.device), u)
+    return picks
+
+
+def _filters(rules: Rules, vocab: int) -> tuple[float, ...]:
+    top_k = rules.top_k if 0 < rules.top_k < vocab else vocab
+    return rules.temperature, top_k, rules.top_p, rules.min_p
+
+
+class HostChanges:
+    """LogitChanges by PyTorch's operators. On a GPU they serve too, but wait for it."""
+
+    def add(self, logits: Tensor, rows: Tensor, token_ids: Tensor, values: Tensor) -> None:
+        logits[rows, token_ids] += values
+
+    def ban(self, logits: Tensor, words: list[tuple[int, SamplingRow, list[tuple[int, ...]]]]) -> None:
+        for index, row, begun in words:
+            longest = max(map(len, begun), default=1)
+            tail = tuple(row.token_ids[row.position - longest + 1 :].tolist())
+            banned = [word[-1] for word in begun if tail[len(tail) - len(word) + 1 :] == word[:-1]]
+            if banned:
+                logits[index, banned] = -torch.inf
+
+    def penalize(self, logits: Tensor, rows: list[Numbered]) -> None:
+        for index, row in rows:
+            assert row.rules.penalties is not None
+            repetition, presence, frequency = row.rules.penalties
+            if repetition != 1.0:
+                seen = row.token_ids.long().unique()
+                values = logits[index, seen]
+                logits[index, seen] = torch.where(values > 0, values / repetition, values * repetition)
+            if presence or frequency:
+                ids, counts = row.token_ids[row.num_prompt :].long().unique(return_counts=True)
+                logits[index, ids] -= presence + frequency * counts
+
+    def unpack(self, words: Tensor) -> Tensor:
+        # On one core NumPy unpacks bits twenty times as fast as shifts in PyTorch do.
+        bits = np.unpackbits(words.cpu().numpy().view(np.uint8), axis=1, bitorder="little")
+        return torch.from_numpy(bits).view(torch.bool).to(words.device)
+
+
+def uniforms(rows: list[SamplingRow]) -> Tensor:
+    """One float64 in [0, 1) per row, from its seed and position."""
+    seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], dtype=np.uint64)
+    positions = np.array([row.position for row in rows], dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = _mix(seeds) + (positions + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    return torch.from_numpy((_mix(z) >> np.uint64(11)).astype(np.float64) * 2.0**-53)
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    """SplitMix64's finalizer; seeds pass it too, so that neighbouring seeds share no part of their streams."""
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def logprob_tensors(
+    logits: Tensor, picked: Tensor, most: int, listed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Under unmodified logits [R, vocab]: log probability and rank of the picked tokens [R] int64, and the `most` most
+    likely log probabilities and tokens [R, most], the smaller token first of equally likely ones. `listed` [R, L] int64
+    has tokens to give in their place, in the rows that do not begin with -1; then the last two are [R, max(most, L)].
+    Nothing waits for the device."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    own = logprobs.gather(-1, picked[:, None])
+    ids = _most_likely(logprobs, most)
+    if listed is not None:
+        width = max(most, listed.shape[1])
+        ids, listed = (F.pad(each, (0, width - each.shape[1])) for each in (ids, listed))
+        ids = torch.where(listed[:, :1] >= 0, listed, ids)
+    return own.squeeze(-1), (logprobs > own).sum(-1) + 1, logprobs.gather(-1, ids), ids
+
+
+def _most_likely(logprobs: Tensor, most: int) -> Tensor:
+    """Token ids [R, most]. Which of equally likely tokens torch.topk picks depends on its k, so on the batch."""
+    if logprobs.device.type == "cpu":  # on a GPU the host would have to wait for this
+        best = torch.topk(logprobs, min(most + 1, logprobs.shape[1]))
+        if not bool((best.values[:, 1:] == best.values[:, :-1]).any()):
+            return best.indices[:, :most]
+    # Unique keys that sort by -logprob, then by token: as integers, the bits of floats >= 0 have the floats' order.
+    keys = logprobs.abs().view(torch.int32).long().bitwise_left_shift_(32)
+    keys |= torch.arange(logprobs.shape[1], device=logprobs.device)
+    return torch.topk(keys, most, largest=False).values & 0xFFFFFFFF
+
+
+def token_logprobs(picked: Sequence[int], tensors: Iterable[Tensor], tops: Sequence[int]) -> list[TokenLogprob]:
+    """What `logprob_tensors` found, each picked token with as many of the others as `tops` says."""
+    own, ranks, values, ids = (tensor.tolist() for tensor in tensors)
+    return [
+        TokenLogprob(token, own[i], ranks[i], list(zip(ids[i][:top], values[i][:top], strict=True)))
+        for i, (token, top) in enumerate(zip(picked, tops, strict=True))
+    ]
+
+
+def with_picked(found: TokenLogprob) -> TokenLogprob:
+    """With the picked token among the listed ones, the most likely first, the smaller one first of equally likely
+    ones."""
+    values = {**dict(found.top), found.token_id: found.logprob}
+    return msgspec.structs.replace(found, top=sorted(values.items(), key=lambda item: (-item[1], item[0])))

@@ -1,0 +1,107 @@
+"""What `quire quantize` makes of a linear's weights, as compressed-tensors stores it
+(https://github.com/vllm-project/compressed-tensors), and what config.json says of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.layers.quantize import float8, int8
+from quire.kernels.backend import Backend
+from quire.kernels.fit import GROUP
+
+Layout = dict[str, tuple[str, tuple[int, ...]]]
+"""Type, as safetensors names it, and shape of tensors, by the name that follows a linear's own."""
+
+
+class WrittenFormat(ABC):
+    stored: str
+    """The format's name in config.json."""
+    weights: dict[str, Any]
+    """What config.json says of the weights."""
+    activations: dict[str, Any] | None = None
+    """The same of what other programs round activations to."""
+
+    @abstractmethod
+    def layout(self, outs: int, inner: int) -> Layout | None:
+        """The tensors of a linear; None where it cannot be stored so."""
+
+    @abstractmethod
+    def tensors(self, weight: Tensor) -> dict[str, Tensor]:
+        """These of a weight [out, in], whose layout is not None."""
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """quantization_config. `ignored`: linears that are not quantized, as names or expressions."""
+        group = {"targets": ["Linear"], "weights": self.weights, "input_activations": self.activations}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": self.stored,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group | {"output_activations": None}},
+            "ignore": list(ignored),
+            "kv_cache_scheme": None,
+        }
+
+
+class Channels(WrittenFormat):
+    """8 bits with a scale for each output, as --quantization makes them."""
+
+    def __init__(self, kind: str) -> None:
+        """kind: int or float."""
+        self._kind = kind
+        self.stored = f"{kind}-quantized"
+        common = {"num_bits": 8, "type": kind, "symmetric": True}
+        self.weights = common | {"strategy": "channel", "dynamic": False}
+        self.activations = common | {"strategy": "token", "dynamic": True}
+
+    def layout(self, outs: int, inner: int) -> Layout | None:
+        codes = "I8" if self._kind == "int" else "F8_E4M3"
+        return {"weight": (codes, (outs, inner)), "weight_scale": ("BF16", (outs, 1))}
+
+    def tensors(self, weight: Tensor) -> dict[str, Tensor]:
+        made = int8(weight) if self._kind == "int" else float8(weight)
+        return {"weight": made.codes, "weight_scale": made.scales.bfloat16()}
+
+
+class FourBits(WrittenFormat):
+    """4 bits with a scale and a zero point for each 32 inputs. At load there are offsets instead, which fit better, but
+    which compressed-tensors does not have."""
+
+    stored = "pack-quantized"
+
+    def __init__(self, backend: Backend) -> None:
+        """backend: searches."""
+        self._backend = backend
+        self.weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": GROUP}
+        self.weights["dynamic"] = False
+
+    def layout(self, outs: int, inner: int) -> Layout | None:
+        if inner % GROUP:
+            return None
+        groups = inner // GROUP
+        return {
+            "weight_packed": ("I32", (outs, inner // 8)),
+            "weight_scale": ("BF16", (outs, groups)),
+            "weight_zero_point": ("I32", (-(-outs // 8), groups)),
+            "weight_shape": ("I64", (2,)),
+        }
+
+    def tensors(self, weight: Tensor) -> dict[str, Tensor]:
+        outs, inner = weight.shape
+        codes, scales, zeros = self._backend.fit_int4(weight.reshape(-1, GROUP), zero_points=True)
+        rows = torch.nn.functional.pad(zeros.view(outs, -1).T.to(torch.uint8), (0, -outs % 8))  # [groups, outs]
+        return {
+            "weight_packed": codes.view(outs, -1).view(torch.int32),  # little-endian
+            "weight_scale": scales.view(outs, -1).bfloat16(),
+            "weight_zero_point": (rows[:, ::2] | rows[:, 1::2] << 4).contiguous().view(torch.int32).T.contiguous(),
+            "weight_shape": torch.tensor([outs, inner]),
+        }
+
+
+def written_format(name: str, backend: Backend) -> WrittenFormat:
+    """By the name that --format takes: int8, fp8 or int4."""
+    return FourBits(backend) if name == "int4" else Channels("int" if name == "int8" else "float")

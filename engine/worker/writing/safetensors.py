@@ -1,0 +1,61 @@
+"""Writes a safetensors file, tensor by tensor in any order: their types and shapes are known before."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+}
+"""Of a number of each type that safetensors names."""
+
+
+class SafetensorsFile:
+    """A new file of these tensors. Use it in a `with` statement. OSError goes through."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """tensors: type, as safetensors names it, and shape by name."""
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        self._places: dict[str, tuple[int, int]] = {}
+        # The widest first: so each begins at a multiple of its width, as readers that map the file need it.
+        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -BYTES[item[1][0]]):
+            size = math.prod(shape) * BYTES[dtype]
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+            self._places[name] = (at, size)
+            at += size
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._begin = 8 + len(text)
+        self._file = path.open("xb", buffering=0)
+        self._write(len(text).to_bytes(8, "little") + text, 0)
+        self._file.truncate(self._begin + at)
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._file.close()
+        assert error is not None or not self._places, f"never written: {', '.join(self._places)}"
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, each once."""
+        at, size = self._places.pop(name)
+        data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+        assert data.nbytes == size, name
+        self._write(data, self._begin + at)
+
+    def _write(self, data: bytes | memoryview, at: int) -> None:
+        rest = memoryview(data)
+        while rest:  # one call writes 2 GiB at most
+            written = os.pwrite(self._file.fileno(), rest, at)
+            rest, at = rest[written:], at + written

@@ -1,0 +1,33 @@
+"""What ranks, processes that have a part of each layer of one model, compute together; part of the contract of
+kernels/backend.py."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class RankEnded(Exception):
+    """One of the ranks that compute a model together has ended, so the others cannot go on."""
+
+
+class Collective(ABC):
+    """The ranks that compute a model together, as one of them sees them. All call the same methods in the same order,
+    with tensors of the same number of rows. No row's bits depend on other rows. Raises RankEnded."""
+
+    rank: int
+    count: int
+
+    @abstractmethod
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' x, with the same bits on each of them. May overwrite x."""
+
+    @abstractmethod
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """The ranks' [R, widths[rank]] float32 side by side on the first rank; on others x itself."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let no rank wait any longer. Any thread may call it."""

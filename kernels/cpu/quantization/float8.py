@@ -1,0 +1,58 @@
+"""Linears of 8-bit floats (float8.cpp): products of bfloat16 with x as it is."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.cpu import native
+from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.quantized import Float8Weight, QuantizedWeight
+
+_PANEL = 64
+"""Outputs that are packed together."""
+
+
+def supported(weights: Sequence[QuantizedWeight]) -> Sequence[Float8Weight] | None:
+    """The weights, if the kernel can compute with them as one linear: blocks of equally many inputs, whole steps of
+    four."""
+    floats = [each for each in weights if isinstance(each, Float8Weight)]
+    if len(floats) < len(weights):
+        return None
+    inner, blocks = weights[0].shape[1], {each.inputs for each in floats}
+    return floats if len(blocks) == 1 and inner % 4 == 0 and not any(block % 4 for block in blocks) else None
+
+
+class Float8Linear(CompiledLinear):
+    """Of weights that are `supported`, their outputs side by side. `bias` is added in float32."""
+
+    def __init__(
+        self,
+        library: native.Native,
+        weights: Sequence[Float8Weight],
+        bias: Tensor | None,
+        *,
+        dtype: torch.dtype,
+        wide: bool,
+    ) -> None:
+        outs, inner = sum(each.shape[0] for each in weights), weights[0].shape[1]
+        padded = -(-outs // _PANEL) * _PANEL
+        self._codes = library.weights.empty(padded * inner)
+        codes = torch.cat([each.codes.view(torch.uint8) for each in weights]).contiguous()
+        library.pack_float8(codes.data_ptr(), self._codes.data_ptr(), inner, outs, torch.get_num_threads())
+        scales = torch.cat([each.scales_by_output() for each in weights])
+        scales = torch.nn.functional.pad(scales, (0, 0, 0, padded - outs))
+        self._scales = scales.unflatten(0, (-1, _PANEL)).transpose(1, 2).contiguous()
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._float8 = native.Float8Linear(self._codes.data_ptr(), self._scales.data_ptr(), weights[0].inputs)
+        bias_ptr = None if self._bias is None else self._bias.data_ptr()
+        linear = native.PackedLinear(None, bias_ptr, inner, outs, 0, wide, None, ctypes.pointer(self._float8))
+        super().__init__(library, linear, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return self._codes.nbytes + self._scales.nbytes

@@ -1,0 +1,350 @@
+// x @ weight.T + bias for weights of 8 or 4 bits (quantized.h): rows of x are quantized to 8 bits, once for all
+// outputs, and products of integers are summed exactly; the sum of a block is multiplied by the scales of x and of the
+// weight and added to a float32. These are added in the order of the blocks, so a row's result has the same bits in
+// every batch.
+//
+// Rows and threads are those of linear.cpp; tiles of rows are fixed when they are quantized. 4-bit codes are made bytes
+// on the way; where the rows are so many that a panel is read several times, the bytes are kept for the next tiles.
+#include "kernels.h"
+
+#include <vector>
+
+#include "quantized.h"
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("no-tree-pre")  // which moves half of the sums into memory
+#endif
+
+namespace {
+
+constexpr long kAhead = 4096;  // bytes: how far ahead a weight that is read once is prefetched
+
+// What to prefetch while a tile is multiplied: until `end`, some cache lines in every kTogether steps, and the lines of
+// `extra`.
+struct Ahead {
+  const char *at = nullptr, *end = nullptr;
+  int lines = 0;
+  Fetch::Lines extra = {};
+
+  Ahead() = default;
+  Ahead(const uint8_t* begin, long bytes, long times)
+      : at(reinterpret_cast<const char*>(begin)),
+        end(at + bytes),
+        lines(static_cast<int>((bytes + 64 * times - 1) / (64 * times))) {}
+
+  __attribute__((always_inline)) void step() {
+    if (extra.region != extra.last)
+      for (int i = 0; i < kTogether; ++i) extra.step();
+    if (at >= end) return;
+    const char* from = at;
+    for (int i = 0; i < lines; ++i, from += 64) __builtin_prefetch(from, 0, 2);
+    at = from;
+  }
+};
+
+// A panel of a part: its groups, and its codes as bytes where they are kept elsewhere.
+struct Panel {
+  const QuantizedPart& part;
+  const uint8_t *groups, *end;
+  long group_bytes, header;
+  int block, per_group;         // inputs of a block; blocks of a group
+  long first;                   // the first output's place in a row of the result
+  int outs;                     // from 1 to kOuts
+  const float *factors, *bias;  // of the first output; bias may be null
+  uint8_t* kept = nullptr;      // [inner][kOuts]; null: none
+  bool is_kept = false;         // the bytes are there already; else they are written
+};
+
+template <bool kNibbles>
+struct Codes {
+  const uint8_t* at;
+  Words table;
+
+  // Of step `first` + i; `first` is even.
+  __attribute__((always_inline)) Words load(int first, int i, int column) const {
+    const uint8_t* from = kNibbles ? at + (first / 2 + i / 2) * kStepBytes : at + (first + i) * kStepBytes;
+    const Words words = wload(reinterpret_cast<const uint32_t*>(from) + 16 * column);
+    if constexpr (!kNibbles) return words;
+    return i % 2 ? look_up_high(table, words) : look_up_low(table, words);
+  }
+};
+
+// acc[r][c] += the products of a block of `steps` steps: R rows, packed in a tile, with C columns of 16 outputs.
+template <int R, int C, bool kNibbles>
+INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, const int8_t* x, int column, int steps,
+                           uint8_t* keep, Ahead& ahead) {
+  for (int s = 0; s < steps; s += kTogether, x += 4 * kCodeBytes * kTogether * R) {
+    ahead.step();
+#pragma GCC unroll 4
+    for (int i = 0; i < kTogether; ++i) {
+      Words weights[C];
+      for (int c = 0; c < C; ++c) weights[c] = codes.load(s, i, column + c);
+      if (kNibbles && keep)
+        for (int c = 0; c < C; ++c)
+          wstore(reinterpret_cast<uint32_t*>(keep + (s + i) * kStepBytes) + 16 * (column + c), weights[c]);
+      for (int r = 0; r < R; ++r) {
+        const Four row = load_four(x + 4 * kCodeBytes * (kTogether * r + i));
+        for (int c = 0; c < C; ++c) acc[r][c] = idot(acc[r][c], weights[c], row);
+      }
+    }
+  }
+}
+
+// R rows of x, and where their results go.
+template <class O>
+struct Tile {
+  const int8_t* x;
+  const BlockOfRow* blocks;
+  O* out;  // the first row's first output of the panel
+  long stride;
+};
+
+template <int R, int C, class O>
+INLINE void finish(const Panel& panel, const Tile<O>& tile, int column, const Vec (&sums)[R][C]) {
+  for (int c = 0; c < C; ++c) {
+    const int at = (column + c) * 16, left = panel.outs - at < 16 ? panel.outs - at : 16;
+    if (left <= 0) break;
+    const Vec factor = vload_first(panel.factors + at, left);
+    const Vec bias = panel.bias ? vload_first(panel.bias + at, left) : vset(0.0f);
+    for (int r = 0; r < R; ++r) vstore_first(tile.out + r * tile.stride + at, vfma(sums[r][c], factor, bias), left);
+  }
+}
+
+// What a group has beside its codes.
+enum Form { kCodes, kScales, kOffsets };
+
+// Multiplies a tile of R rows with C columns of 16 outputs of a panel.
+template <int R, int C, bool kNibbles, Form kForm, class O>
+void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& ahead) {
+  const int block = panel.block, steps = block / 4;
+  const long code_bytes = static_cast<long>(block) * kOuts / (kNibbles ? 2 : 1);
+  // As in linear.cpp: stores that miss the cache would delay the next tile.
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; c += kPack<O>) __builtin_prefetch(tile.out + r * tile.stride + (column + c) * 16, 1);
+  Vec sums[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) sums[r][c] = vset(0.0f);
+  Codes<kNibbles> codes = {panel.kept, wtable(panel.part.table)};
+  uint8_t* keep = panel.is_kept ? nullptr : panel.kept;
+  const uint8_t* group = panel.groups;
+  const int8_t* x = tile.x;
+  const BlockOfRow* of_row = tile.blocks;
+  for (; group < panel.end; group += panel.group_bytes) {
+    if (!panel.is_kept) codes.at = group + panel.header;
+    const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
+    for (int i = 0; i < panel.per_group; ++i) {
+      Words acc[R][C];
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) acc[r][c] = wset(of_row[r].start);
+      multiply_block(acc, codes, x, column, steps, keep, ahead);
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) {
+          const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
+          if (kForm == kOffsets) sums[r][c] = vfma(vset(of_row[r].moment), vload(halves + kOuts + c * 16), sums[r][c]);
+          sums[r][c] = kForm == kCodes ? vfma(exact, scale, sums[r][c])
+                                       : vfma(vmul(exact, scale), vload(halves + c * 16), sums[r][c]);
+        }
+      x += block * kCodeBytes * R;
+      of_row += R;
+      codes.at += code_bytes;
+      if (keep) keep += block * kOuts;
+    }
+  }
+  finish(panel, tile, column, sums);
+}
+
+template <int R, bool kNibbles, class O>
+void multiply_panel(const Panel& panel, const Tile<O>& tile, Ahead& ahead) {
+  constexpr int C = kTileColumns;
+  const QuantizedPart& part = panel.part;
+  const auto multiply = part.offsets  ? multiply_tile<R, C, kNibbles, kOffsets, O>
+                        : part.scales ? multiply_tile<R, C, kNibbles, kScales, O>
+                                      : multiply_tile<R, C, kNibbles, kCodes, O>;
+  for (int column = 0; column < kOuts / 16; column += C) multiply(panel, tile, column, ahead);
+}
+
+// Multiplies tiles [begin, end) of rows with one panel. `next` is the panel of `next_bytes` to prefetch, or null.
+template <class O>
+void multiply_tiles(Panel panel, const QuantizedRows& rows, long begin, long end, O* out, long stride,
+                    const uint8_t* next, long next_bytes, Fetch* meanwhile) {
+  const long count = end - begin;
+  const long times = rows.inner / (4 * kTogether);
+  if (panel.part.bits == 4 && count > 1) panel.kept = reinterpret_cast<uint8_t*>(scratch(1L * rows.inner * kOuts));
+  long row = rows.first(begin);
+  for (long t = begin; t < end; ++t) {
+    const long from = next_bytes * (t - begin) / count / 64 * 64, next_row = rows.first(t + 1);
+    Ahead ahead;
+    if (next) ahead = {next + from, next_bytes * (t - begin + 1) / count - from, times};
+    if (count == 1) ahead = {panel.groups + kAhead, panel.end - panel.groups, times};
+    if (meanwhile && t > begin) ahead.extra = meanwhile->take(times * kTogether);
+    const Tile<O> tile = {rows.codes + row * rows.inner * kCodeBytes, rows.of_rows + row * rows.blocks,
+                          out + row * stride + panel.first, stride};
+    with_rows(next_row - row, [&](auto r) {
+      const bool nibbles = panel.part.bits == 4 && !panel.is_kept;
+      const auto multiply = nibbles ? multiply_panel<r(), true, O> : multiply_panel<r(), false, O>;
+      multiply(panel, tile, ahead);
+    });
+    panel.is_kept = panel.kept != nullptr;
+    row = next_row;
+  }
+}
+
+// The panel of that number, of all parts.
+Panel find_panel(const PackedLinear& l, int inner, long panel) {
+  const QuantizedPart* part = l.quantized->parts;
+  long first = 0;
+  for (; panel >= panels_of(*part); ++part) {
+    panel -= panels_of(*part);
+    first += part->outs;
+  }
+  const long at = panel * kOuts;
+  const float* bias = l.bias ? static_cast<const float*>(l.bias) + first + at : nullptr;
+  const int outs = static_cast<int>(part->outs - at < kOuts ? part->outs - at : kOuts);
+  const uint8_t* groups = part->packed + panel * panel_bytes(*part, inner);
+  const int block = l.quantized->block;
+  return {*part,
+          groups,
+          groups + panel_bytes(*part, inner),
+          group_bytes(*part),
+          header_bytes(*part),
+          block,
+          part->group / block,
+          first + at,
+          outs,
+          part->factors + at,
+          bias};
+}
+
+template <class T>
+void quantize_all(const PackedLinear& l, const T* x, const QuantizedRows& to, int threads) {
+  const QuantizedLinear& q = *l.quantized;
+  parallel_rows(threads, to.tiles, 2 * to.rows * l.in, [&](long begin, long end) {
+    for (long t = begin; t < end; ++t)
+      for (long r = to.first(t); r < to.first(t + 1); ++r) {
+        const T* row = x + r * l.in;
+        if (q.order) {
+          T* ordered = reinterpret_cast<T*>(scratch(l.in * sizeof(T)));
+          for (int i = 0; i < l.in; ++i) ordered[i] = row[q.order[i]];
+          row = ordered;
+        }
+        quantize_row(row, l.in, to, t, r);
+      }
+  });
+}
+
+template <class T, class O>
+void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int threads, Fetch* meanwhile) {
+  constexpr long kOneThreadWork = 1200000;  // as in linear.cpp: with less, waking a thread does not pay
+  static thread_local std::vector<char> memory;
+  const QuantizedLinear& q = *l.quantized;
+  const int blocks = (l.in + q.block - 1) / q.block, inner = blocks * q.block;
+  const size_t wanted = QuantizedRows::bytes(rows, inner, blocks);
+  if (memory.size() < wanted) memory.resize(wanted);
+  const QuantizedRows to(memory.data(), rows, inner, blocks);
+  if ((rows + 2) * l.in * l.outs < kOneThreadWork) threads = 1;
+  quantize_all(l, x, to, threads);
+  long panels = 0;
+  for (int p = 0; p < q.count; ++p) panels += panels_of(q.parts[p]);
+  const Shares shares = {to.tiles, panels, threads, (rows + kRowBlock - 1) / kRowBlock};
+  parallel_for(threads, shares.items(), [&](long i) {
+    shares.run(i, [&](long number, long begin, long end, long next) {
+      const uint8_t* following = nullptr;
+      long bytes = 0;
+      if (next < panels && end - begin > 1) {
+        const Panel after = find_panel(l, inner, next);
+        following = after.groups;
+        bytes = panel_bytes(after.part, inner);
+      }
+      multiply_tiles(find_panel(l, inner, number), to, begin, end, out, l.outs, following, bytes, meanwhile);
+    });
+  });
+}
+
+template <class T>
+void apply(const PackedLinear& l, const T* x, void* out, long rows, int threads, Fetch* meanwhile) {
+  if (l.wide) return multiply_all(l, x, static_cast<float*>(out), rows, threads, meanwhile);
+  multiply_all(l, x, static_cast<T*>(out), rows, threads, meanwhile);
+}
+
+// The weights of one output, as T: a row of an embedding.
+template <class T>
+void look_up_row(const PackedLinear& l, int inner, long id, T* out) {
+  const Panel panel = find_panel(l, inner, 0);  // a table has one part
+  const QuantizedPart& part = panel.part;
+  const int lane = static_cast<int>(id % kOuts);
+  const uint8_t* groups = part.packed + id / kOuts * panel_bytes(part, inner);
+  for (int g = 0; g * part.group < l.in; ++g, groups += group_bytes(part)) {
+    float lanes[2][16] = {};
+    for (int i = 0; i < (part.scales != 0) + (part.offsets != 0); ++i)
+      vstore(lanes[i], vload(reinterpret_cast<const half*>(groups) + i * kOuts + lane / 16 * 16));
+    const float scale = part.scales ? lanes[0][lane % 16] : 1.0f, offset = lanes[1][lane % 16];
+    const uint8_t* codes = groups + header_bytes(part) + lane * 4;
+    for (int i = 0; i < part.group && g * part.group + i < l.in; ++i) {
+      const int step = i / 4, byte = i % 4;
+      const int nibble = part.bits == 4 ? codes[step / 2 * kStepBytes + byte] >> step % 2 * 4 & 15 : 0;
+      const int code = part.bits == 4 ? part.table[nibble] : codes[step * kStepBytes + byte];
+      const int from = g * part.group + i;
+      const float value = (static_cast<float>(code - 128) * scale + offset) * part.factors[id];
+      vstore_first(out + (l.quantized->order ? l.quantized->order[from] : from), vset(value), 1);
+    }
+  }
+}
+
+}  // namespace
+
+#define EXPORT(suffix, T)                                                                                              \
+  EXPORTED void quantized_linear_##suffix(const PackedLinear* linear, const T* x, void* out, long rows, int threads,   \
+                                          Fetch* meanwhile) {                                                          \
+    apply(*linear, x, out, rows, threads, meanwhile);                                                                  \
+  }                                                                                                                    \
+  EXPORTED void look_up_##suffix(const PackedLinear* table, const int64_t* ids, T* out, long rows) {                   \
+    const int block = table->quantized->block, inner = (table->in + block - 1) / block * block;                        \
+    for (long r = 0; r < rows; ++r) look_up_row(*table, inner, ids[r], out + r * table->in);                           \
+  }
+EXPORT(f32, float)
+EXPORT(bf16, bf16)
+
+// Bytes of a packed part, from `inner` inputs, the padding counted.
+EXPORTED long quantized_size(const QuantizedPart* part, int inner) {
+  return panels_of(*part) * panel_bytes(*part, inner);
+}
+
+// Packs codes [outs][in] (or [outs][in / 2] with the even input's code in the low half), scales and offsets
+// [outs][groups] of a part whose other fields are set; scales and offsets may be null as the part says.
+EXPORTED void pack_quantized(const QuantizedPart* to, const uint8_t* codes, const half* scales, const half* offsets,
+                             int in, int inner, int threads) {
+  const QuantizedPart& part = *to;
+  const int groups = inner / part.group;
+  const auto code = [&](long out, int i) -> int {
+    if (out >= part.outs || i >= in) return part.bits == 4 ? 0 : 128;
+    if (part.bits == 4) return codes[(out * in + i) / 2] >> i % 2 * 4 & 15;
+    return codes[out * in + i] ^ 0x80;
+  };
+  parallel_for(threads, panels_of(part), [&](long panel) {
+    uint8_t* group = part.packed + panel * panel_bytes(part, inner);
+    for (int g = 0; g < groups; ++g, group += group_bytes(part)) {
+      auto* halves = reinterpret_cast<half*>(group);
+      for (const half* from : {part.scales ? scales : nullptr, part.offsets ? offsets : nullptr}) {
+        if (!from) continue;
+        for (long o = 0; o < kOuts; ++o, ++halves) {
+          const long out = panel * kOuts + o;
+          *halves = out < part.outs ? from[out * groups + g] : half{0};
+        }
+      }
+      uint8_t* at = group + header_bytes(part);
+      for (int o = 0; o < kOuts; ++o)
+        for (int i = 0; i < part.group; i += 4) {
+          const long out = panel * kOuts + o;
+          for (int b = 0; b < 4; ++b) {
+            const int value = code(out, g * part.group + i + b), step = i / 4;
+            if (part.bits == 8)
+              at[step * kStepBytes + o * 4 + b] = static_cast<uint8_t>(value);
+            else if (step % 2 == 0)
+              at[step / 2 * kStepBytes + o * 4 + b] = static_cast<uint8_t>(value);
+            else
+              at[step / 2 * kStepBytes + o * 4 + b] |= static_cast<uint8_t>(value << 4);
+          }
+        }
+    }
+  });
+}

@@ -1,0 +1,131 @@
+// What the ranks of one model do together: each holds a part of every layer (engine/layers/shard.py), and their partial
+// results are summed, or put side by side, through memory that all of them have mapped.
+//
+// A rank writes its part to a buffer of its own and raises its count of steps; it reads the others' once their counts
+// are as high. Each rank has two buffers, used in turns: who has begun a step has seen all others begin it, so they
+// have read all of the step before, whose buffers the next one overwrites. One wait per step is enough.
+#include "../kernels.h"
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <ctime>
+#endif
+
+namespace {
+
+constexpr long kLine = 64, kHeader = 8192;
+constexpr long kWaitNanoseconds = 100'000'000;  // between two looks at whether the others are still there
+
+// Of one rank, in a cache line of its own; the first line of the memory has only `closed`.
+struct alignas(kLine) Place {
+  std::atomic<uint32_t> steps, sleepers, closed;
+};
+static_assert(sizeof(Place) == kLine && std::atomic<uint32_t>::is_always_lock_free);
+
+Place* place(const Collective& group, int rank) { return reinterpret_cast<Place*>(group.memory + kLine * (1 + rank)); }
+
+char* buffer(const Collective& group, int rank) {
+  return group.memory + kHeader + group.capacity * (2 * rank + (group.steps & 1));
+}
+
+#ifdef __linux__
+// Not the private kind: the waiters are other processes.
+void sleep_while(std::atomic<uint32_t>& value, uint32_t seen) {
+  const timespec longest{0, kWaitNanoseconds};
+  syscall(SYS_futex, &value, FUTEX_WAIT, seen, &longest, nullptr, 0);
+}
+void wake_all(std::atomic<uint32_t>& value) { syscall(SYS_futex, &value, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0); }
+#else
+void sleep_while(std::atomic<uint32_t>&, uint32_t) { usleep(50); }
+void wake_all(std::atomic<uint32_t>&) {}
+#endif
+
+// Whether a rank has ended: the first one closes the memory when another does, and is the parent of all others.
+bool gone(const Collective& group) {
+  return reinterpret_cast<Place*>(group.memory)->closed.load() || (group.parent && getppid() != group.parent);
+}
+
+// Waits until `other` has begun this step. False if a rank has ended.
+bool await(const Collective& group, Place& other) {
+  for (int spins = 0;; ++spins) {
+    const uint32_t steps = other.steps.load();
+    if (static_cast<int32_t>(steps - group.steps) >= 0) return true;
+    if (spins < group.spins) {
+      if (spins % 64 == 63) std::this_thread::yield();
+#if defined(__x86_64__) || defined(__i386__)
+      __builtin_ia32_pause();
+#endif
+      continue;
+    }
+    if (gone(group)) return false;
+    other.sleepers.fetch_add(1);
+    sleep_while(other.steps, steps);  // returns at once if the count has been raised meanwhile
+    other.sleepers.fetch_sub(1);
+  }
+}
+
+// Says that this rank's buffer is filled, and waits for those of all others. False if a rank has ended.
+bool exchange(Collective& group) {
+  Place& own = *place(group, group.rank);
+  own.steps.store(group.steps);
+  if (own.sleepers.load() > 0) wake_all(own.steps);
+  for (int rank = 0; rank < group.count; ++rank)
+    if (rank != group.rank && !await(group, *place(group, rank))) return false;
+  return true;
+}
+
+// x = the sum of all ranks' x, added in the order of the ranks in float32 and rounded once, so that all have the same
+// bits, whatever else is in the batch. Returns 1 if a rank has ended, else 0.
+template <class T>
+int sum_ranks(Collective& group, T* x, long size, int threads) {
+  const long most = group.capacity / static_cast<long>(sizeof(T)), lines = 64;
+  for (long begin = 0; begin < size; begin += most) {
+    const long n = size - begin < most ? size - begin : most;
+    ++group.steps;
+    std::memcpy(buffer(group, group.rank), x + begin, n * sizeof(T));
+    if (!exchange(group)) return 1;
+    parallel_rows(threads, (n + lines - 1) / lines, n, [&](long first, long last) {
+      const long end = last * lines < n ? last * lines : n;
+      for (long i = first * lines; i < end; i += 16) {
+        Vec sum = vload_first(reinterpret_cast<const T*>(buffer(group, 0)) + i, end - i);
+        for (int rank = 1; rank < group.count; ++rank)
+          sum = vadd(sum, vload_first(reinterpret_cast<const T*>(buffer(group, rank)) + i, end - i));
+        vstore_first(x + begin + i, sum, end - i);
+      }
+    });
+  }
+  return 0;
+}
+
+}  // namespace
+
+int sum_ranks_f32(Collective* group, float* x, long size, int threads) { return sum_ranks(*group, x, size, threads); }
+int sum_ranks_bf16(Collective* group, bf16* x, long size, int threads) { return sum_ranks(*group, x, size, threads); }
+
+// Puts the ranks' columns side by side: own [rows, starts[rank + 1] - starts[rank]] float32 to out [rows,
+// starts[count]], where it is not null. Returns 1 if a rank has ended, else 0. A row of the widest fits in a buffer.
+int gather_ranks(Collective* group, const float* own, float* out, long rows, const int64_t* starts) {
+  const auto width = [&](int rank) { return starts[rank + 1] - starts[rank]; };
+  long widest = 1;
+  for (int rank = 0; rank < group->count; ++rank) widest = width(rank) > widest ? width(rank) : widest;
+  const long item = sizeof(float), most = group->capacity / (widest * item), mine = width(group->rank);
+  for (long begin = 0; begin < rows; begin += most) {
+    const long n = rows - begin < most ? rows - begin : most;
+    ++group->steps;
+    if (mine) std::memcpy(buffer(*group, group->rank), own + begin * mine, n * mine * item);
+    if (!exchange(*group)) return 1;
+    for (int rank = 0; out && rank < group->count; ++rank) {
+      const auto* theirs = reinterpret_cast<const float*>(buffer(*group, rank));
+      for (long r = 0; r < n; ++r)
+        std::memcpy(out + (begin + r) * starts[group->count] + starts[rank], theirs + r * width(rank),
+                    width(rank) * item);
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,75 @@
+"""What ranks compute together, through memory that all of them have mapped (collective.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from quire.kernels.collective import Collective, RankEnded
+from quire.kernels.cpu import native
+
+_HEADER = 8192
+_CLOSED = 8
+"""Where in the memory it says that a rank has ended."""
+_BUFFER = 1 << 20
+"""Bytes of a buffer at least; longer tensors are summed piece by piece."""
+_SPINS = 2000
+"""Some 50 microseconds, which is longer than a rank is behind another in a step, where each has its cores."""
+
+
+def make_memory(count: int, row_bytes: int) -> int:
+    """A file in memory for so many ranks, whose descriptor may be handed to them. row_bytes: of the longest row that
+    they will put side by side."""
+    capacity = -(-max(_BUFFER, row_bytes) // 4096) * 4096
+    descriptor = os.memfd_create("quire-ranks") if hasattr(os, "memfd_create") else _unlinked()
+    os.ftruncate(descriptor, _HEADER + 2 * count * capacity)
+    return descriptor
+
+
+class SharedCollective(Collective):
+    def __init__(self, library: native.Native, descriptor: int, rank: int, count: int, parent: int = 0) -> None:
+        """`descriptor`: what `make_memory` gave, which may be closed afterwards. `parent`: the process that this one
+        ends with, where it is another's; 0: none."""
+        size = os.fstat(descriptor).st_size
+        self._mapped = mmap.mmap(descriptor, size)
+        self._memory = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        capacity = (size - _HEADER) // (2 * count)
+        cores = os.cpu_count() or 1
+        spins = _SPINS if count * torch.get_num_threads() <= cores else 0
+        self.rank, self.count = rank, count
+        self.native = native.Collective(self._memory.data_ptr(), capacity, rank, count, parent, spins, 0)
+        self._sum = library.sum_ranks
+        self._gather = library.gather_ranks
+        self.pointer = ctypes.addressof(self.native)
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        if self._sum[x.dtype](self.pointer, x.data_ptr(), x.numel(), torch.get_num_threads()):
+            raise RankEnded
+        return x
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        x, rows = x.contiguous(), len(x)
+        starts = (ctypes.c_int64 * (self.count + 1))(0, *accumulate(widths))
+        out = x.new_empty((rows, sum(widths))) if self.rank == 0 else None
+        if x.dtype != torch.float32 or x.shape[1] != widths[self.rank]:
+            raise TypeError(f"{list(x.shape)} of {x.dtype} is not rank {self.rank}'s part of {widths}")
+        if self._gather(self.pointer, x.data_ptr(), None if out is None else out.data_ptr(), rows, starts):
+            raise RankEnded
+        return x if out is None else out
+
+    def close(self) -> None:
+        self._memory[_CLOSED] = 1
+
+
+def _unlinked() -> int:
+    """For systems without files in memory."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

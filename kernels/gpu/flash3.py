@@ -1,0 +1,86 @@
+"""The backend on flash-attn 3 (Shah et al., 2024), for Hopper: the package flash_attn_3, whose wheels PyTorch builds.
+
+Written against flash_attn_interface.py and flash_api.cpp of its repository, as of August 2026.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.gpu.paged import FlashPages, architecture_fault
+
+INSTALL = "pip install flash-attn-3, from PyTorch's index for your CUDA"
+_HOPPER = (9,)
+_BATCH = "its tiles depend on the number of queries, so --deterministic takes another backend"
+
+
+class Flash3(FlashPages):
+    name = "flash3"
+    _library: ModuleType
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        found = _load()
+        self._missing = found if isinstance(found, str) else None
+        if not isinstance(found, str):
+            self._library = found
+
+    def description(self) -> str:
+        return f"flash-attn {_version()}"
+
+    def cannot_serve(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+    ) -> str | None:
+        reason = super().cannot_serve(device, dtype, head_dim, softcap) or architecture_fault(device, _HOPPER)
+        return reason or self._missing or (_BATCH if self.deterministic else None)
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        """One function for all: with cumulative counts its queries are ragged, without them one per sequence. It
+        chooses its splits on the host from the width of the page table, so a graph's are those of its longest context.
+        """
+        window = softmax.window_in(metadata.max_context_len)
+        one_each = metadata.max_query_len == 1
+        ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
+        out: Tensor = self._library.flash_attn_with_kvcache(
+            q.unsqueeze(1) if one_each else q,
+            k_cache,
+            v_cache,
+            cache_seqlens=metadata.context_lens,
+            page_table=metadata.block_table,
+            softmax_scale=softmax.scale,
+            causal=True,
+            # (left, right): a window counts the query itself; flash-attn counts the keys to its left, -1 is unlimited.
+            window_size=(-1, -1) if window is None else (window - 1, 0),
+            softcap=softmax.softcap or 0.0,
+            num_splits=0 if one_each else 1,
+            **ragged,
+        )
+        return out.squeeze(1) if one_each else out
+
+
+def _version() -> str:
+    try:
+        return version("flash_attn_3")
+    except PackageNotFoundError:
+        return "3, version unknown"
+
+
+def _load() -> ModuleType | str:
+    """The library, or why it cannot be used."""
+    try:
+        import flash_attn_interface
+    except ModuleNotFoundError as error:
+        if error.name != "flash_attn_interface":
+            return f"flash-attn 3 cannot be loaded, it lacks {error.name}"
+        return f"flash-attn 3 is not installed ({INSTALL})"
+    except (ImportError, OSError) as error:  # built for another PyTorch or CUDA
+        return f"flash-attn 3 cannot be loaded, install it for this PyTorch ({str(error).splitlines()[0]})"
+    module: ModuleType = flash_attn_interface
+    return module

@@ -1,0 +1,110 @@
+"""The backend on flash-attn 4, for Hopper and the Blackwell of data centres: flash_attn.cute, of the package
+flash-attn-4, which is Python that compiles itself when it is first called.
+
+Written against flash_attn/cute/interface.py of 4.0.0b36: paged, ragged keys on compute
+capability 9 and 10 alone; splits on 10 alone; on 10 no head of 256 with a count of keys for each sequence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.gpu.paged import FlashPages, architecture_fault
+
+INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
+"""So far all of its versions are betas, which pip takes only when one is named."""
+_SERVED = (9, 10)
+_MOST_ON_BLACKWELL = 128
+_BATCH = "its tiles and splits depend on the batch, so --deterministic takes another backend"
+_KEEP = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+"""Without it every start compiles anew. The folder is the temporary one, or what ..._CACHE_DIR names."""
+
+
+class Flash4(FlashPages):
+    name = "flash4"
+    block_size = 128
+    """The keys of its tiles on Blackwell, for which it reads pages by TMA."""
+    _attend: Callable[..., tuple[Tensor, Tensor | None]]
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        super().__init__(deterministic=deterministic)
+        found = _load()
+        self._missing = found if isinstance(found, str) else None
+        if not isinstance(found, str):
+            self._attend = found
+
+    def description(self) -> str:
+        return f"flash-attn {_version()}"
+
+    def cannot_serve(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False
+    ) -> str | None:
+        if (reason := super().cannot_serve(device, dtype, head_dim, softcap)) is not None:
+            return reason
+        if (reason := architecture_fault(device, _SERVED) or self._missing) is not None:
+            return reason
+        if _splits(device) and head_dim > _MOST_ON_BLACKWELL:
+            return f"takes heads up to {_MOST_ON_BLACKWELL} on this GPU, not {head_dim}"
+        return _BATCH if self.deterministic else None
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        """Steps of one query each are Triton's on Hopper, where flash-attn 4 does not split keys.
+
+        Counts are given as numbers: without them it would choose splits for the whole cache.
+        """
+        one_each = metadata.max_query_len == 1
+        beside = self._for(q)
+        if one_each and beside.name == "triton" and not _splits(q.device):
+            return beside.paged_attention(q, k_cache, v_cache, metadata, softmax)
+        window = softmax.window_in(metadata.max_context_len)
+        ragged = {} if one_each else {"cu_seqlens_q": metadata.query_start, "max_seqlen_q": metadata.max_query_len}
+        out, _ = self._attend(
+            q.unsqueeze(1) if one_each else q,
+            k_cache,
+            v_cache,
+            max_seqlen_k=metadata.max_context_len,
+            seqused_k=metadata.context_lens,
+            page_table=metadata.block_table,
+            softmax_scale=softmax.scale,
+            causal=True,
+            # (left, right): a window counts the query itself; flash-attn counts the keys to its left.
+            window_size=(None, None) if window is None else (window - 1, 0),
+            softcap=softmax.softcap or 0.0,
+            num_splits=0 if one_each and _splits(q.device) else 1,  # 0: as many as fill the GPU
+            **ragged,
+        )
+        return out.squeeze(1) if one_each else out
+
+
+def _splits(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _version() -> str:
+    try:
+        return version("flash-attn-4")
+    except PackageNotFoundError:
+        return "4, version unknown"
+
+
+def _load() -> Callable[..., tuple[Tensor, Tensor | None]] | str:
+    """Its function, or why it cannot be used."""
+    os.environ.setdefault(_KEEP, "1")
+    try:
+        from flash_attn.cute import flash_attn_varlen_func
+    except ModuleNotFoundError as error:
+        if error.name not in ("flash_attn", "flash_attn.cute"):
+            return f"flash-attn 4 cannot be loaded, it lacks {error.name}"
+        return f"flash-attn 4 is not installed ({INSTALL})"
+    except (ImportError, OSError) as error:
+        return f"flash-attn 4 cannot be loaded ({str(error).splitlines()[0]})"
+    return cast(Callable[..., tuple[Tensor, Tensor | None]], flash_attn_varlen_func)

@@ -1,0 +1,190 @@
+"""What adapters add to a linear's outputs (LoRA: Hu et al., 2021) for many adapters in one batch, in Triton.
+
+As in Punica (Chen et al., 2023) and S-LoRA (Sheng et al., 2023) a first kernel shrinks inputs to an adapter's rank and
+a second one expands them. Rows are visited in the order of their adapters, so a tile of rows holds few; each adapter of
+a tile has a program of its own, which masks the others' rows. Tiles have one size and inner dimensions are split at
+fixed places, so a row's bits depend on the row and its adapter alone. Tables have fixed addresses and grids follow from
+shapes, so a CUDA graph can hold the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
+from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+
+_ROWS = 16
+"""Of a tile: the fewest that the tensor cores multiply, as most of a batch's adapters have few rows."""
+_OUTS = 64
+_INNER = 64
+_SPLIT = 1024
+"""Inputs of one sum; a decode step has too few tiles to fill a GPU without splits."""
+_MOST_RANKS, _MOST_EXPANDED = 64, 32
+"""In a tile of either kernel; with 64 ranks of float32 the second one spills registers."""
+
+
+@triton.jit
+def _rows_of(adapters, order, rows, tile, nth, BLOCK_M: tl.constexpr):
+    """The rows of a tile, a mask of those that have its nth adapter, and that adapter's slot (0: none)."""
+    i = tl.arange(0, BLOCK_M)
+    at = tile * BLOCK_M + i
+    inside = at < rows
+    row = tl.load(order + at, mask=inside, other=0)
+    slot = tl.load(adapters + row, mask=inside, other=0)
+    later = inside & (i > 0)
+    before = tl.load(adapters + tl.load(order + at - 1, mask=later, other=0), mask=later, other=-1)
+    mine = inside & (tl.cumsum((slot != before).to(tl.int32), 0) - 1 == nth)
+    return row, mine, tl.max(tl.where(mine, slot, 0), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "most"], do_not_specialize_on_alignment=["adapters", "order"])
+def _shrink_kernel(
+    middle, x, down, ranks, adapters, order, rows, most, inner,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """middle [splits, rows, PARTS * RANKS] = x [rows, inner] @ down [slots, PARTS * RANKS, inner].T, for the ranks that
+    a row's adapter has. Grid: tiles * most adapters of one, parts * blocks of ranks, splits."""
+    row, mine, slot = _rows_of(adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M)
+    if slot == 0:
+        return
+    blocks: tl.constexpr = (RANKS + BLOCK_R - 1) // BLOCK_R
+    part = tl.program_id(1) // blocks
+    r = tl.program_id(1) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    rank = tl.load(ranks + (slot - 1) * PARTS + part)
+    if tl.program_id(1) % blocks * BLOCK_R >= rank:
+        return
+    k, row = tl.arange(0, BLOCK_K), row.to(tl.int64)
+    first, has = tl.program_id(2) * SPLIT, r < rank
+    weights = down + ((slot - 1) * (PARTS * RANKS) + part * RANKS + r).to(tl.int64)[None, :] * inner
+    total = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+    for begin in range(first, tl.minimum(first + SPLIT, inner), BLOCK_K):
+        at = begin + k
+        left = tl.load(x + row[:, None] * inner + at[None, :], mask=mine[:, None] & (at < inner)[None, :], other=0.0)
+        right = tl.load(weights + at[:, None], mask=has[None, :] & (at < inner)[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    to = middle + (tl.program_id(2) * rows.to(tl.int64) + row)[:, None] * (PARTS * RANKS) + (part * RANKS + r)[None, :]
+    tl.store(to, total, mask=mine[:, None] & has[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "most"], do_not_specialize_on_alignment=["adapters", "order"])
+def _expand_kernel(
+    out, middle, up, ranks, places, adapters, order, rows, most, outs,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Adds middle @ up to out [rows, outs]. up [slots, RANKS * outs]: of each part, one after the other, [RANKS, its
+    outs]; places [blocks, 4]: part, its first output, its end, the block's first output. Grid: tiles * most adapters of
+    one, blocks of outputs."""
+    row, mine, slot = _rows_of(adapters, order, rows, tl.program_id(0) // most, tl.program_id(0) % most, BLOCK_M)
+    if slot == 0:
+        return
+    place = places + tl.program_id(1) * 4
+    part = tl.load(place)
+    rank = tl.load(ranks + (slot - 1) * PARTS + part)
+    if rank == 0:
+        return
+    first, end = tl.load(place + 1), tl.load(place + 2)
+    n, row = tl.load(place + 3) + tl.arange(0, BLOCK_N), row.to(tl.int64)
+    weights = up + (slot - 1).to(tl.int64) * RANKS * outs + first.to(tl.int64) * RANKS + (n - first)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for begin in range(0, rank, BLOCK_R):
+        r = begin + tl.arange(0, BLOCK_R)
+        has = r < rank
+        left = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+        for split in range(SPLITS):
+            at = middle + (split * rows.to(tl.int64) + row)[:, None] * (PARTS * RANKS) + (part * RANKS + r)[None, :]
+            left += tl.load(at, mask=mine[:, None] & has[None, :], other=0.0)
+        right = tl.load(
+            weights + r.to(tl.int64)[:, None] * (end - first), mask=has[:, None] & (n < end)[None, :], other=0.0
+        )
+        total = tl.dot(left.to(right.dtype), right, total, input_precision="ieee")
+    to, inside = out + row[:, None] * outs + n[None, :], mine[:, None] & (n < end)[None, :]
+    total += tl.load(to, mask=inside, other=0.0).to(tl.float32)
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedDeltas:
+    """What one adapter adds to one linear, in the host's memory."""
+
+    parts: tuple[tuple[int, Tensor, Tensor], ...]
+    """Number of the part, down [rank, in], up transposed [rank, outs]."""
+    ranks: Tensor
+    """[parts] int32."""
+
+
+class TritonAdaptedLinear(AdaptedLinear):
+    def __init__(self, linear: Linear, slots: AdapterSlots) -> None:
+        count, parts, ranks = slots.count, slots.parts, slots.max_rank
+        outs, inner, device = sum(parts), slots.in_features, slots.device
+        self._linear = linear
+        self._count = count
+        self._firsts = [sum(parts[:index]) for index in range(len(parts))]
+        self._max_rank = ranks
+        self._block_r = min(_MOST_RANKS, max(16, power_of_2(ranks)))
+        self._down = torch.empty((count, len(parts) * ranks, inner), dtype=slots.dtype, device=device)
+        self._up = torch.empty((count, ranks * outs), dtype=slots.dtype, device=device)
+        self._ranks = torch.zeros((count, len(parts)), dtype=torch.int32, device=device)
+        places = [
+            (part, first, first + size, begin)
+            for part, (first, size) in enumerate(zip(self._firsts, parts, strict=True))
+            for begin in range(first, first + size, _OUTS)
+        ]
+        self._places = torch.tensor(places, dtype=torch.int32).to(device)
+
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
+        out, adapters = self._linear(x, context), context.adapters
+        rows, inner = x.shape
+        if adapters is None or not rows:
+            return out
+        assert out.is_contiguous()
+        x, order = x.contiguous(), context.order
+        assert order is not None
+        parts, ranks, splits = len(self._firsts), self._max_rank, cdiv(inner, _SPLIT)
+        most = min(_ROWS, self._count + 1)
+        programs, blocks = cdiv(rows, _ROWS) * most, parts * cdiv(ranks, self._block_r)
+        middle = torch.empty((splits, rows, parts * ranks), dtype=torch.float32, device=x.device)
+        _shrink_kernel[programs, blocks, splits](
+            middle, x, self._down, self._ranks, adapters, order, rows, most, inner, parts, ranks, _SPLIT,
+            _ROWS, self._block_r, _INNER, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        _expand_kernel[programs, len(self._places)](
+            out, middle, self._up, self._ranks, self._places, adapters, order, rows, most, out.shape[1], parts, ranks,
+            splits, _ROWS, min(self._block_r, _MOST_EXPANDED), _OUTS, num_warps=4, num_stages=2,
+        )  # fmt: skip
+        return out
+
+    def pack(self, deltas: Sequence[Delta]) -> PackedDeltas:
+        """In pinned memory, from which the GPU reads while the host goes on."""
+        ranks = torch.zeros(len(self._firsts), dtype=torch.int32)
+        found = []
+        for delta in deltas:
+            part = self._firsts.index(delta.first)
+            ranks[part] = len(delta.down)
+            found.append((part, self._staged(delta.down), self._staged(delta.up.t())))
+        return PackedDeltas(tuple(found), self._staged(ranks))
+
+    @torch.inference_mode()
+    def put(self, slot: int, packed: PackedDeltas | None) -> None:
+        """Queued behind the steps that are under way, for which nothing waits."""
+        at = slot - 1
+        if packed is None:
+            self._ranks[at].zero_()
+            return
+        for part, down, up in packed.parts:
+            first, begin = part * self._max_rank, self._firsts[part] * self._max_rank
+            self._down[at, first : first + len(down)].copy_(down, non_blocking=True)
+            self._up[at, begin : begin + up.numel()].copy_(up.flatten(), non_blocking=True)
+        self._ranks[at].copy_(packed.ranks, non_blocking=True)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._down.is_cuda)
+        return staged.copy_(tensor)

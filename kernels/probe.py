@@ -1,0 +1,134 @@
+"""Tries a backend on the device before it is chosen: what was built for another GPU, another PyTorch or another driver
+says so only when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Backend, Rope, Softmax
+from quire.kernels.gpu.faults import fault
+from quire.kernels.kv_codes import KV_CODES, scale_elements
+from quire.kernels.reference import Reference
+
+Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
+"""Records a function: what replays it, and the tensor that holds its result after each replay."""
+
+_WINDOW = 7
+_MOST_DIFFERENCE = 0.1
+"""Of means of normally distributed values; 16-bit types differ by a tenth of this, kernels that are wrong by more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A small case of a model's attention: two sequences, one of them longer than a page."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    kv_heads: int
+    head_dim: int
+    softcap: float | None = None
+    capture: Capture | None = None
+    """How decode steps will become graphs, if they will."""
+    kv_dtype: torch.dtype | None = None
+    """What pages hold; None: the model's type."""
+    windowed: bool = False
+    """Some layers see a window of the keys; a library may be built without."""
+
+    @torch.inference_mode()
+    def __call__(self, backend: Backend) -> str | None:
+        """Why the backend cannot compute here, in one sentence; None where prompts, decodes and their graph come out as
+        the reference says."""
+        try:
+            windows = (None, _WINDOW) if self.windowed else (None,)
+            rules = [Softmax(self.head_dim**-0.5, window, self.softcap) for window in windows]
+            return next((reason for each in rules if (reason := self._try(backend, each)) is not None), None)
+        except Exception as error:  # whatever a library raises, it is a reason not to choose it
+            return fault(error)
+
+    def _try(self, backend: Backend, softmax: Softmax) -> str | None:
+        lengths = (backend.block_size + 5, 3)
+        held = self.dtype if self.kv_dtype is None else self.kv_dtype
+        shape = backend.kv_cache_shape(4, self.kv_heads, self.head_dim, held)
+        k_cache, v_cache = torch.zeros((2, *shape), dtype=held, device=self.device)
+        prompts = _metadata(self.device, lengths, lengths, backend.block_size)
+        qkv = self._random(sum(lengths), (self.heads + 2 * self.kv_heads) * self.head_dim)
+        expected = self._expected(qkv, lengths, softmax)
+        wide = qkv[:, : 2 * self.head_dim].contiguous()
+        backend.silu_mul(backend.rms_norm(wide, torch.ones(wide.shape[1], device=self.device), 1e-6))
+        q = backend.rope_store(qkv.clone(), Rope(self.head_dim, None), k_cache, v_cache, prompts)
+        for whole in (True, False):
+            got = backend.paged_attention(q, k_cache, v_cache, replace(prompts, whole=whole), softmax)
+            if not _close(got, expected):
+                return "computes something else than the reference for a prompt"
+        last = torch.tensor(lengths, device=self.device).cumsum(0) - 1
+        ones = _metadata(self.device, (1, 1), lengths, backend.block_size)
+        q, expected = q[last].clone(), expected[last.cpu()]
+
+        def decode() -> Tensor:
+            return backend.paged_attention(q, k_cache, v_cache, ones, softmax)
+
+        if not _close(decode(), expected):
+            return "computes something else than the reference for a decode"
+        return None if self.capture is None else _captured(self.capture, decode, expected)
+
+    def _random(self, *shape: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+    def _expected(self, qkv: Tensor, lengths: tuple[int, ...], softmax: Softmax) -> Tensor:
+        """[T, H, D] float32 on the CPU, by the reference."""
+        judge = Reference()
+        blocks = -(-max(lengths) // 2)  # two pages hold the longest
+        held = torch.float32 if self.kv_dtype not in KV_CODES else self.kv_dtype
+        head = self.head_dim + scale_elements(held)
+        k_cache, v_cache = torch.zeros((2, 4, blocks, self.kv_heads, head), dtype=held)
+        metadata = _metadata(torch.device("cpu"), lengths, lengths, blocks)
+        q = judge.rope_store(qkv.cpu().float(), Rope(self.head_dim, None), k_cache, v_cache, metadata)
+        return judge.paged_attention(q, k_cache, v_cache, metadata, softmax)
+
+
+def _captured(capture: Capture, decode: Callable[[], Tensor], expected: Tensor) -> str | None:
+    try:
+        replay, result = capture(decode)
+        replay()
+        right = _close(result, expected)
+    except Exception as error:
+        return f"a CUDA graph cannot hold its decodes; --enforce-eager does without ({fault(error)})"
+    return None if right else "computes something else than the reference in a CUDA graph; --enforce-eager does without"
+
+
+def _close(got: Tensor, expected: Tensor) -> bool:
+    """False where there is a NaN, too."""
+    return bool(((got.cpu().float() - expected).abs() < _MOST_DIFFERENCE).all())
+
+
+def _metadata(
+    device: torch.device, counts: tuple[int, ...], lengths: tuple[int, ...], block_size: int
+) -> AttentionMetadata:
+    """The last counts[s] of lengths[s] tokens of two sequences, whose pages are (3, 1) and (2, ...)."""
+    pages = ((3, 1), (2, 2))
+    positions = [list(range(end - count, end)) for count, end in zip(counts, lengths, strict=True)]
+    slots = [
+        table[at // block_size] * block_size + at % block_size
+        for table, each in zip(pages, positions, strict=True)
+        for at in each
+    ]
+
+    def there(values: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return AttentionMetadata(
+        query_start=there([0, counts[0], sum(counts)]),
+        context_lens=there(list(lengths)),
+        key_start=there([0, lengths[0], sum(lengths)]),
+        block_table=torch.tensor(pages, dtype=torch.int32, device=device),
+        positions=there([at for each in positions for at in each], torch.int64),
+        slots=there(slots, torch.int64),
+        max_query_len=max(counts),
+        max_context_len=max(lengths),
+    )

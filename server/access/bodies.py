@@ -1,0 +1,169 @@
+"""Reads the bodies of requests: each of bounded size, and all that are under way within one budget of memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from bisect import insort
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from quire.engine.errors import InvalidRequest, Overloaded
+from quire.server.access.authentication import tenant_of
+
+FREE_BYTES = 64 * 1024
+"""Bodies up to this size are not counted: the connection that brings one has a buffer as large."""
+PATIENCE = 10.0
+"""Seconds that a body may wait for room in the budget."""
+_CHECK_SECONDS = 0.5
+_SLOW_AFTER = 2.0
+"""While others wait, a body that has taken more seconds must come so fast that all of it is there in half PATIENCE."""
+NO_OBJECT = "The body must be a JSON object, sent with the header Content-Type: application/json"
+
+
+@dataclass(eq=False, slots=True)
+class Body:
+    """A body that is being received or worked on."""
+
+    owner: str
+    """The tenant's name; empty on a server without keys."""
+    held: int = 0
+    """Bytes of the budget that it holds."""
+    pieces: list[bytes] = field(default_factory=list)
+    size: int = 0
+    """Bytes received."""
+    began: float = 0.0
+    """When its first bytes could be received, by the monotonic clock."""
+    deadline: asyncio.Timeout | None = None
+    """Ends the receiving."""
+
+    @property
+    def slow(self) -> bool:
+        seconds = time.monotonic() - self.began
+        return seconds > _SLOW_AFTER and self.size < self.held * seconds / (PATIENCE / 2)
+
+
+class Bodies:
+    """Bodies that do not fit into the budget wait, unread; after PATIENCE they are refused.
+
+    While one waits, senders that are slow are cut off, so nobody can hold the budget for long by sending little.
+    """
+
+    def __init__(self, max_bytes: int, budget: int) -> None:
+        """max_bytes: of one body. budget: bytes of all; one body always fits."""
+        self._max_bytes = max_bytes
+        self._budget = max(budget, max_bytes)
+        self._under_way: set[Body] = set()
+        self._held_by: Counter[str] = Counter()
+        self._waiting: list[tuple[int, Body, asyncio.Future[None]]] = []
+        self._cut_at = 0.0
+        """When slow senders were cut off last, by the loop's clock."""
+
+    @property
+    def held(self) -> int:
+        """Bytes of the budget that are taken."""
+        return self._held_by.total()
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[Body]:
+        """The body, whole; its part of the budget is held until the block ends.
+
+        Raises HTTPException for one that is too large or comes too slowly, Overloaded where there was no room,
+        InvalidRequest for another type than JSON, ClientDisconnect.
+        """
+        headers = Headers(scope=request.scope)
+        _check_type(headers.get("content-type"))
+        body = Body(tenant_of(request.scope).name)
+        self._under_way.add(body)
+        try:
+            await self._hold(body, int(headers.get("content-length", 0)))
+            try:
+                async with asyncio.timeout(None) as body.deadline:
+                    await self._receive(request, body)
+            except TimeoutError:
+                raise HTTPException(408, "The body came too slowly, while others waited for its place") from None
+            body.deadline = None
+            yield body
+        finally:
+            self._under_way.discard(body)
+            if body.held:
+                self._held_by[body.owner] -= body.held
+                self._grant()
+
+    async def _receive(self, request: Request, body: Body) -> None:
+        body.began = time.monotonic()
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] != "http.request":
+                raise ClientDisconnect
+            if piece := message.get("body", b""):
+                body.pieces.append(piece)
+                body.size += len(piece)
+            more = message.get("more_body", False)
+            if body.size > max(FREE_BYTES, body.held):  # its length was not told: chunks, or HTTP/2 behind a proxy
+                await self._hold(body, min(8 * body.size, max(self._max_bytes, body.size)))
+
+    async def _hold(self, body: Body, size: int) -> None:
+        """Wait until `body` may hold `size` bytes."""
+        if size > self._max_bytes:
+            raise HTTPException(
+                413, f"The body is larger than {self._max_bytes} bytes; the operator sets --max-body-size"
+            )
+        if size <= FREE_BYTES:
+            return
+        if self._fits(body, size):
+            self._take(body, size)
+            return
+        granted = asyncio.get_running_loop().create_future()
+        waiting = (size, body, granted)
+        insort(self._waiting, waiting, key=itemgetter(0))  # small ones are not held up by large ones
+        try:
+            for _ in range(round(PATIENCE / _CHECK_SECONDS)):
+                self._cut_slow_senders()
+                await asyncio.wait([granted], timeout=_CHECK_SECONDS)
+                if granted.done():
+                    return
+        finally:
+            self._waiting.remove(waiting)
+        raise Overloaded("The bodies of other requests take all the memory that is set aside. Please try again later")
+
+    def _fits(self, body: Body, size: int) -> bool:
+        """Where keys are asked for, a tenant that holds some gets more only while as much is left to others."""
+        free = self._budget - self.held
+        more, mine = size - body.held, self._held_by[body.owner]
+        return more <= free and not (body.owner and mine and mine + more > free)
+
+    def _take(self, body: Body, size: int) -> None:
+        self._held_by[body.owner] += size - body.held
+        body.held = size
+
+    def _grant(self) -> None:
+        for size, body, granted in self._waiting:
+            if not granted.done() and self._fits(body, size):
+                self._take(body, size)
+                granted.set_result(None)
+
+    def _cut_slow_senders(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._cut_at + _CHECK_SECONDS / 2:  # one of those that wait looks for all of them
+            return
+        self._cut_at = now
+        for body in self._under_way:
+            if body.held and body.slow and body.deadline is not None and not body.deadline.expired():
+                body.deadline.reschedule(now)
+
+
+def _check_type(content_type: str | None) -> None:
+    """A form's type is refused: web pages of any origin may send one without asking."""
+    if content_type is not None:
+        main, _, sub = content_type.partition(";")[0].strip().lower().partition("/")
+        if main != "application" or not (sub == "json" or sub.endswith("+json")):
+            raise InvalidRequest(NO_OBJECT)

@@ -1,0 +1,60 @@
+"""What trusted gateways tell of a request: whose it is among those that share a key, and how urgent.
+
+The headers are those of Kubernetes' Gateway API Inference Extension.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from ipaddress import ip_address, ip_network
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from quire.engine.errors import ConfigError
+from quire.server.access.tenants import Tenant
+from quire.server.config import ServerConfig
+from quire.server.protocol.common import SOUND_ID
+
+FAIRNESS, OBJECTIVE = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
+
+
+class Gateways:
+    """Reads the headers of requests that come from the addresses in `config.trusted_gateways`, and of no others."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError for what is no address, network, or NAME=PRIORITY."""
+        try:
+            self._networks = [ip_network(given, strict=False) for given in config.trusted_gateways]
+        except ValueError as error:
+            raise ConfigError(f"trusted_gateways: {error}", param="trusted_gateways") from None
+        self._priorities: dict[str, int] = {}
+        for given in config.objective_priorities:
+            name, _, priority = given.rpartition("=")
+            if not name or not re.fullmatch(r"[+-]?\d{1,9}", priority):
+                raise ConfigError(f"objective_priorities: {given!r} is not NAME=PRIORITY", param="objective_priorities")
+            self._priorities[name] = int(priority)
+
+    def tenant(self, tenant: Tenant, scope: Scope) -> Tenant:
+        """The tenant, or the part of it that the gateway names: it has its own share of the engine, and all else in
+        common with the others of its key."""
+        name = self._told(scope, FAIRNESS)
+        if name is None or re.fullmatch(SOUND_ID, name) is None:
+            return tenant
+        return replace(tenant, name=f"{tenant.name}/{name}")
+
+    def priority(self, scope: Scope) -> int | None:
+        """The priority of the objective that the gateway names; None where it names none that is known."""
+        name = self._told(scope, OBJECTIVE)
+        return None if name is None else self._priorities.get(name)
+
+    def _told(self, scope: Scope, header: str) -> str | None:
+        if not self._networks or scope.get("client") is None:
+            return None
+        try:
+            address = ip_address(scope["client"][0])
+        except ValueError:  # a Unix socket's
+            return None
+        trusted = any(address in network for network in self._networks)
+        return Headers(scope=scope).get(header) if trusted else None

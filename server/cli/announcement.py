@@ -1,0 +1,109 @@
+"""What `quire serve` says when it is ready, with a first request that works as it stands: with its keys and TLS."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import ssl
+from pathlib import Path
+
+from quire.engine.types import EngineInfo
+from quire.server.config import ServerConfig
+from quire.server.version import VERSION
+
+
+def url(host: str, port: int, *, tls: bool = False) -> str:
+    """The URL of a server that listens on `host`; for a wildcard address that of the loopback interface."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"
+
+
+def first_request(info: EngineInfo, *, chats: bool) -> tuple[str, dict[str, object]]:
+    """A path, and a body for it, that the model can answer. chats: it has a chat template."""
+    if chats and "generate" in info.tasks:
+        message = {"role": "user", "content": "Tell me a story about a fox."}
+        return "/v1/chat/completions", {"messages": [message], "max_tokens": 100, "stream": True}
+    if "generate" in info.tasks:
+        return "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 100, "stream": True}
+    if "embed" in info.tasks:
+        return "/v1/embeddings", {"input": "Once upon a time"}
+    return "/classify", {"input": "Once upon a time"}
+
+
+def curl(config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext | None, *, chats: bool = False) -> str:
+    """A first request, with what the server asks for: a key, which is not shown, and trust in its certificate."""
+    path, body = first_request(info, chats=chats)
+    flags = []
+    if config.api_key or config.api_key_file is not None or config.admin_api_key:
+        flags.append('-H "Authorization: Bearer $QUIRE_KEY"')
+    if tls is not None:
+        flags += _trust(config, base, tls)
+    asked = json.dumps({"model": config.model_names[0], **body})
+    return " ".join(
+        [f"curl -N {base}{path}", *flags, "-H 'Content-Type: application/json'", f"-d {shlex.quote(asked)}"]
+    )
+
+
+def _trust(config: ServerConfig, base: str, tls: ssl.SSLContext) -> list[str]:
+    """curl's flags for the server's certificate: none where the system trusts it for this address."""
+    host, flags = base.partition("://")[2].rpartition(":")[0].strip("[]"), []
+    if not _verified(tls, host, None):
+        given = config.ssl_certfile
+        assert given is not None, "there is TLS"
+        flags = [f"--cacert {shlex.quote(str(given))}"] if _verified(tls, host, given) else ["--insecure"]
+    if config.ssl_ca_certs is not None:
+        flags.append("--cert YOURS.pem")
+    return flags
+
+
+def _verified(tls: ssl.SSLContext, host: str, trust: Path | None) -> bool:
+    """Whether a client that trusts the system's authorities, or `trust`, accepts the certificate: a handshake in
+    memory tells."""
+    client = ssl.create_default_context(cafile=trust)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # as curl has it
+    down, up = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (client.wrap_bio(down, up, server_hostname=host), tls.wrap_bio(up, down, server_side=True))
+    done = [False, False]
+    for _ in range(4):
+        for place, side in enumerate(sides):
+            try:
+                side.do_handshake()
+                done[place] = True
+            except ssl.SSLWantReadError:
+                continue
+            except ssl.SSLError:
+                return done[0]  # the server may go on to want a certificate of the client's
+    return done[0]
+
+
+def announcement(
+    config: ServerConfig,
+    info: EngineInfo,
+    base: str,
+    seconds: float,
+    planned: int | None = None,
+    *,
+    tools: str = "",
+    tls: ssl.SSLContext | None = None,
+    chats: bool = False,
+) -> str:
+    """The text that says what was loaded, how the memory is used and where the format of tool calls is from (`tools`),
+    with a first request to paste, in a chat where the model `chats`."""
+    names = ", ".join(config.model_names)
+    weights = f"{info.weight_bytes / 2**20:.1f} MiB" + (f" ({info.quantization})" if info.quantization else "")
+    notes = "".join(f"\n  note       {note}" for note in info.notes)
+    plan = ""
+    if planned:
+        got = info.num_blocks * info.block_size
+        plan = f"\n  plan       {planned:,} tokens of KV foreseen, {got:,} are there ({got / planned - 1:+.1%})"
+    calls = f"\n  tools      {tools}" if tools and "generate" in info.tasks else ""
+    return f"""\
+quire {VERSION}
+  model      {names}: {info.dtype} on {info.device}, {weights} loaded in {info.load_seconds:.1f} s
+  attention  {info.backend}{notes}
+  memory     {info.arithmetic}{plan}{calls}
+  ready      {base} after {seconds:.1f} s; Ctrl-C ends it
+
+{curl(config, info, base, tls, chats=chats)}
+"""

@@ -1,0 +1,66 @@
+"""`quire chat`: talk to a model in the terminal, over a running server or an engine started for it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+
+from quire.engine.config import EngineConfig
+from quire.server.cli.chat.conversation import Chat
+from quire.server.cli.chat.plain import converse
+from quire.server.cli.connect import add_server_flags, headers, models, server_url, trusted
+from quire.server.cli.settings import add_flags, parse
+from quire.server.config import ServerConfig
+
+
+@contextmanager
+def connect(url: str | None, config: ServerConfig, key: str | None, cacert: Path | None) -> Iterator[httpx.Client]:
+    """An HTTP client whose base is the /v1 of the server at `url`, or of a server that is started for it."""
+    with ExitStack() as stack:
+        if url is None:
+            from quire.server.cli.hosting import local_server  # imported only when needed: it is slow
+
+            transport = httpx.HTTPTransport(uds=stack.enter_context(local_server(config)))
+            base = "http://quire"
+        else:
+            base, transport = server_url(url, tls=cacert is not None), httpx.HTTPTransport(verify=trusted(cacert))
+        timeout = httpx.Timeout(10, read=None)
+        yield stack.enter_context(
+            httpx.Client(base_url=f"{base}/v1", headers=headers(key), timeout=timeout, transport=transport)
+        )
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    parser = argparse.ArgumentParser(
+        prog="quire chat", usage="quire chat [MODEL | --url URL] [flags]", description=__doc__, allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="MODEL", help="model to load, or to ask for at --url")
+    add_server_flags(parser, None, key="bearer")
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--temperature", type=float, metavar="NUMBER", help="0 is greedy; default: the model's own")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: what the context allows")
+    add_flags(parser, ServerConfig, {EngineConfig: "the engine, without --url"})
+    args, config = parse(parser, argv, ServerConfig, "name")
+    options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
+    given = {name: value for name, value in options.items() if value is not None}
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with ExitStack() as stack:
+        if not at_terminal:
+            http = stack.enter_context(connect(args.url, config, args.bearer, args.cacert))
+            model = args.name if args.url and args.name else models(http)[0]
+            return converse(Chat(http, model, given, args.system), sys.stdin, sys.stdout)
+        from rich.console import Console
+
+        from quire.server.cli.chat import terminal
+
+        console = Console(highlight=False)
+        with terminal.unseen_keys(), console.status("connecting" if args.url else f"loading {config.model_names[0]}"):
+            http = stack.enter_context(connect(args.url, config, args.bearer, args.cacert))
+            model = args.name if args.url and args.name else models(http)[0]
+        console.print(f"[bold]{model}[/]; /help lists the commands")
+        return terminal.converse(Chat(http, model, given, args.system), console)

@@ -1,0 +1,126 @@
+"""The commands of `quire chat`: each line that begins with a slash."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.engine.advice import nearest
+from quire.engine.errors import QuireError
+from quire.server.cli.chat.conversation import Chat
+from quire.server.cli.connect import models
+
+COMMANDS = {
+    "/retry": "answer the last message again",
+    "/undo": "forget the last message and its answer",
+    "/edit": "change the last message and ask again (/edit TEXT: to TEXT)",
+    "/save": "write the conversation to a file (/save FILE)",
+    "/load": "go on with one (/load FILE)",
+    "/set": "what answers are asked with (/set temperature 0.7; /set temperature: the default; /set: all)",
+    "/model": "which model is asked (/model NAME; /model: which there are)",
+    "/system": "set the system message and begin anew (no TEXT: remove it)",
+    "/reset": "forget the conversation",
+    "/help": "this list",
+    "/exit": "leave (or Ctrl-D)",
+}
+HELP = "\n".join(f"{name:<9} {text}" for name, text in COMMANDS.items())
+KEYS = """\
+Alt+Enter, or \\ at a line's end, begins another line; what is pasted is sent when you press Enter.
+Ctrl-C stops an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command leads to."""
+
+    says: str = ""
+    ask: str | None = None
+    """To be asked now."""
+    edit: str | None = None
+    """To be put where the user types."""
+    leave: bool = False
+
+
+def perform(chat: Chat, line: str) -> Outcome:
+    """Do what a line with a slash says. Raises QuireError for what cannot be done."""
+    command, _, rest = line.partition(" ")
+    rest = rest.strip()
+    match command:
+        case "/exit" | "/quit":
+            return Outcome(leave=True)
+        case "/help":
+            return Outcome(f"{HELP}\n{KEYS}")
+        case "/retry" | "/undo" | "/edit":
+            return _back(chat, command, rest)
+        case "/save" | "/load":
+            return _file(chat, command, rest)
+        case "/set":
+            return _set(chat, rest)
+        case "/model":
+            return _model(chat, rest)
+        case "/reset" | "/system":
+            chat.turns.clear()
+            if command == "/reset":
+                return Outcome("forgot the conversation")
+            chat.system = rest or None
+            return Outcome(f"a new conversation, {'with that' if rest else 'without a'} system message")
+    advice = nearest(command, COMMANDS) or "/help lists them"
+    return Outcome(f"{command}: no such command; {advice}")
+
+
+def _back(chat: Chat, command: str, rest: str) -> Outcome:
+    text = chat.take_back()
+    if text is None:
+        return Outcome(f"{command}: nothing was said yet")
+    if command == "/retry":
+        return Outcome(ask=text)
+    if command == "/undo":
+        return Outcome(f"forgot: {text if len(text) < 60 else text[:59] + '…'}")
+    return Outcome(ask=rest) if rest else Outcome(edit=text)
+
+
+def _file(chat: Chat, command: str, rest: str) -> Outcome:
+    if not rest:
+        return Outcome(f"{command} needs a file's name")
+    if command == "/save":
+        chat.save(Path(rest))
+        return Outcome(f"{len(chat.turns)} messages are in {rest}")
+    chat.load(Path(rest))
+    return Outcome(f"{len(chat.turns)} messages; {chat.model} goes on")
+
+
+def _set(chat: Chat, rest: str) -> Outcome:
+    name, _, value = rest.replace("=", " ", 1).partition(" ")
+    name = name.replace("-", "_")
+    if not name:
+        return Outcome("\n".join(f"{name} = {json.dumps(value)}" for name, value in chat.options.items()) or "nothing")
+    if name in ("model", "messages", "stream"):
+        return Outcome(f"{name} cannot be set; /help lists what can be said")
+    if not value.strip():
+        chat.options.pop(name, None)
+        return Outcome(f"{name}: the default")
+    from quire.server.protocol.chat import ChatRequest  # imported only when needed: it is slow
+
+    if name not in (known := ChatRequest.model_fields) and (advice := nearest(name, known)):
+        return Outcome(f"{name}: no such parameter; {advice}")
+    chat.options[name] = _value(value.strip())
+    return Outcome(f"{name} = {json.dumps(chat.options[name])}")
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _model(chat: Chat, rest: str) -> Outcome:
+    known = models(chat.http)
+    if not rest:
+        return Outcome("\n".join(f"{'*' if name == chat.model else ' '} {name}" for name in known))
+    if rest not in known:
+        raise QuireError(f"no model {rest}; {nearest(rest, known) or 'there are ' + ', '.join(known)}")
+    chat.model = rest
+    return Outcome(f"{rest} goes on")

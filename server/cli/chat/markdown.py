@@ -1,0 +1,78 @@
+"""Markdown while it streams: blocks that are whole are printed for good, the one under way is drawn anew."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.spinner import Spinner
+
+FENCE = re.compile(r"^ {0,3}(```+|~~~+)")
+_GOES_ON = re.compile(r"\s|[-*+>|]|\d+[.)]")
+"""A line that may belong to the block before a blank line: of a list, a quotation or a table."""
+_REFRESH = 12
+"""Drawings a second."""
+
+
+def split(text: str) -> tuple[list[str], str]:
+    """The blocks that nothing that follows can change, and the rest. A block ends at a blank line outside of a fence,
+    when the line behind it shows that it does not go on."""
+    blocks, lines, fence, blank = [], list[str](), "", False
+    for line in text.split("\n")[:-1] or []:
+        mark = FENCE.match(line)
+        if not fence and blank and lines and line.strip() and not _GOES_ON.match(line):
+            blocks.append("\n".join(lines))
+            lines = []
+        if mark and not fence:
+            fence = mark[1]
+        elif mark and line.strip().startswith(fence) and not line.strip().strip(fence[0]):
+            fence = ""
+        blank = not fence and not line.strip()
+        lines.append(line)
+    return blocks, "\n".join([*lines, text.rpartition("\n")[2]])
+
+
+def show(console: Console, pieces: Iterable[str], waiting: str = "") -> None:
+    """Print an answer as it comes; a spinner turns until its first piece. Raises what `pieces` raises, with all that
+    came printed."""
+    text, printed = "", 0
+    live = Live(
+        Spinner("dots", waiting, style="dim"),
+        console=console,
+        refresh_per_second=_REFRESH,
+        transient=True,
+        vertical_overflow="crop",
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    try:
+        with live:
+            for piece in pieces:
+                text += piece
+                blocks, rest = split(text)
+                for block in blocks:
+                    _print(console, block, first=printed == 0)
+                    printed += 1
+                text = rest
+                live.update(Markdown(_end_of(text, console.height - 2)))
+    finally:
+        if text.strip():
+            _print(console, text, first=printed == 0)
+
+
+def _print(console: Console, block: str, *, first: bool) -> None:
+    if not first:
+        console.print()
+    console.print(Markdown(block.strip("\n")))
+
+
+def _end_of(text: str, height: int) -> str:
+    """The last lines of a block, which must fit on the screen to be drawn anew; in a fence if its beginning was."""
+    lines = text.split("\n")
+    if len(lines) <= height:
+        return text
+    opening = FENCE.match(lines[0])
+    return "\n".join([*([opening[0]] if opening else []), *lines[-height + 1 :]])

@@ -1,0 +1,66 @@
+"""A chat through pipes: each line of the input is a message or a command, each answer is written as it comes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+from quire.engine.errors import QuireError
+from quire.server.cli.chat.commands import perform
+from quire.server.cli.chat.conversation import Chat
+
+
+def converse(chat: Chat, stdin: TextIO, out: TextIO) -> int:
+    """Until the end of input or /exit. Returns 1 if the last request was refused."""
+    status = 0
+    for line in _messages(stdin):
+        text: str | None = line
+        if line.startswith("/"):
+            try:
+                outcome = perform(chat, line)
+            except QuireError as error:
+                print(f"quire chat: {error}", file=sys.stderr)
+                continue
+            if outcome.leave:
+                break
+            if outcome.says:
+                print(outcome.says, file=out)
+            text = outcome.ask
+            if outcome.edit is not None:
+                print("/edit needs the new text here", file=out)
+        if text is not None:
+            status = _say(chat, text, out)
+    return status
+
+
+def _messages(stdin: TextIO) -> Iterator[str]:
+    """The input's non-empty lines; those that end with a backslash go on in the next."""
+    parts: list[str] = []
+    for line in stdin:
+        text = line.rstrip("\n")
+        if text.endswith("\\"):
+            parts.append(text[:-1])
+            continue
+        whole = "\n".join([*parts, text]).strip()
+        parts = []
+        if whole:
+            yield whole
+    if rest := "\n".join(parts).strip():
+        yield rest
+
+
+def _say(chat: Chat, text: str, out: TextIO) -> int:
+    answer = chat.answer(text)
+    try:
+        for piece in answer:
+            print(piece, end="", file=out, flush=True)
+    except KeyboardInterrupt:
+        print(" [stopped]", end="", file=out)
+    except QuireError as error:
+        print(f"quire chat: {error}", file=sys.stderr)
+        return 1
+    finally:
+        answer.close()
+        print(file=out, flush=True)
+    return 0

@@ -1,0 +1,105 @@
+"""How the client commands reach a server: its URL as people type it, and whose certificates they trust."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import ssl
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from quire.engine.errors import ConfigError, EngineError, QuireError
+
+
+def add_server_flags(parser: argparse.ArgumentParser, url: str | None, *, key: str = "api_key") -> None:
+    """Add --url (default `url`), --cacert and --api-key, which `key` names among the parsed arguments."""
+    default = "" if url is None else " (default: %(default)s)"
+    parser.add_argument("--url", default=url, help=f"the server, such as 127.0.0.1:8000{default}")
+    parser.add_argument(
+        "--cacert",
+        type=Path,
+        metavar="PEM",
+        help="a certificate, of the server or of an authority, to trust beside the system's",
+    )
+    parser.add_argument(
+        "--api-key",
+        dest=key,
+        metavar="KEY",
+        default=os.environ.get("OPENAI_API_KEY"),
+        help="the server's key; default: the variable OPENAI_API_KEY",
+    )
+
+
+def server_url(text: str, *, tls: bool = False) -> str:
+    """The base of a server's URL, without /v1. Where the scheme is left out it is http, or https with `tls`, as for
+    one whose --cacert was given. Raises ConfigError."""
+    full = text if "://" in text else f"{'https' if tls else 'http'}://{text}"
+    try:
+        parts = urlsplit(full)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"url: not a server's: {text!r}; it looks like http://127.0.0.1:8000", param="url")
+    return full.rstrip("/").removesuffix("/v1")
+
+
+def headers(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def trusted(cacert: Path | None) -> ssl.SSLContext:
+    """A context that trusts what the system trusts, and `cacert`. Raises ConfigError for a file that is none."""
+    context = httpx.create_ssl_context()
+    context.load_default_certs()
+    if cacert is not None:
+        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # so that a server's own certificate will do
+        try:
+            context.load_verify_locations(cacert)
+        except (OSError, ssl.SSLError) as error:
+            why = "it is no PEM file of certificates" if isinstance(error, ssl.SSLError) else error.strerror
+            raise ConfigError(f"cacert: cannot use {cacert}: {why}", param="cacert") from None
+    return context
+
+
+def refusal(response: httpx.Response) -> QuireError:
+    """The message of an OpenAI error body, or the status of anything else."""
+    try:
+        message = str(response.json()["error"]["message"])
+        way = " (--api-key KEY, or the variable OPENAI_API_KEY)" if response.status_code == 401 else ""
+        return EngineError(message + way)
+    except (ValueError, KeyError, TypeError):
+        return EngineError(f"HTTP {response.status_code} from {response.url}")
+
+
+def unreachable(base: str, error: Exception) -> EngineError:
+    """What kept a request from its answer, with the likely way out."""
+    way = ""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        way = "; --cacert PEM names a certificate to trust"
+    elif base.startswith("http:") and isinstance(error, httpx.RemoteProtocolError):
+        way = "; a server with TLS is at https://"
+    elif base.startswith("https:") and "WRONG_VERSION_NUMBER" in str(error):
+        way = "; a server without TLS is at http://"
+    elif isinstance(error, httpx.ConnectError):
+        way = "; is it started? quire serve starts one"
+    return EngineError(f"no server at {base}: {error}{way}")
+
+
+def models(http: httpx.Client) -> list[str]:
+    """The names of the models that the server lists, at least one. The client's base must be its /v1. Raises
+    EngineError."""
+    try:
+        response = http.get("models")
+        if response.is_error:
+            raise refusal(response)
+        names = [str(each["id"]) for each in response.json()["data"]]
+    except httpx.HTTPError as error:
+        raise unreachable(str(http.base_url), error) from None
+    except (ValueError, LookupError, TypeError):
+        names = []
+    if not names:
+        raise EngineError(f"no list of models at {http.base_url}: give the model's name")
+    return names

@@ -1,0 +1,33 @@
+"""What an engine is made with, for programs: from a command line, or to hand on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TypeVar, Unpack
+
+from quire.engine.config import EngineConfig
+from quire.engine.offline.options import EngineOptions, documented, engine_config
+from quire.server.cli.settings import add_fields
+
+_Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
+
+
+class EngineArgs:
+    """LLM's options under vLLM's name: `AsyncLLM.from_engine_args(EngineArgs(model=…))`.
+
+    Raises ConfigError as LLM does.
+    """
+
+    @documented
+    def __init__(self, model: str | Path | None = None, **options: Unpack[EngineOptions]) -> None:
+        """Options:"""
+        engine_config(model, options)
+        self.model = model
+        self.options = options
+
+    @staticmethod
+    def add_cli_args(parser: _Parser) -> _Parser:
+        """Add a flag for each option; `LLM(**vars(parser.parse_args()))` takes those that are given, as text."""
+        add_fields(parser, EngineConfig, {EngineConfig: "engine"})
+        return parser

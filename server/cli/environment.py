@@ -1,0 +1,77 @@
+"""What a command needs of the process that it was started in: standard streams, open files, and signals that it may get
+before it can handle them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import resource
+import signal
+import sys
+from types import FrameType
+
+from quire.engine.errors import ConfigError
+
+log = logging.getLogger("quire.server")
+
+LEAST_FILES = 64
+"""Open files without which no server and engine can start."""
+MANY_FILES = 1024
+_MOST_FILES = 2**20
+_OWN_FILES = 40
+"""What a server holds open beside its clients' connections."""
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null in place of standard streams that are closed.
+
+    Otherwise the next files and sockets would get their numbers, and whoever writes a message would write into those.
+    """
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without a letter of a model's name still works
+
+
+def give_up_closed_stderr() -> None:
+    """Drop messages that nobody can read any more, as where the terminal was closed: Python would try again to write
+    them when it exits, and the exit status would be 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+
+def end_on_signals() -> None:
+    """End the process with status 0 on SIGTERM or SIGHUP, until a server that drains handles them."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(0)  # SystemExit would be lost in a finalizer, where Python only reports it, and the server would go on
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files as far as the system allows, and say how many connections it leaves room for when
+    these are few. Raises ConfigError for a limit with which nothing can start."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError):  # a system that allows less than it says
+            pass
+    if soft == resource.RLIM_INFINITY or soft >= MANY_FILES:
+        return
+    if soft < LEAST_FILES:
+        raise ConfigError(f"ulimit -n: {soft} open files are too few, at least {LEAST_FILES} are needed")
+    log.warning("ulimit -n: %d open files leave room for about %d connections at once", soft, soft - _OWN_FILES)

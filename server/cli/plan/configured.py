@@ -1,0 +1,62 @@
+"""The plan of an engine's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.engine.checkpoint.files import read_raw_config, resolve_model
+from quire.engine.checkpoint.page_groups import keeps_all
+from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.lora.modules import planned_modules
+from quire.server.cli.plan.drafts import planned_draft
+from quire.server.cli.plan.estimate import Wishes, estimate
+from quire.server.cli.plan.machine import Machine, divided
+from quire.server.cli.plan.tiers import offload_of
+
+
+def wishes_of(config: EngineConfig) -> Wishes:
+    """What an engine with this configuration would be asked for; without its adapters and what guesses tokens."""
+    return Wishes(
+        dtype=config.dtype,
+        context=config.max_model_len,
+        utilization=config.gpu_memory_utilization,
+        max_num_seqs=config.max_num_seqs,
+        kv_cache_memory=config.kv_cache_memory,
+        offload=offload_of(config),
+        backend=config.attention_backend,
+        quantization=config.quantization,
+        kv_cache_dtype=config.kv_cache_dtype,
+        quantize_embedding=config.quantize_embedding,
+        at_once=config.long_prefill_token_threshold or config.max_num_batched_tokens,
+        keeps_all=keeps_all(config) is not None,
+    )
+
+
+def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
+    """Tokens that the KV cache of an engine with this configuration will hold.
+
+    None if no estimate can be made, or none is needed because num_kv_blocks is given. The model's files must exist.
+    """
+    if config.num_kv_blocks is not None:
+        return None
+    try:
+        raw, folder = read_raw_config(str(resolve_model(config.model, config.revision)))
+        stored = read_stored_weights(folder) if folder is not None and config.load_format == "auto" else None
+        wishes = wishes_of(config)
+        if config.enable_lora:
+            wishes = replace(
+                wishes,
+                max_loras=config.max_loras,
+                max_cpu_loras=config.max_cpu_loras,
+                max_lora_rank=config.max_lora_rank,
+                modules=planned_modules(raw),
+            )
+        wishes = replace(wishes, draft=planned_draft(config.speculative_config))
+        parts = divided(machine, config.tensor_parallel_size, config.data_parallel_size)
+        made = estimate(read_sizes(raw), parts, wishes, stored)
+        return made.num_blocks * made.block_size or None
+    except (ModelError, ConfigError):
+        return None

@@ -1,0 +1,58 @@
+"""What guesses tokens with weights of its own, as `quire plan` counts it: a smaller model, or heads."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
+from quire.engine.config import EngineConfig, SpeculativeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    asked: SpeculativeConfig
+    stored: StoredWeights
+    sizes: ModelSizes | None
+    """Of what keeps keys and values of its own; None: it keeps none."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether it is a model of its own: tiers keep none of its keys and values, while those of heads go with the
+        served model's."""
+        return self.asked.method == "draft_model"
+
+    def weight_bytes(self, width: int) -> int:
+        """In a type of `width` bytes a number."""
+        return self.stored.floats * width + self.stored.other_bytes
+
+    def spare(self, block_size: int) -> int:
+        """Pages of each sequence for drafts beyond its own, as engine/worker/loading/draft_model.py has them."""
+        return 1 + -(-self.asked.num_speculative_tokens // block_size)
+
+
+def planned_draft(asked: SpeculativeConfig | None) -> Draft | None:
+    """None where guesses take no weights. Raises ModelError for a model that cannot be found or read."""
+    if asked is None or asked.model is None:
+        return None
+    if asked.method == "medusa":
+        stored = read_stored_weights(resolve_model(asked.model, patterns=HEAD_FILES))
+        return Draft(asked, stored or StoredWeights(0, 0), None)
+    raw, folder = read_raw_config(asked.model)
+    sizes = read_sizes(raw)
+    found = None if folder is None else read_stored_weights(folder)
+    return Draft(asked, found or StoredWeights(sizes.parameters, 0), sizes)
+
+
+def speculative_config(text: str) -> SpeculativeConfig | None:
+    """Of a flag: a method or JSON. Raises ArgumentTypeError."""
+    try:
+        return EngineConfig.model_validate({"speculative_config": text}).speculative_config
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"][1:]))
+        raise argparse.ArgumentTypeError(f"{where}: {first['msg']}" if where else first["msg"]) from None

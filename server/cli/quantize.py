@@ -1,0 +1,64 @@
+"""`quire quantize`: writes a checkpoint in few bits, as compressed-tensors, which other programs read as well."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.engine.checkpoint.families import FAMILIES, STACKED
+from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.errors import ConfigError, ModelError
+
+FORMATS = ("int8", "int4", "fp8")
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="quire quantize", description=__doc__, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="directory or hub id of floating-point weights")
+    parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="of the layers' linears")
+    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+    args = parser.parse_args(argv)
+    _check_out(args.out)
+    path = resolve_model(args.model, args.revision)
+    _check_model(path)
+    command = [sys.executable, "-P", "-m", "quire.engine.worker.writing.quantize"]
+    status = subprocess.run([*command, str(path), str(args.out), args.format]).returncode
+    if status < 0:  # for one, the system killed it for memory
+        print(f"quire quantize: it was ended by {signal.Signals(-status).name}", file=sys.stderr)
+    return 1 if status < 0 else status
+
+
+def _check_out(out: Path) -> None:
+    """Raise ConfigError for what cannot become a new directory."""
+    if out.is_dir() and not out.is_symlink():
+        if any(out.iterdir()):
+            raise ConfigError(f"OUT: {out} is there already, and is not empty")
+    elif os.path.lexists(out):
+        raise ConfigError(f"OUT: {out} is there already, and is no directory")
+    if not out.absolute().parent.is_dir():
+        raise ConfigError(f"OUT: there is no directory {out.absolute().parent}")
+
+
+def _check_model(path: Path) -> None:
+    """Raise ModelError for a model that is not to be quantized."""
+    if not path.is_dir():
+        raise ModelError(f"model: {path.name} is quantized already; give the checkpoint that it was made of")
+    config = read_model_config(path)
+    if given := config.raw.get("quantization_config"):
+        raise ModelError(f"model: its weights are quantized already ({given.get('quant_method')})")
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"model: {config.model_type!r} is not of the families whose linears are known: {', '.join(FAMILIES)}"
+        )
+    if config.model_type in STACKED:
+        raise ModelError(
+            f"model: {config.model_type!r} stores its experts as no compressed-tensors checkpoint can; "
+            "`quire serve --quantization` makes few bits of them while it loads"
+        )

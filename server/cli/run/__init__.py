@@ -1,0 +1,329 @@
+"""`quire run`: answers a file of requests in OpenAI's batch format offline, with the server's application."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvloop
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from quire.engine.client.client import EngineClient
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, EngineError, InvalidRequest
+from quire.engine.replicas.replicas import processes
+from quire.server.cli.hosting import PRIVATE_SERVER, running_app
+from quire.server.cli.run.lines import Job, custom_id, duplicates_in, ids_in, lines_of, parse_line, readable_twice
+from quire.server.cli.settings import add_flags, parse
+from quire.server.config import ServerConfig
+
+SHOWN = 160
+"""Characters of a failure's message at the end."""
+SHOWN_NAMES = 8
+"""Names of parameters without effect at the end."""
+RETRIES = 5
+"""Attempts for a request that is answered with 429 or 503."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has become of the requests so far."""
+
+    done: int = 0
+    """Answered with status 200."""
+    failed: int = 0
+    tokens: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    """Failures by kind."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """Of each kind one, with its custom_id."""
+    refused: int = 0
+    """Failures that would be the same again."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Parameters without effect, with the number of requests that had them."""
+
+
+def is_failure(result: dict[str, Any]) -> bool:
+    """Whether a line of the output has an error instead of an answer."""
+    return (result["response"] or {}).get("status_code") != 200
+
+
+def is_permanent(result: dict[str, Any]) -> bool:
+    """Whether a failure would be the same again: the request was refused, and not for want of room or time."""
+    response, error = result["response"], result.get("error") or {}
+    if response is None:
+        return error.get("code") == "invalid_request"
+    return 400 <= response.get("status_code", 0) < 500 and response["status_code"] not in (408, 429)
+
+
+def kind_of(result: dict[str, Any]) -> tuple[str, str]:
+    """What kind of failure a result is, and its message."""
+    response = result["response"]
+    if response is None:
+        error = result["error"]
+        return f"{error['code']}{' ' + error['param'] if error.get('param') else ''}", error["message"]
+    error = response["body"].get("error")
+    error = error if isinstance(error, dict) else {}
+    named = error.get("param") or error.get("code") or error.get("type")
+    return f"{response['status_code']}{f' {named}' if named else ''}", str(error.get("message", ""))
+
+
+def resume_from(path: Path, wanted: Collection[str], *, retry_refused: bool = False) -> set[str]:
+    """Prepare an output file to be continued; returns the custom_ids that it has results for.
+
+    Failures of `wanted` ids are removed from the file, so that they are tried again, but those that would be the same
+    again stay unless `retry_refused`. A last line that was not written completely is removed too. Raises ConfigError,
+    and leaves the file as it is, when it is not an output of this command.
+    """
+    done: set[str] = set()
+    again: set[str] = set()
+    with path.open("r+b") as file:
+        whole = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                result = json.loads(line)
+                failed = is_failure(result) and (retry_refused or not is_permanent(result))
+                (again if failed else done).add(result["custom_id"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ConfigError(f"{path} is no output of quire run: no result at byte {whole}") from None
+            whole += len(line)
+        file.truncate(whole)
+    if again := again & set(wanted):
+        path = path.resolve()  # a symbolic link must keep pointing to the file
+        kept = path.with_name(f"{path.name}.part")
+        with path.open("rb") as old, kept.open("wb") as new:
+            entries = ((line, json.loads(line)) for line in old)
+            new.writelines(line for line, it in entries if it["custom_id"] not in again or not is_failure(it))
+            new.flush()
+            os.fsync(new.fileno())  # the content must be on disk before the file replaces the old one
+        shutil.copymode(path, kept)
+        kept.replace(path)
+    return done
+
+
+class Output:
+    """A file that is appended to, or stdout for `-`, unbuffered: what was written is there, and closing cannot fail."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(os.dup(1) if str(path) == "-" else path, "ab", buffering=0)  # noqa: SIM115 - `close` does
+        self.close = self._file.close
+
+    def write(self, text: str) -> None:
+        """Raises ConfigError where there is no room; --resume removes a line that was not written completely."""
+        left = text.encode("utf-8", errors="backslashreplace")
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._path}: {error.strerror}") from None
+
+
+class Batch:
+    """Answers requests, several at a time, and writes each result as soon as it is there."""
+
+    def __init__(
+        self,
+        http: httpx.AsyncClient,
+        client: EngineClient,
+        out: Output,
+        tally: Tally,
+        progress: Progress,
+        total: int,
+        duplicates: Collection[int],
+    ) -> None:
+        self._http = http
+        self._client = client
+        self._out = out
+        self._tally = tally
+        self._progress = progress
+        self._duplicates = duplicates
+        self._bar = progress.add_task("requests", total=total)
+
+    async def run(self, lines: Iterator[tuple[int, str]], at_once: int) -> None:
+        """Answer all lines, `at_once` at a time. Raises EngineError when the engine is gone; written results stay."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(at_once):
+                    group.create_task(self._work(lines))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _work(self, lines: Iterator[tuple[int, str]]) -> None:
+        for number, line in lines:
+            name = custom_id(number, line)
+            try:
+                if number in self._duplicates:
+                    taken, name = name, f"line-{number}"
+                    raise InvalidRequest(f"the custom_id {taken!r} is an earlier line's", param="custom_id")
+                response = await self._answer(parse_line(line))
+            except InvalidRequest as error:
+                refused = {"code": "invalid_request", "message": f"line {number}: {error}", "param": error.param}
+                self._write(name, None, refused)
+                continue
+            self._tally.ignored.update(filter(None, response.headers.get("x-ignored-params", "").split(", ")))
+            body = response.json()
+            usage = body.get("usage") or {}
+            self._tally.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
+            self._write(
+                name,
+                {
+                    "status_code": response.status_code,
+                    "request_id": response.headers.get("x-request-id", body.get("id", "")),
+                    "body": body,
+                },
+                None,
+            )
+
+    async def _answer(self, job: Job) -> httpx.Response:
+        for attempt in range(RETRIES):
+            response = await self._http.post(job.url, json=job.body)
+            if response.status_code >= 500 and not self._client.alive:
+                raise EngineError("the engine is gone")
+            if response.status_code not in (429, 503):
+                break
+            await asyncio.sleep(float(response.headers.get("retry-after", 2**attempt)))
+        return response
+
+    def _write(self, name: str, response: dict[str, Any] | None, error: dict[str, str | None] | None) -> None:
+        """One line of OpenAI's batch output."""
+        result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": name, "response": response, "error": error}
+        self._out.write(json.dumps(result, ensure_ascii=False) + "\n")
+        failed = is_failure(result)
+        if failed:
+            kind, message = kind_of(result)
+            self._tally.kinds[kind] += 1
+            self._tally.examples.setdefault(kind, f"{name}: {message}")
+            self._tally.refused += is_permanent(result)
+        self._tally.failed += failed
+        self._tally.done += not failed
+        self._progress.advance(self._bar)
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    parser = argparse.ArgumentParser(
+        prog="quire run",
+        usage="quire run FILE.jsonl -o OUT.jsonl [--model MODEL] [--resume] [flags]",
+        description="Answer a file of requests in OpenAI's batch format offline; results are written as they finish. "
+        "The exit status is 1 if any request failed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", metavar="FILE.jsonl", type=Path, help="one request a line; -: stdin")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT.jsonl", type=Path, required=True, help="one result a line; -: stdout"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the results in OUT.jsonl and do the rest, and what may succeed now"
+    )
+    parser.add_argument("--retry-refused", action="store_true", help="with --resume: also what was refused for good")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="requests at once (default: --max-num-seqs)")
+    parser.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="TEXT",
+        default=argparse.SUPPRESS,
+        help="names that the requests call the model by",
+    )
+    add_flags(parser, ServerConfig, {EngineConfig: "engine"})
+    args, config = parse(parser, argv, ServerConfig)
+    if args.concurrency is not None and args.concurrency < 1:
+        parser.error(f"argument --concurrency: must be at least 1, got {args.concurrency}")
+    if str(args.output) == "-" and args.resume:
+        parser.error("argument --resume: stdout cannot be read, so it cannot be continued")
+    with readable_twice(args.file) as file:
+        return _run(args, config, file, started)
+
+
+def _run(args: argparse.Namespace, config: ServerConfig, file: Path, started: float) -> int:
+    places = ids_in(file)
+    duplicates = duplicates_in(file, places)
+    wanted = {*places, *(f"line-{number}" for number in duplicates)}
+    done = set() if str(args.output) == "-" else _done(args.output, wanted, args.resume, args.retry_refused)
+    total = len(wanted - done)
+    lines = (
+        (number, line)
+        for number, line in lines_of(file)
+        if (f"line-{number}" if number in duplicates else custom_id(number, line)) not in done
+    )
+    if done:
+        print(f"{len(done)} already done, {total} to do", file=sys.stderr)
+    if args.resume and not args.retry_refused:
+        print("what was refused for good is not tried again, but with --retry-refused", file=sys.stderr)
+    tally = Tally()
+    try:
+        if total:
+            at_once = args.concurrency or config.max_num_seqs
+            uvloop.run(answer(config, lines, total, args.output, at_once, tally, duplicates))
+    finally:
+        left = total - tally.done - tally.failed
+        counts = f"{tally.done} done, {tally.failed} failed, {left} left, {tally.tokens} tokens generated"
+        again = "mend them, and continue with --resume --retry-refused" if tally.refused else ""
+        advice = "continue with --resume" if left or tally.failed > tally.refused else again
+        print(f"{counts}, {time.perf_counter() - started:.1f} s{advice and f': {advice}'}", file=sys.stderr)
+        for kind, count in tally.kinds.most_common():
+            print(f"  {count} x {kind}, such as {shortened(tally.examples[kind])}", file=sys.stderr)
+        if tally.ignored:
+            names = ", ".join(f"{name} ({count})" for name, count in tally.ignored.most_common(SHOWN_NAMES))
+            print(f"  without effect, in so many requests: {names}", file=sys.stderr)
+    return int(tally.failed > 0)
+
+
+def shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…"
+
+
+def _done(output: Path, wanted: Collection[str], resume: bool, retry_refused: bool) -> set[str]:
+    """The custom_ids that the output already has results for.
+
+    Raises ConfigError when the output has results but `resume` is not set, so that they are not overwritten, and when
+    the file cannot be written, so that this is noticed at the start.
+    """
+    try:
+        with output.open("ab"):
+            pass
+        if output.stat().st_size == 0:
+            return set()
+        if not resume:
+            raise ConfigError(f"{output} holds results already: continue it with --resume, or choose another")
+        return resume_from(output, wanted, retry_refused=retry_refused)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}") from None
+
+
+async def answer(
+    config: ServerConfig,
+    lines: Iterator[tuple[int, str]],
+    total: int,
+    output: Path,
+    at_once: int,
+    tally: Tally,
+    duplicates: Collection[int],
+) -> None:
+    """Start an engine and append the results of `lines` to `output`. The application is called without a socket."""
+    config = config.model_copy(update=PRIVATE_SERVER)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with closing(Output(output)) as out:
+        client = processes(config)
+        client.launch()
+        async with running_app(config, client) as app:
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+                async with httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=None) as http:
+                    await Batch(http, client, out, tally, progress, total, duplicates).run(lines, at_once)

@@ -1,0 +1,80 @@
+"""What `quire serve --models FILE` serves: several models, of which the first is there from the start."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from quire.server.access.tenants import Tenants
+from quire.server.cli.announcement import curl
+from quire.server.config import ServerConfig
+from quire.server.fleet.added import Added
+from quire.server.fleet.app import FleetApp
+from quire.server.fleet.config import read_fleet
+from quire.server.fleet.fleet import Fleet
+from quire.server.version import VERSION
+
+
+class SeveralModels:
+    """The same for `Service` as serve.OneModel. Raises ConfigError for what is wrong in the file."""
+
+    def __init__(self, config: ServerConfig, file: Path) -> None:
+        self._config = config
+        self._models = read_fleet(file, config.model_dump(exclude_unset=True))
+        self._fleet: Fleet | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._fleet is not None and self._fleet.alive
+
+    @property
+    def num_open(self) -> int:
+        return 0 if self._fleet is None else self._fleet.num_open
+
+    @property
+    def apps(self) -> list[FastAPI]:
+        return [] if self._fleet is None else self._fleet.apps
+
+    def launch(self) -> None:
+        """Nothing can be done before the event loop and the imports are there."""
+
+    @asynccontextmanager
+    async def running(self, hosting: Any) -> AsyncIterator[ASGIApp]:
+        tenants = Tenants(self._config)
+        added = Added(self._models, self._config.data_dir)
+        self._fleet = Fleet(self._models, partial(hosting.running_app, tenants=tenants))
+        for entry in await asyncio.to_thread(added.start):
+            self._fleet.add(entry)
+        await self._fleet.start()
+        yield FleetApp(self._fleet, self._models, added, self._config, tenants)
+
+    async def stop(self) -> None:
+        if self._fleet is not None:
+            await self._fleet.stop()
+
+    def announcement(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
+        assert self._fleet is not None
+        first = self._fleet.members[0]
+        width = max(len(member.entry.name) for member in self._fleet.members)
+        models = "".join(
+            f"\n  {'models' if member is first else '':10} {member.entry.name:{width}}  {member.state}"
+            for member in self._fleet.members
+        )
+        memory = self._models.memory
+        bound = "" if memory is None else f"\n  memory     {memory / 2**30:g} GiB for those that are awake"
+        assert first.app is not None
+        chats = first.app.state.model.renderer.has_template
+        return f"""\
+quire {VERSION}{models}{bound}
+  ready      {base} after {seconds:.1f} s; Ctrl-C ends it
+
+{curl(first.entry.config, first.app.state.runtime.info, base, tls, chats=chats)}
+"""

@@ -1,0 +1,137 @@
+"""The file of `quire serve --models`: which models there are, and how much memory those that are awake may take."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from quire.engine.config import EngineConfig, load
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.folder import explained
+from quire.server.adapters import named_adapters
+from quire.server.config import ServerConfig
+
+_KV_GIB = 1.0
+"""What a model gets for keys and values where neither it nor the command line says; the share of the machine's memory
+that a model alone would get depends on what else runs."""
+_OF_A_MODEL = {
+    *EngineConfig.model_fields,
+    *("served_model_name", "lora_modules", "max_logprobs", "max_queued_requests", "max_queued_tokens"),
+    *("trust_request_chat_template", "tool_call_parser", "reasoning_parser"),
+}
+"""The settings that a model may have for itself; the others are the server's."""
+_OF_THE_FILE = {"kv_offload_dir", "kv_offload_tier"}
+"""Settings that write to the disk or run somebody's code: not over HTTP."""
+_MAX_NAME = 256
+_Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What stands in the file before its tables; memory in GiB."""
+
+    memory: Annotated[float, Meta(gt=0)] | None = None
+    idle_seconds: _Seconds = 600.0
+    slice_seconds: _Seconds = 10.0
+    sleep_level: Literal[1, 2] = 1
+
+
+_FORM = (
+    'each model is a table of its name, such as ["small"] with model = "/models/small"; '
+    f"before them there may be {', '.join(Bounds.__struct_fields__)}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    name: str
+    config: ServerConfig
+    idle_seconds: float
+    """After so many seconds without a request it sleeps; 0: never for that reason."""
+    sleep_level: int
+    """1: its engine's process stays, and wakes soon; 2: that ends too."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    entries: tuple[ModelEntry, ...]
+    """At least one; the first answers what names no model, and is loaded at the start."""
+    memory: int | None
+    """Bytes that the models that are awake may take together; None: whatever."""
+    slice_seconds: float
+    """How long a model with open requests stays awake before it must make room."""
+    bounds: Bounds
+    """What holds for a model that says nothing else."""
+    flags: Mapping[str, Any]
+    """The settings that the command line gives to every model."""
+
+    def entry(self, name: str, settings: Mapping[str, Any]) -> ModelEntry:
+        """A model that is not in the file, of what a table would say. Raises ConfigError that names the key."""
+        if not name or len(name) > _MAX_NAME or not name.isprintable() or name != name.strip():
+            raise ConfigError(f"model: a name has 1 to {_MAX_NAME} printable characters", param="model")
+        if foreign := sorted(settings.keys() & _OF_THE_FILE):
+            raise ConfigError(f"settings: {foreign[0]} can be set in the file alone", param="settings")
+        try:
+            return _entry("settings", name, settings, self.bounds, self.flags)
+        except ConfigError as error:
+            raise ConfigError(error.message, param="settings") from None
+
+
+def read_fleet(path: Path, flags: Mapping[str, Any]) -> FleetConfig:
+    """`flags`: settings that the command line gives to every model. Raises ConfigError that names the table and key."""
+    try:
+        given = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"models: cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"models: {path} is not TOML: {error}") from None
+    tables = {name: value for name, value in given.items() if isinstance(value, dict)}
+    try:
+        bounds = msgspec.convert({name: value for name, value in given.items() if name not in tables}, Bounds)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"models: {path}: {explained(error)}; {_FORM}") from None
+    if not tables:
+        raise ConfigError(f"models: {path} has no model: {_FORM}")
+    entries = tuple(_entry(f"models: {path}: {name}", name, table, bounds, flags) for name, table in tables.items())
+    seen: dict[str, str] = {}
+    for entry in entries:
+        for name in (*entry.config.model_names, *named_adapters(entry.config)):
+            if (other := seen.setdefault(name, entry.name)) != entry.name:
+                raise ConfigError(f"models: {path}: {other} and {entry.name} are both called {name!r}")
+    memory = None if bounds.memory is None else int(bounds.memory * 2**30)
+    return FleetConfig(entries, memory, bounds.slice_seconds, bounds, flags)
+
+
+def _entry(where: str, name: str, table: Mapping[str, Any], bounds: Bounds, flags: Mapping[str, Any]) -> ModelEntry:
+    """`where`: what an error begins with."""
+    given = dict(table)
+    own = {key: given.pop(key) for key in ("idle_seconds", "sleep_level") if key in given}
+    try:
+        ours = msgspec.convert(own, Bounds)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {explained(error)}") from None
+    if foreign := sorted(given.keys() & ServerConfig.model_fields.keys() - _OF_A_MODEL):
+        raise ConfigError(f"{where}: {foreign[0]} is the whole server's: give it on the command line")
+    if "model" not in given:
+        raise ConfigError(f"{where}: model is missing: a folder, a GGUF file, a hub id or smollm2")
+    given = {"kv_cache_memory": _KV_GIB} | dict(flags) | given
+    if given.get("num_kv_blocks") is not None:
+        given.pop("kv_cache_memory")
+    if isinstance(more := given.get("served_model_name", []), list):  # else what reads it will say
+        given["served_model_name"] = [name, *more]
+    try:
+        config = load(ServerConfig, given, origin="table " + name)
+        named_adapters(config)
+    except (ConfigError, ModelError) as error:
+        raise ConfigError(f"{where}: {error.message}") from None
+    return ModelEntry(
+        name,
+        config.model_copy(update={"data_dir": config.data_dir and config.data_dir / name.replace("/", "--")}),
+        ours.idle_seconds if "idle_seconds" in own else bounds.idle_seconds,
+        ours.sleep_level if "sleep_level" in own else bounds.sleep_level,
+    )

@@ -1,0 +1,186 @@
+"""Answers of /v1/responses: the response object, and the typed events that lead to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.encoding import encode_event, encode_json
+from quire.server.errors import failure
+from quire.server.generation.answers.custom_input import CustomInput
+from quire.server.generation.answers.items import OutputItems
+from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.fold import Answer
+from quire.server.generation.generation import Usage
+from quire.server.generation.parts import Part, Parts
+from quire.server.generation.spec import GenerationSpec
+
+TEXTS = {
+    "message": ("response.output_text", "text"),
+    "reasoning": ("response.reasoning_text", "text"),
+    "function_call": ("response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("response.custom_tool_call_input", "input"),
+}
+"""Of each type of item: what the events about its text begin with, and the field that has all of it when it is done."""
+
+
+class ResponsesWriter(AnswerWriter):
+    """Each part of the answer is an item; an answer without any is an empty message."""
+
+    def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
+        assert spec.response is not None
+        self._spec = spec
+        self._repeated = spec.response.repeated
+        self._items = OutputItems(spec, spec.response, tokenizer)
+        self._created = int(time.time())
+        self.number = 0
+        """Of the next event."""
+        self._parts = Parts()
+        self._open: Part | None = None
+        self._input = CustomInput()
+        """Reads the open custom call."""
+        self._tokens = 0
+        """How many of the open message's log probabilities were sent."""
+        self._output: list[dict[str, Any]] = []
+        """The items that are done."""
+        self._finish_reason: str | None = None
+        self.final: dict[str, Any] | None = None
+        """The response object when it has ended."""
+
+    def first(self) -> bytes:
+        begun = self.so_far("in_progress")
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        events = []
+        for delta in deltas:
+            for part, piece in self._parts.add(delta):
+                if part is not self._open:
+                    events += [*self._closing("completed"), *self._opening(part)]
+                events.append(self._delta(part, piece))
+            self._finish_reason = delta.finish_reason or self._finish_reason
+        return b"".join(events)
+
+    def last(self, usage: Usage) -> bytes:
+        events = [] if self._parts.all else self._opening(Part("text"))
+        status = ended(self._finish_reason)
+        events += self._closing(status)
+        self.final = response = self.response(status, self._output, usage)
+        kind = "response.completed" if status == "completed" else "response.incomplete"
+        return b"".join([*events, self._event(kind, response=response)])
+
+    def failed(self, error: Exception) -> bytes:
+        opening = b"" if self.number else self.first()
+        told = {"code": "server_error", "message": failure(error).message}
+        self.final = response = {**self.so_far("failed"), "error": told}
+        return opening + self._event("response.failed", response=response)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        (answer,) = answers
+        parts, status = answer.parts.all or [Part("text")], ended(answer.finish_reason)
+        output = [
+            self._items.item(part, index, "completed" if part is not parts[-1] else item_status(status))
+            for index, part in enumerate(parts)
+        ]
+        self.final = self.response(status, output, usage)
+        return encode_json(self.final)
+
+    def response(self, status: str, output: Sequence[Mapping[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        """The response object, with the output so far."""
+        return {
+            "id": self._spec.answer_id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self._spec.model,
+            "output": output,
+            "usage": None if usage is None else usage_fields(usage),
+            "weights_version": None if usage is None else self.weights_version,
+            **self._repeated,
+        }
+
+    def so_far(self, status: str) -> dict[str, Any]:
+        """The response object with the items that are done."""
+        return self.response(status, list(self._output))
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        number, self.number = self.number, self.number + 1
+        return encode_event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def _place(self, part: Part) -> dict[str, object]:
+        """The item that an event is about, the last one."""
+        index = len(self._output)
+        return {"item_id": self._items.id(part, index), "output_index": index}
+
+    def _opening(self, part: Part) -> list[bytes]:
+        """An item begins."""
+        self._open, self._input, self._tokens = part, CustomInput(), 0
+        index = len(self._output)
+        begun = self._items.begun(part, index)
+        events = [self._event("response.output_item.added", output_index=index, item=begun)]
+        if part.kind != "call":
+            empty = self._items.content(Part(part.kind))
+            events.append(self._event("response.content_part.added", **self._place(part), content_index=0, part=empty))
+        return events
+
+    def _delta(self, part: Part, piece: str) -> bytes:
+        kind = self._items.type(part)
+        if kind == "custom_tool_call":
+            piece = self._input.push(piece)
+        fields = self._place(part)
+        if part.kind != "call":
+            fields["content_index"] = 0
+        if part.kind == "text":
+            fields["logprobs"] = self._items.logprobs(part.tokens[self._tokens :])
+            self._tokens = len(part.tokens)
+        return self._event(f"{TEXTS[kind][0]}.delta", **fields, delta=piece) if piece else b""
+
+    def _closing(self, status: str) -> list[bytes]:
+        """The end of the open item, if there is one."""
+        part = self._open
+        if part is None:
+            return []
+        kind, index, place = self._items.type(part), len(self._output), self._place(part)
+        item = self._items.item(part, index, item_status(status))
+        prefix, field = TEXTS[kind]
+        events = []
+        if part.kind == "call":
+            rest = self._input.push("", final=True) if kind == "custom_tool_call" else ""
+            if rest:
+                events.append(self._event(f"{prefix}.delta", **place, delta=rest))
+            events.append(self._event(f"{prefix}.done", **place, **{field: item[field]}))
+        else:
+            content = self._items.content(part)
+            place["content_index"] = 0
+            told = {"logprobs": content["logprobs"]} if part.kind == "text" else {}
+            events.append(self._event(f"{prefix}.done", **place, **told, text=content["text"]))
+            events.append(self._event("response.content_part.done", **place, part=content))
+        events.append(self._event("response.output_item.done", output_index=index, item=item))
+        self._output.append(item)
+        return events
+
+
+def ended(finish_reason: str | None) -> str:
+    """The response's status."""
+    return {"length": "incomplete", "abort": "cancelled"}.get(finish_reason or "", "completed")
+
+
+def item_status(status: str) -> str:
+    """Of the last item of a response with this status."""
+    return "completed" if status == "completed" else "incomplete"
+
+
+def usage_fields(usage: Usage) -> dict[str, object]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+        "total_tokens": usage.total_tokens,
+    }

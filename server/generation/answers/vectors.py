@@ -1,0 +1,122 @@
+"""Answers that are made of vectors: embeddings, scores, rankings and labels."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from quire.server.encoding import encode_json
+from quire.server.generation.vectors import Head
+
+
+def _whole(head: Head, data: list[dict[str, Any]], prompt_tokens: int) -> bytes:
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    about = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
+    about |= {"weights_version": head.weights_version}
+    return encode_json({**about, "data": data, "usage": usage})
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingsAnswer:
+    """/v1/embeddings, and /pooling with other names."""
+
+    encoding: Literal["float", "base64"]
+    kind: Literal["embedding", "pooling"] = "embedding"
+
+    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+        key = "embedding" if self.kind == "embedding" else "data"
+        return _whole(
+            head,
+            [{"object": self.kind, "index": i, key: self._shown(each)} for i, each in enumerate(vectors)],
+            prompt_tokens,
+        )
+
+    def _shown(self, vector: np.ndarray) -> object:
+        return base64.b64encode(vector.tobytes()).decode() if self.encoding == "base64" else vector.tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class LabelsAnswer:
+    """/classify."""
+
+    labels: tuple[str, ...]
+
+    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+        data = [
+            {
+                "index": index,
+                "label": self.labels[int(probabilities.argmax())],
+                "probs": probabilities.tolist(),
+                "num_classes": len(probabilities),
+            }
+            for index, probabilities in enumerate(vectors)
+        ]
+        return _whole(head, data, prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What scores texts pair by pair."""
+
+    pairs: Sequence[tuple[int, int]] | None
+    """The two inputs of each score, whose embeddings' cosine it is; None: each input is a pair, its vector the
+    score."""
+
+    def scores(self, vectors: Sequence[np.ndarray]) -> list[float]:
+        if self.pairs is None:
+            return [float(vector[0]) for vector in vectors]
+        return [cosine(vectors[first], vectors[second]) for first, second in self.pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresAnswer:
+    """/v1/score."""
+
+    scored: Scored
+
+    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+        scores = self.scored.scores(vectors)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        return _whole(head, data, prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RankingAnswer:
+    """/v1/rerank as Jina writes it, and /v2/rerank as Cohere does."""
+
+    scored: Scored
+    documents: Sequence[str] | None
+    """To be repeated beside their scores."""
+    top_n: int
+    """0: all."""
+    cohere: bool
+
+    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+        scores = self.scored.scores(vectors)
+        best = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
+        results: list[dict[str, Any]] = [
+            {"index": index, "relevance_score": scores[index]} for index in best[: self.top_n or None]
+        ]
+        if self.documents is not None:
+            results = [{**each, "document": {"text": self.documents[each["index"]]}} for each in results]
+        about: dict[str, Any] = {"id": head.id, "model": head.model, "results": results}
+        about["weights_version"] = head.weights_version
+        if self.cohere:
+            units = {"search_units": 1}
+            about["meta"] = {
+                "api_version": {"version": "2"},
+                "billed_units": units,
+                "tokens": {"input_tokens": prompt_tokens},
+            }
+        else:
+            about["usage"] = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+        return encode_json(about)
+
+
+def cosine(first: np.ndarray, second: np.ndarray) -> float:
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    return max(-1.0, min(1.0, float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-24)))

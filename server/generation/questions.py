@@ -1,0 +1,17 @@
+"""Questions that a call of /v1/decisions asks, one of each of its prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    type: Literal["predicate", "choice", "score"]
+    name: str | None
+    options: Sequence[str | bool]
+    """What may be answered: yes and no of a predicate, values of a choice, the levels' labels of a score."""
+    tokens: Sequence[int]
+    """The token that stands for each option."""

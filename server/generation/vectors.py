@@ -1,0 +1,152 @@
+"""A call whose answer is made of vectors: its resolved form, and its way through the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from quire.engine.client.client import EngineClient
+from quire.engine.errors import EngineError
+from quire.engine.types import Adapter, PoolingParams, Request, RequestOutput
+from quire.server.generation.deadlines import Deadlines
+from quire.server.observe.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The identity of an answer."""
+
+    id: str
+    model: str
+    created: int
+    weights_version: str = ""
+    """Of the weights that computed the last vector."""
+
+
+class VectorAnswer(Protocol):
+    """What an endpoint makes of a call's vectors."""
+
+    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+        """JSON. vectors: float32, one for each of the spec's inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorInput:
+    ids: list[int]
+    params: PoolingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorSpec:
+    """What to make vectors of and how to answer them."""
+
+    id: str
+    """No other call has it. The ids of its sequences begin with it."""
+    model: str
+    """The name that the answer gives the model."""
+    inputs: Sequence[VectorInput]
+    answer: VectorAnswer
+    name: str = ""
+    """The answer's id, if its caller chose one; another call may have the same."""
+    adapter: Adapter | None = None
+    """Of the model that makes them."""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: float | None = None
+    """Seconds in which the answer must be complete."""
+    queue_timeout: float | None = None
+    """Seconds in which the first vector must come."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Headers of the response."""
+
+    @property
+    def answer_id(self) -> str:
+        return self.name or self.id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(each.ids) for each in self.inputs)
+
+
+class Vectors:
+    """Each input is one request to the engine. Call `gathered` once; `close` ends it at any time."""
+
+    def __init__(self, spec: VectorSpec, client: EngineClient, metrics: Metrics) -> None:
+        """Submits the requests. Raises EngineError when the engine is gone."""
+        self._metrics = metrics
+        self._began = time.monotonic()
+        self._open = {f"{spec.id}-{index}": len(each.ids) for index, each in enumerate(spec.inputs)}
+        """Prompt tokens of the requests that have not ended."""
+        self._ids = list(self._open)
+        requests = [
+            Request(
+                id=id,
+                prompt_ids=each.ids,
+                params=each.params,
+                seed=0,
+                cache_salt=spec.cache_salt,
+                priority=spec.priority,
+                tenant=spec.tenant,
+                adapter=spec.adapter,
+                weight=spec.weight,
+            )
+            for id, each in zip(self._ids, spec.inputs, strict=True)
+        ]
+        self._stream = client.submit(requests, spec.answer_id)
+        self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
+
+    async def gathered(self) -> list[np.ndarray] | None:
+        """The vectors in the order of the inputs; None where some were cut short.
+
+        Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
+        """
+        found: dict[str, np.ndarray] = {}
+        try:
+            async for outputs in self._stream:
+                self._deadlines.first_token()
+                for output in outputs:
+                    self._end(output)
+                    if output.vector is not None:
+                        found[output.id] = np.frombuffer(output.vector, dtype="<f4")
+        except EngineError:
+            self._end_all("error")
+            raise
+        finally:
+            self.close()
+        return [found[id] for id in self._ids] if len(found) == len(self._ids) else None
+
+    @property
+    def weights_version(self) -> str:
+        return self._stream.weights_version
+
+    def close(self) -> None:
+        self._deadlines.cancel()
+        self._stream.close()
+        self._end_all(self._deadlines.passed or "abort")
+
+    def _end(self, output: RequestOutput) -> None:
+        """Raises EngineError for what the engine failed."""
+        if output.finish_reason is not None and output.id in self._open:
+            self._count(output.id, output.finish_reason)
+        if output.finish_reason == "error":
+            raise EngineError(output.error or "the engine failed this request")
+
+    def _end_all(self, reason: str) -> None:
+        for id in list(self._open):
+            self._count(id, reason)
+
+    def _count(self, id: str, reason: str) -> None:
+        self._metrics.choice_ended(
+            reason,
+            seconds=time.monotonic() - self._began,
+            decode_seconds=0.0,
+            prompt_tokens=self._open.pop(id),
+            generation_tokens=0,
+            max_tokens=None,
+        )

@@ -1,0 +1,78 @@
+"""OpenTelemetry's histograms of a server of generative AI, under the names that its exporter for Prometheus gives them.
+
+Names, buckets and attributes: opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics, "Generative AI model server
+metrics".
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Histogram
+
+from quire.engine.client.history import Timeline, TimelinePhase
+
+PROVIDER = "quire"
+REQUEST_SECONDS = tuple(0.01 * 2**i for i in range(14))
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0),
+)
+TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+ATTRIBUTES = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model", "gen_ai_response_model")
+ERRORS = {"error": "500", "timeout": "timeout", "queue_timeout": "timeout"}
+"""error.type by how a sequence ended; an answer whose caller has gone away is no error."""
+OPERATIONS = {
+    **dict.fromkeys(("chatcmpl", "msg", "resp", "decision"), "chat"),
+    "cmpl": "text_completion",
+    **dict.fromkeys(("embd", "pool"), "embeddings"),
+}
+"""By what the ids of answers begin with. The conventions have no names for scores, rankings and labels."""
+DECODING: tuple[TimelinePhase, ...] = ("decode", "preempted", "recompute", "recovering")
+
+
+def operation_of(job: str) -> str:
+    """The name of an operation: the conventions' own, or what its id begins with. `job`: the server's id of a call, or
+    that of one of its sequences."""
+    kind = job.replace("_", "-").partition("-")[0]
+    return OPERATIONS.get(kind, kind)
+
+
+class GenAiHistograms:
+    """Each choice of each prompt, and each input that becomes a vector, is an observation."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self._model_name = model_name
+        self._first_token = Histogram(
+            "gen_ai_server_time_to_first_token_seconds",
+            "Seconds to the first token of answers that came to their end.",
+            ATTRIBUTES,
+            buckets=FIRST_TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._per_token = Histogram(
+            "gen_ai_server_time_per_output_token_seconds",
+            "Mean seconds per token behind the first, of answers that came to their end.",
+            ATTRIBUTES,
+            buckets=TOKEN_SECONDS,
+            registry=registry,
+        )
+        self._request = Histogram(
+            "gen_ai_server_request_duration_seconds",
+            "Seconds of a request, up to its last token.",
+            (*ATTRIBUTES, "error_type"),
+            buckets=REQUEST_SECONDS,
+            registry=registry,
+        )
+
+    def ended(self, timeline: Timeline) -> None:
+        """Count a sequence that has ended."""
+        labels = (operation_of(timeline.id), PROVIDER, self._model_name, self._model_name)
+        ended = timeline.submitted if timeline.ended is None else timeline.ended
+        error = ERRORS.get(timeline.finish_reason or "", "")
+        self._request.labels(*labels, error).observe(ended - timeline.submitted)
+        if error or timeline.first_token is None:
+            return
+        self._first_token.labels(*labels).observe(timeline.first_token - timeline.submitted)
+        if timeline.output_tokens > 1:
+            seconds = timeline.phases(ended)
+            decoding = sum(seconds.get(phase, 0.0) for phase in DECODING)
+            self._per_token.labels(*labels).observe(decoding / (timeline.output_tokens - 1))

@@ -1,0 +1,64 @@
+"""The most that a body's fields may hold. Validation stops at the first breach, before it looks at what is beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import GetCoreSchemaHandler, StringConstraints
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+MAX_FIELDS = 256
+"""Fields of a body, those without effect included."""
+MAX_IDS = 1024
+"""Entries of logit_bias and of stop_token_ids: each of n answers carries a copy."""
+MAX_LISTED = 128
+"""Entries of logprob_token_ids: each token of an answer gives the log probabilities of all."""
+MAX_VOCABULARY = 2**20
+"""Entries of allowed_token_ids."""
+MAX_BAD_WORDS, MAX_WORD = 1024, 128
+"""Words, and characters of each."""
+MAX_CHOICES = 10_000
+"""Texts of a structured output that is one of several."""
+MAX_CARRIED = 2**20
+"""Token ids, and 16 characters of a grammar for one, that all answers of a call carry: each has a copy of the call's
+logit_bias, stop_token_ids, allowed_token_ids, bad_words and grammar."""
+MAX_SALT = 1024
+MAX_PROMPTS = 2048
+MAX_ENTRIES = 2**22
+"""Of a prompt, as token ids or as several prompts; the context and MAX_PROMPTS bound them further."""
+MAX_MESSAGES = 100_000
+"""The context bounds them too: each takes a token at least."""
+MAX_PARTS = 10_000
+"""Parts of one message's content."""
+MAX_DOCUMENTS = 10_000
+MAX_TOOLS = 1024
+MAX_CALLS = 1024
+"""Calls in one message."""
+MAX_DETOKENIZED = 1_000_000
+"""Token ids of one call of /detokenize."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """Bounds a list's or an object's entries; a list is refused with its first wrong entry, the others unread."""
+
+    entries: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema: Any = handler(source)
+        assert schema["type"] in ("list", "dict")
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        schema["max_length"] = self.entries  # for the JSON schema: pydantic itself counts as it goes
+        return core_schema.no_info_before_validator_function(self._check, schema)
+
+    def _check(self, given: Any) -> Any:
+        if isinstance(given, Sized) and not isinstance(given, str) and len(given) > self.entries:
+            told = {"most": self.entries, "got": len(given)}
+            raise PydanticCustomError("too_many", "takes at most {most} entries, got {got}", told)
+        return given
+
+
+Word = Annotated[str, StringConstraints(max_length=MAX_WORD)]

@@ -1,0 +1,63 @@
+"""POST /v1/decisions: OpenAI's Decisions API."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, StrictBool, StrictStr
+
+from quire.engine.errors import InvalidRequest
+from quire.server.protocol.bounds import AtMost
+from quire.server.protocol.items import Input, Text
+from quire.server.protocol.translated import EXTENSIONS, Given, TranslatedBody
+
+MAX_QUESTIONS, MAX_OPTIONS = 400, 255
+EFFECTIVE = ("timeout", "queue_timeout", "request_id", "cache_salt", "priority", "chat_template_kwargs")
+"""The extensions that mean something where nothing is sampled."""
+
+
+class Predicate(Given):
+    """How likely is a statement?"""
+
+    type: Literal["predicate"]
+    name: str | None = None
+    instructions: Text
+
+
+class Option(Given):
+    value: StrictStr | StrictBool
+    description: str = ""
+
+
+class Choice(Given):
+    type: Literal["choice"]
+    name: str | None = None
+    instructions: Text
+    choices: Annotated[list[Option], AtMost(MAX_OPTIONS), Field(min_length=2)]
+
+
+class Level(Given):
+    label: str
+    description: str = ""
+
+
+class Score(Given):
+    type: Literal["score"]
+    name: str | None = None
+    instructions: Text
+    levels: Annotated[list[Level], AtMost(MAX_OPTIONS), Field(min_length=2)]
+
+
+Asked = Annotated[Predicate | Choice | Score, Field(discriminator="type")]
+
+
+class DecisionRequest(TranslatedBody):
+    model: str | None = None
+    input: Input
+    questions: Annotated[list[Asked], AtMost(MAX_QUESTIONS), Field(min_length=1)]
+
+    def ignored_params(self) -> list[str]:
+        for name in self.model_extra or {}:
+            if name in EXTENSIONS and name not in EFFECTIVE:
+                raise InvalidRequest(f"{name} is not a parameter of this endpoint: nothing is sampled", param=name)
+        return super().ignored_params()

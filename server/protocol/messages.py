@@ -1,0 +1,144 @@
+"""POST /v1/messages and /v1/messages/count_tokens, in Anthropic's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from quire.engine.types import MAX_STOP_STRINGS
+from quire.server.protocol.bounds import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, AtMost
+from quire.server.protocol.tools import Name
+from quire.server.protocol.translated import Given, TranslatedBody
+
+
+class TextBlock(Given):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Given):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Given):
+    """What nobody here can read: it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Given):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+def _text_or_blocks(given: Any) -> str:
+    return "str" if isinstance(given, str) else "[]"
+
+
+TextBlocks = Annotated[list[TextBlock], AtMost(MAX_PARTS)]
+Text = Annotated[Annotated[str, Tag("str")] | Annotated[TextBlocks, Tag("[]")], Discriminator(_text_or_blocks)]
+
+
+class ToolResultBlock(Given):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Text = ""
+    is_error: bool = False
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+Blocks = Annotated[list[Block], AtMost(MAX_PARTS)]
+Content = Annotated[Annotated[str, Tag("str")] | Annotated[Blocks, Tag("[]")], Discriminator(_text_or_blocks)]
+
+
+class InputMessage(Given):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class InputTool(Given):
+    """Only the caller's own tools: there are none that Anthropic's servers would run."""
+
+    type: Literal["custom"] = "custom"
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+
+class AnyChoice(Given):
+    type: Literal["auto", "any"]
+    disable_parallel_tool_use: bool = False
+
+
+class NamedChoice(Given):
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool = False
+
+
+class NoChoice(Given):
+    type: Literal["none"]
+
+
+class Thinking(Given):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, lt=2**31)
+
+
+class OutputFormat(Given):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Given):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(TranslatedBody):
+    """What makes a prompt, and what else Anthropic's endpoint takes."""
+
+    model: str | None = None
+    messages: Annotated[list[InputMessage], AtMost(MAX_MESSAGES), Field(min_length=1)]
+    system: Text = ""
+    tools: Annotated[list[InputTool], AtMost(MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Annotated[AnyChoice | NamedChoice | NoChoice, Field(discriminator="type")] | None = None
+    thinking: Thinking | None = None
+    """Without it a model whose template can be told so does not think, as in Anthropic's API."""
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of output_config's format."""
+    cache_control: dict[str, Any] | None = None
+    """Without effect: prefixes are cached anyway."""
+
+    @property
+    def format(self) -> OutputFormat | None:
+        own = None if self.output_config is None else self.output_config.format
+        return own or self.output_format
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
+
+    @property
+    def parallel(self) -> bool:
+        return not getattr(self.tool_choice, "disable_parallel_tool_use", False)
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: int = Field(ge=1)
+    """More than the context holds is as much as it holds."""
+    stop_sequences: Annotated[list[str], AtMost(MAX_STOP_STRINGS)] = Field(default_factory=list)
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = None
+    top_k: int | None = Field(None, lt=2**31)
+    stream: bool = False
+    metadata: dict[str, Any] | None = None
+    """Without effect."""

@@ -1,0 +1,134 @@
+"""POST /v1/embeddings, /pooling, /classify, /v1/score, /v1/rerank: in the shapes of OpenAI, vLLM, Jina and Cohere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictInt, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.types import PoolingTask
+from quire.server.protocol.bounds import MAX_ENTRIES, MAX_PROMPTS, MAX_SALT, AtMost
+from quire.server.protocol.common import SOUND_ID, RequestBody
+
+MAX_NAME = 256
+MAX_INSTRUCTION = 4096
+
+
+def _one_complaint(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Refuse a wrong input with one message instead of one for each token and each type that it could be."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise InvalidRequest(
+            "input must be a string, a list of strings, a list of token ids or a list of lists of token ids",
+            param="input",
+        ) from None
+
+
+Ids = Annotated[list[StrictInt], AtMost(MAX_ENTRIES)]
+Texts = Annotated[list[str], AtMost(MAX_PROMPTS)]
+Inputs = Annotated[
+    str | Annotated[list[str], AtMost(MAX_ENTRIES)] | Ids | Annotated[list[Ids], AtMost(MAX_ENTRIES)],
+    WrapValidator(_one_complaint),
+]
+
+
+class PoolingBody(RequestBody):
+    """The fields that all of them have in common."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep only so many tokens of an input, special ones included; -1: as many as the model reads."""
+    truncation_side: Literal["left", "right"] = "right"
+    """Which tokens are cut off: right keeps the first ones."""
+    use_activation: bool | None = None
+    """Whether embeddings are scaled to length 1, or scores become probabilities; default: as the model is meant."""
+    normalize: bool | None = None
+    """Another name of use_activation, for embeddings."""
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    queue_timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
+    request_id: str | None = Field(None, pattern=f"^{SOUND_ID}$")
+    cache_salt: str = Field("", max_length=MAX_SALT)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    user: str | None = None
+    """An end user's name, which changes nothing."""
+
+    @property
+    def activation(self) -> bool | None:
+        return self.normalize if self.use_activation is None else self.use_activation
+
+
+class InputBody(PoolingBody):
+    input: Inputs
+    add_special_tokens: bool = True
+    prompt_name: str | None = Field(None, max_length=MAX_NAME)
+    """The name of a text of the model's own to put before each input, such as "query"."""
+
+
+class EmbeddingRequest(InputBody):
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    """Keep only so many of the first numbers."""
+
+
+class PoolingRequest(EmbeddingRequest):
+    task: PoolingTask | None = None
+
+
+class ClassificationRequest(InputBody):
+    pass
+
+
+class PairBody(PoolingBody):
+    instruction: str | None = Field(None, max_length=MAX_INSTRUCTION)
+    """What the second text is to be for the first; for models that read an instruction."""
+
+
+class ScoreRequest(PairBody):
+    """Scores one text against each of several, or texts pair by pair."""
+
+    text_1: str | Texts | None = None
+    text_2: str | Texts | None = None
+    queries: str | Texts | None = None
+    """vLLM's newer names of the two."""
+    documents: str | Texts | None = None
+
+    @model_validator(mode="after")
+    def both(self) -> ScoreRequest:
+        for old, new in (("text_1", "queries"), ("text_2", "documents")):
+            if (getattr(self, old) is None) is (getattr(self, new) is None):
+                raise InvalidRequest(f"give either {old} or {new}", param=old)
+        return self
+
+    @property
+    def firsts(self) -> list[str]:
+        return _listed(self.text_1 if self.queries is None else self.queries)
+
+    @property
+    def seconds(self) -> list[str]:
+        return _listed(self.text_2 if self.documents is None else self.documents)
+
+
+class Document(RequestBody):
+    text: str
+
+
+class RerankRequest(PairBody):
+    query: str
+    documents: Annotated[list[str | Document], AtMost(MAX_PROMPTS)]
+    top_n: int | None = Field(None, ge=0)
+    """Answer with the best so many; 0 and None: with all."""
+    return_documents: bool | None = None
+    """Default: true, but false at /v2/rerank."""
+    max_tokens_per_doc: int | None = Field(None, ge=1)
+    """Most tokens of a document that are read."""
+
+    @property
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+
+def _listed(given: str | Sequence[str] | None) -> list[str]:
+    return [given] if isinstance(given, str) else list(given or ())

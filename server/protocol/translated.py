@@ -1,0 +1,51 @@
+"""What the bodies of other APIs share: each is translated to a chat's, and takes more of its fields by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from quire.engine.errors import InvalidRequest
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.common import RequestBody
+
+EXTENSIONS = (
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids"),
+    *("bad_words", "seed", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens"),
+    *("include_stop_str_in_output", "truncate_prompt_tokens", "truncation_side", "structured_outputs"),
+    *("repetition_detection", "timeout", "queue_timeout", "request_id", "cache_salt", "priority"),
+    *("chat_template", "chat_template_kwargs", "documents", "add_special_tokens"),
+)
+"""Fields of a chat that mean the same in every API."""
+
+
+class Given(BaseModel):
+    """A part of such a body. What it does not name is without effect here, such as cache_control: prefixes are cached
+    anyway. A null means unset."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class TranslatedBody(RequestBody):
+    def extensions(self) -> dict[str, Any]:
+        """The fields that go into the chat as they are."""
+        return {name: value for name, value in (self.model_extra or {}).items() if name in EXTENSIONS}
+
+    def ignored_params(self) -> list[str]:
+        """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one: all other
+        fields of a chat."""
+        for name, value in (self.model_extra or {}).items():
+            field = ChatRequest.model_fields.get(name)
+            if field is None or name in EXTENSIONS:
+                continue
+            if value != field.get_default(call_default_factory=True):
+                raise InvalidRequest(f"{name} is not a parameter of this endpoint", param=name)
+        return [name for name in super().ignored_params() if name not in ChatRequest.model_fields]

@@ -1,0 +1,40 @@
+"""POST /update_weights and /init_weights_group."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from quire.server.protocol.common import RequestBody
+
+
+class BroadcastTensor(RequestBody):
+    name: Annotated[str, Field(min_length=1, max_length=1000)]
+    dtype: Literal["float32", "bfloat16", "float16"]
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=2**31)]], Field(max_length=8)]
+
+
+class UpdateWeightsRequest(RequestBody):
+    path: Annotated[str, Field(max_length=4096)] | None = None
+    """A folder of safetensors files, or a GGUF file, on the server's machine."""
+    tensors: Annotated[list[BroadcastTensor], Field(min_length=1, max_length=2**17)] | None = None
+    """Instead of path: what rank 0 of the group broadcasts next, in this order."""
+    last: bool = True
+    """Whether the model is complete with these tensors, and to be served."""
+    mode: Literal["keep", "wait", "abort"] = "keep"
+    """What becomes of open requests: they go on with the new weights, end first, or end at once."""
+    version: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,100}$")] | None = None
+    """What to call the weights; default: they are counted."""
+
+
+class WeightsGroupRequest(RequestBody):
+    master_address: Annotated[str, Field(pattern=r"^[0-9A-Za-z.:_-]{1,255}$")]
+    """Where rank 0, which sends the weights, waits for the others."""
+    master_port: Annotated[int, Field(ge=1, le=65535)]
+    rank: Annotated[int, Field(ge=1, le=65535)] = 1
+    """This server's."""
+    world_size: Annotated[int, Field(ge=2, le=65536)] = 2
+    backend: Literal["gloo", "nccl"] = "gloo"
+    timeout: Annotated[float, Field(gt=0, le=3600)] = 300.0
+    """Seconds to wait for the other members: at the start, and in each broadcast."""

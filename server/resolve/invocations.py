@@ -1,0 +1,47 @@
+"""From what SageMaker sends to a container to the spec of what its body asks for."""
+
+from __future__ import annotations
+
+from quire.engine.errors import InvalidRequest
+from quire.server.config import ServerConfig
+from quire.server.generation.vectors import VectorSpec
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.completions import CompletionRequest
+from quire.server.resolve.chat import chat_call
+from quire.server.resolve.common import Resolved
+from quire.server.resolve.completions import completion_call
+from quire.server.resolve.pairs import resolve_rerank, resolve_score
+from quire.server.resolve.parse import read_object, validated
+from quire.server.resolve.pooling import resolve_classification, resolve_embedding
+from quire.server.served_model import ServedModel
+
+KINDS = {
+    "messages": "messages",
+    "prompt": "prompt",
+    "input": "input",
+    "query": "query",
+    "text_1": "text_1",
+    "queries": "text_1",
+}
+"""By the field that tells what a body asks for."""
+
+
+def resolve_invocation(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | VectorSpec:
+    """A body with messages is a chat, one with a prompt a completion, with an input embeddings or labels, as the model
+    makes them, with a query a ranking, with text_1 or queries scores. Raises ModelNotFound, and InvalidRequest naming
+    the parameter."""
+    body = read_object(given)
+    kinds = {kind for name, kind in KINDS.items() if body.get(name) is not None}
+    if len(kinds) != 1:
+        raise InvalidRequest("give either messages or prompt, input, query or text_1", param="messages")
+    (kind,) = kinds
+    if kind == "messages":
+        return chat_call(validated(body, ChatRequest), model, config)
+    if kind == "prompt":
+        return completion_call(validated(body, CompletionRequest), model, config)
+    if kind == "query":
+        return resolve_rerank(given, model, config)
+    if kind == "text_1":
+        return resolve_score(given, model, config)
+    labels = "classify" in model.tasks and "embed" not in model.tasks
+    return (resolve_classification if labels else resolve_embedding)(given, model, config)

@@ -1,0 +1,89 @@
+"""From the bytes of a body to its pydantic model, or to one error that names the field."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from quire.engine.errors import InvalidRequest
+from quire.server.access.bodies import NO_OBJECT
+
+Model = TypeVar("Model", bound=BaseModel)
+
+MAX_JSON_DEPTH = 100
+MAX_DETAILS = 10
+"""Most complaints that one error lists."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_BRACKETS = b"[]{}"
+_NO_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
+_BRACKET_DEPTHS = bytes.maketrans(_BRACKETS, b"\x01\xff\x01\xff")
+"""Maps brackets to signed bytes: an opening one to +1, a closing one to -1."""
+
+
+def parse(body: bytes, model: type[Model]) -> Model:
+    """Raises InvalidRequest naming the field; lists of values end the validation with their first wrong entry."""
+    return validated(read_object(body), model)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises InvalidRequest."""
+    if too_deep(body):
+        raise InvalidRequest(f"The body is nested more than {MAX_JSON_DEPTH} levels deep")
+    try:
+        given = json.loads(body) if body else None
+    except json.JSONDecodeError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error.msg} at character {error.pos}") from None
+    except ValueError:  # of bytes that are no text, and of numbers with thousands of digits
+        raise InvalidRequest("The body must be JSON in UTF-8, not compressed") from None
+    if not isinstance(given, dict):
+        raise InvalidRequest(NO_OBJECT)
+    return given
+
+
+def validated(given: dict[str, Any], model: type[Model]) -> Model:
+    """Raises InvalidRequest naming the field."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_input=False, include_context=False)
+        raise InvalidRequest(complaint(details), param=param_of(details[0]["loc"])) from None
+
+
+def too_deep(body: bytes) -> bool:
+    """Whether brackets outside of strings are nested more than MAX_JSON_DEPTH deep. The body need not be valid JSON."""
+    if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
+        return False
+    changes = array("b", _STRING.sub(b"", body).translate(_BRACKET_DEPTHS, _NO_BRACKETS))
+    return max(accumulate(changes), default=0) > MAX_JSON_DEPTH
+
+
+def complaint(details: Sequence[Any]) -> str:
+    """What pydantic found, one complaint per place: of the members of a union the first, or one that is our own."""
+    by_place: dict[str, str] = {}
+    for one in details:
+        place = _where(one["loc"])
+        if one["type"] == "too_many" or place not in by_place:
+            by_place[place] = one["msg"]
+    return "; ".join(f"{place}: {message}" for place, message in list(by_place.items())[:MAX_DETAILS])
+
+
+def param_of(place: Sequence[str | int]) -> str | None:
+    """The top-level parameter of ("messages", 0, "role")."""
+    return str(place[0]) if place else None
+
+
+def _where(place: Sequence[str | int]) -> str:
+    """messages[0].role; the names of union members that pydantic puts in are left out."""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float"):
+            text += f".{part}" if text else part
+    return text or "body"

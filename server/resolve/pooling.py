@@ -1,0 +1,189 @@
+"""From requests for vectors to their specs: embeddings, labels, and whatever the model makes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from quire.engine.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.text.pairs import encode_cut
+from quire.engine.types import PoolingParams, Task
+from quire.server.config import ServerConfig
+from quire.server.generation.answers.vectors import EmbeddingsAnswer, LabelsAnswer
+from quire.server.generation.vectors import VectorAnswer, VectorInput, VectorSpec
+from quire.server.protocol.bounds import MAX_PROMPTS
+from quire.server.protocol.common import ignored_header
+from quire.server.protocol.pooling import (
+    ClassificationRequest,
+    EmbeddingRequest,
+    InputBody,
+    PoolingBody,
+    PoolingRequest,
+)
+from quire.server.resolve.checks import check_text, check_token_ids
+from quire.server.resolve.parse import parse
+from quire.server.resolve.prompts import check_fits
+from quire.server.served_model import ServedModel
+
+
+def resolve_embedding(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    body = parse(given, EmbeddingRequest)
+    check_asked(body, "embed", model)
+    params = embedding_params(body, model)
+    return vector_spec(
+        body, "embd", input_ids(body, model), params, EmbeddingsAnswer(body.encoding_format), model, config
+    )
+
+
+def resolve_pooling(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+    """Raises as above."""
+    body = parse(given, PoolingRequest)
+    task = body.task or ("classify" if "classify" in model.tasks else "embed")
+    check_asked(body, task, model)
+    params = embedding_params(body, model)
+    if task == "classify":
+        if body.dimensions is not None:
+            raise InvalidRequest("dimensions is about embeddings, and this model gives scores", param="dimensions")
+        params = PoolingParams(task=task, activation=body.activation)
+    answer = EmbeddingsAnswer(body.encoding_format, "pooling")
+    return vector_spec(body, "pool", input_ids(body, model), params, answer, model, config)
+
+
+def resolve_classification(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
+    """Raises as above."""
+    body = parse(given, ClassificationRequest)
+    check_asked(body, "classify", model)
+    params = PoolingParams(task="classify", activation=body.activation)
+    labels = () if model.pooling is None else model.pooling.labels
+    return vector_spec(body, "classify", input_ids(body, model), params, LabelsAnswer(labels), model, config)
+
+
+def check_asked(body: PoolingBody, task: Task, model: ServedModel) -> None:
+    """Raises ModelNotFound, and InvalidRequest for a task that the model is not made for."""
+    model.answer_name(body.model)
+    model.check_task(task)
+
+
+def embedding_params(body: EmbeddingRequest, model: ServedModel) -> PoolingParams:
+    size = None if model.pooling is None else model.pooling.size
+    if body.dimensions is not None and size is not None and body.dimensions > size:
+        message = f"dimensions must be at most the model's {size}, got {body.dimensions}"
+        raise InvalidRequest(message, param="dimensions")
+    return PoolingParams(dimensions=body.dimensions, activation=body.activation)
+
+
+def vector_spec(
+    body: PoolingBody,
+    prefix: str,
+    prompts: Sequence[list[int]],
+    params: PoolingParams | Sequence[PoolingParams],
+    answer: VectorAnswer,
+    model: ServedModel,
+    config: ServerConfig,
+) -> VectorSpec:
+    """`params`: of all prompts, or of each."""
+    each = [params] * len(prompts) if isinstance(params, PoolingParams) else params
+    return VectorSpec(
+        id=f"{prefix}-{secrets.token_hex(16)}",
+        name="" if body.request_id is None else f"{prefix}-{body.request_id}",
+        model=model.answer_name(body.model),
+        inputs=[VectorInput(ids, one) for ids, one in zip(prompts, each, strict=True)],
+        answer=answer,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        timeout=body.timeout,
+        queue_timeout=body.queue_timeout,
+        headers=ignored_header(body.ignored_params(), config.strict),
+    )
+
+
+def input_ids(body: InputBody, model: ServedModel) -> list[list[int]]:
+    """Token ids of the inputs, at least one. Raises InvalidRequest naming the parameter."""
+    given = body.input
+    if isinstance(given, str):
+        return text_ids(body, [named_prompt(body.prompt_name, model) + given], model)
+    if not given:
+        raise InvalidRequest("input must not be empty", param="input")
+    texts = [one for one in given if isinstance(one, str)]
+    rows = [one for one in given if isinstance(one, list)]
+    if texts:
+        before = named_prompt(body.prompt_name, model)
+        return text_ids(body, [before + text for text in texts], model)
+    if body.prompt_name is not None:
+        raise InvalidRequest("prompt_name needs an input of texts, not of token ids", param="prompt_name")
+    rows = rows or [[one for one in given if isinstance(one, int)]]
+    check_count(len(rows), "input")
+    limit = cut_limit(body, model)
+    found = []
+    for ids in rows:
+        check_token_ids(ids, model.vocab_size, "input")
+        if limit is not None and len(ids) > limit:
+            ids = ids[:limit] if body.truncation_side == "right" else ids[-limit:]
+        check_vector_length(ids, model, "input")
+        found.append(ids)
+    return found
+
+
+def text_ids(
+    body: PoolingBody, texts: Sequence[str], model: ServedModel, param: str = "input", *, special: bool | None = None
+) -> list[list[int]]:
+    """Token ids of texts. Raises InvalidRequest naming the parameter."""
+    check_count(len(texts), param)
+    limit = cut_limit(body, model)
+    if special is None:
+        special = body.add_special_tokens if isinstance(body, InputBody) else True
+    for text in texts:
+        check_text(text, param)
+        if limit is None:
+            check_fits(model, text, param)
+    if limit is not None:
+        found = encode_cut(model.tokenizer, texts, limit, body.truncation_side, add_special_tokens=special)
+    else:
+        found = model.tokenizer.encode_batch(texts, add_special_tokens=special)
+    for ids in found:
+        check_vector_length(ids, model, param)
+    return found
+
+
+def named_prompt(name: str | None, model: ServedModel) -> str:
+    """The model's own text of this name, or the one it has for calls that name none. Raises InvalidRequest."""
+    if model.pooling is None:
+        return ""
+    prompts, name = model.pooling.prompts, name or model.pooling.default_prompt
+    if name is None:
+        return ""
+    if name not in prompts:
+        known = ", ".join(prompts) or "none"
+        raise InvalidRequest(f"prompt_name is not one of the model's prompts ({known})", param="prompt_name")
+    return prompts[name]
+
+
+def cut_limit(body: PoolingBody, model: ServedModel) -> int | None:
+    """The most tokens of an input that are kept. Raises InvalidRequest."""
+    limit, longest = body.truncate_prompt_tokens, model.context_length
+    if limit is None or limit == -1:
+        return None if limit is None else longest
+    if limit == 0 or limit > longest:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or from 1 to the context length, {longest}; got {limit}",
+            param="truncate_prompt_tokens",
+        )
+    return limit
+
+
+def check_count(count: int, param: str) -> None:
+    if count > MAX_PROMPTS:
+        raise InvalidRequest(f"{param} takes at most {MAX_PROMPTS} inputs, got {count}", param=param)
+
+
+def check_vector_length(ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """A prompt must have a token; unlike one that is answered, it may fill the context."""
+    if not ids:
+        raise InvalidRequest(f"{param} must not be empty", param=param)
+    if len(ids) > model.context_length:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {model.context_length} tokens, but {param} came to {len(ids)} "
+            "tokens. Please shorten it, or ask for truncate_prompt_tokens",
+            param=param,
+        )

@@ -1,0 +1,55 @@
+"""Answers to /tokenize and /detokenize, ready to be sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.server.config import ServerConfig
+from quire.server.encoding import encode_json
+from quire.server.protocol.common import ignored_header
+from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.server.resolve.checks import check_text, check_token_ids
+from quire.server.resolve.parse import parse
+from quire.server.resolve.prompts import renderer_for
+from quire.server.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    body: bytes
+    """JSON."""
+    headers: dict[str, str]
+
+
+def tokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
+    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    body = parse(given, TokenizeRequest)
+    model.answer_name(body.model)
+    headers = ignored_header(body.ignored_params(), config.strict)
+    if body.messages is None:
+        text, param, special = body.prompt or "", "prompt", True
+    else:
+        text = renderer_for(body.chat_template, model, trusted=config.trust_request_chat_template).render(
+            [message.as_dict() for message in body.messages],
+            tools=[spec.as_dict() for spec in body.tools],
+            add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+        )
+        param, special = "messages", False
+    check_text(text, param)
+    special = special if body.add_special_tokens is None else body.add_special_tokens
+    ids = model.tokenizer.encode(text, add_special_tokens=special)
+    strings = [model.tokenizer.token(token_id) for token_id in ids] if body.return_token_strs else None
+    told = {"count": len(ids), "max_model_len": model.context_length, "tokens": ids, "token_strs": strings}
+    return Reply(encode_json(told), headers)
+
+
+def detokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
+    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    body = parse(given, DetokenizeRequest)
+    model.answer_name(body.model)
+    headers = ignored_header(body.ignored_params(), config.strict)
+    check_token_ids(body.tokens, model.vocab_size, "tokens")
+    text = model.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return Reply(encode_json({"prompt": text}), headers)

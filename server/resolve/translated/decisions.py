@@ -1,0 +1,122 @@
+"""From the questions of the Decisions API to prompts that each end where one token answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice, product
+from string import ascii_uppercase
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import SamplingParams
+from quire.server.config import ServerConfig
+from quire.server.generation.questions import Question
+from quire.server.generation.spec import Prompt
+from quire.server.protocol.bounds import MAX_ENTRIES
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.common import ignored_header
+from quire.server.protocol.decisions import Asked, Choice, DecisionRequest, Score
+from quire.server.protocol.items import Item, Message
+from quire.server.resolve.chat import PROMPT_END
+from quire.server.resolve.checks import check_length, check_texts
+from quire.server.resolve.common import Resolved, resolved
+from quire.server.resolve.parse import parse, validated
+from quire.server.resolve.prompts import chat_prompt
+from quire.server.resolve.translated.items import texts_of, turns_of
+from quire.server.resolve.translated.names import named_by_caller
+from quire.server.resolve.translated.system_turns import placed
+from quire.server.served_model import ServedModel
+
+NAMES = {"messages": "input"}
+
+
+def resolve_decisions(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved:
+    """Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    body = parse(given, DecisionRequest)
+    name = model.answer_name(body.model)
+    headers = ignored_header(body.ignored_params(), config.strict)
+    labels = labels_of(model.tokenizer, max(len(options_of(asked)) for asked in body.questions))
+    questions = [question_of(asked, labels) for asked in body.questions]
+    check_texts([[question.name, *question.options] for question in questions], "questions")
+    with named_by_caller(NAMES):
+        chats = [as_chat(body, asked, labels, model) for asked in body.questions]
+        prompts = [answerable(chats[0], model)]
+        if len(prompts[0].ids) * len(chats) > MAX_ENTRIES:
+            raise InvalidRequest("questions: too many about so long an input: ask fewer at once", param="questions")
+        prompts += [answerable(chat, model) for chat in chats[1:]]
+        ids = tuple(labels.values())
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=0, logprob_token_ids=ids, allowed_token_ids=ids, ignore_eos=True
+        )
+        call = resolved(
+            chats[0], id_prefix="decision_", model=name, prompts=prompts, params=params, logprobs=True, headers=headers
+        )
+    return replace(call, spec=replace(call.spec, questions=questions))
+
+
+def labels_of(tokenizer: Tokenizer, count: int) -> dict[str, int]:
+    """So many short texts, each of which is one token: letters, and then pairs of them. Raises InvalidRequest."""
+    found = dict(islice(_single_tokens(tokenizer), count))
+    if len(found) < count:
+        raise InvalidRequest(
+            f"questions: this model's vocabulary can tell {len(found)} options apart, got {count}", param="questions"
+        )
+    return found
+
+
+def _single_tokens(tokenizer: Tokenizer) -> Iterator[tuple[str, int]]:
+    pairs = ["".join(pair) for pair in product(ascii_uppercase, repeat=2)]
+    for texts in (list(ascii_uppercase), pairs):
+        for text, ids in zip(texts, tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            if len(ids) == 1:
+                yield text, ids[0]
+
+
+def options_of(asked: Asked) -> list[tuple[str | bool, str]]:
+    """What may be answered, each with its description."""
+    if isinstance(asked, Choice):
+        return [(option.value, option.description) for option in asked.choices]
+    if isinstance(asked, Score):
+        return [(level.label, level.description) for level in asked.levels]
+    return [("yes", ""), ("no", "")]
+
+
+def question_of(asked: Asked, labels: dict[str, int]) -> Question:
+    """Raises InvalidRequest for an option that is there twice."""
+    options = [value for value, _ in options_of(asked)]
+    if len({(type(value), value) for value in options}) < len(options):
+        raise InvalidRequest("questions: each option must be unique", param="questions")
+    return Question(asked.type, asked.name, options, list(labels.values())[: len(options)])
+
+
+def as_chat(body: DecisionRequest, asked: Asked, labels: dict[str, int], model: ServedModel) -> ChatRequest:
+    """The conversation with a question at its end, which one of the labels answers."""
+    lines = [
+        f"{label}) {str(value).lower() if isinstance(value, bool) else value}{': ' if told else ''}{told}"
+        for label, (value, told) in zip(labels, options_of(asked), strict=False)
+    ]
+    asks = {"predicate": "Is this true?", "choice": "Which one applies?", "score": "Which level applies?"}[asked.type]
+    text = "\n".join([*texts_of(asked.instructions), "", asks, *lines, "", "Answer with the letter alone."])
+    items: Sequence[Item] = body.input if isinstance(body.input, list) else [Message(role="user", content=body.input)]
+    question = Message(role="user", content=text)
+    turns = turns_of([*items, question], "", developer="developer" in model.formats.template)
+    turns = placed(turns, model.renderer.shows)
+    fields = body.extensions()
+    if "enable_thinking" in model.formats.template:
+        given = fields.get("chat_template_kwargs", {})
+        fields["chat_template_kwargs"] = {"enable_thinking": False, **given} if isinstance(given, dict) else given
+    return validated({**fields, "messages": turns}, ChatRequest)
+
+
+def answerable(chat: ChatRequest, model: ServedModel) -> Prompt:
+    """The prompt; one that the template begins to think in ends behind the thinking. Raises InvalidRequest."""
+    prompt, reasoning = chat_prompt(chat, model, None, trusted=False), model.formats.reasoning
+    if reasoning is None or not reasoning.begun(
+        model.tokenizer.decode(prompt.ids[-PROMPT_END:], skip_special_tokens=False)
+    ):
+        return prompt
+    closing = model.tokenizer.encode(f"{reasoning.end}\n\n", add_special_tokens=False)
+    ended = Prompt([*prompt.ids, *closing])
+    check_length(ended.ids, model.context_length, "input")
+    return ended

@@ -1,0 +1,84 @@
+"""From the items of the Responses API to the messages of a chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from quire.server.protocol.items import (
+    CUSTOM_INPUT,
+    CallOutput,
+    Content,
+    CustomToolCall,
+    FunctionCall,
+    Item,
+    Message,
+    Reasoning,
+    full_name,
+    unsealed,
+)
+
+Turn = dict[str, Any]
+
+
+def turns_of(items: Sequence[Item], system: str, *, developer: bool) -> list[Turn]:
+    """A chat's messages; `developer`: the template knows that role.
+
+    Messages of a user or a system that follow one another are one, and so is all that an assistant did before its tools
+    answered: reasoning, text and calls.
+    """
+    turns: list[Turn] = []
+    names: dict[str, str] = {}
+    if system:
+        add_text(turns, "system", [system])
+    for item in items:
+        if isinstance(item, Message) and item.role == "assistant":
+            assistant(turns, "tool_calls")["content"] += parts(texts_of(item.content))
+        elif isinstance(item, Message):
+            role = "system" if item.role == "developer" and not developer else item.role
+            add_text(turns, role, texts_of(item.content))
+        elif isinstance(item, CallOutput):
+            turn = {"role": "tool", "tool_call_id": item.call_id, "content": "\n".join(texts_of(item.output))}
+            name = names.get(item.call_id)
+            turns.append(turn if name is None else {**turn, "name": name})
+        elif isinstance(item, Reasoning):
+            if thought := thought_of(item):
+                assistant(turns, "reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
+        else:
+            names[item.call_id] = full_name(item.namespace, item.name)
+            assistant(turns).setdefault("tool_calls", []).append(call_of(item))
+    return turns
+
+
+def add_text(turns: list[Turn], role: str, texts: Sequence[str]) -> None:
+    if not turns or turns[-1]["role"] != role:
+        turns.append({"role": role, "content": []})
+    turns[-1]["content"] += parts(texts)
+
+
+def assistant(turns: list[Turn], *before: str) -> Turn:
+    """The assistant's turn that an item is part of: the last one, unless it has a field that goes `before`."""
+    if not turns or turns[-1]["role"] != "assistant" or any(turns[-1].get(name) for name in before):
+        turns.append({"role": "assistant", "content": []})
+    return turns[-1]
+
+
+def call_of(item: FunctionCall | CustomToolCall) -> dict[str, Any]:
+    arguments = item.arguments if isinstance(item, FunctionCall) else json.dumps({CUSTOM_INPUT: item.input})
+    name = full_name(item.namespace, item.name)
+    return {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def thought_of(item: Reasoning) -> str:
+    """The thinking; a client that keeps no content sends back what it was given as encrypted_content."""
+    told = "\n".join(part.text for part in item.content) or unsealed(item.encrypted_content)
+    return told or "\n".join(part.text for part in item.summary)
+
+
+def texts_of(content: str | Content) -> list[str]:
+    return [content] if isinstance(content, str) else [part.text for part in content]
+
+
+def parts(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]

@@ -1,0 +1,215 @@
+"""From a request of the Responses API to a chat, and to the spec of its generation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.types import SamplingParams
+from quire.server.config import ServerConfig
+from quire.server.generation.response_fields import ResponseFields
+from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.items import Item, ItemReference, Message, full_name
+from quire.server.protocol.responses import (
+    ENCRYPTED,
+    LOGPROBS,
+    AllowedTools,
+    ChosenTool,
+    CustomTool,
+    FunctionTool,
+    ResponsesRequest,
+)
+from quire.server.resolve.chat import chat_call
+from quire.server.resolve.checks import NeedsWorker, check_texts
+from quire.server.resolve.common import Resolved
+from quire.server.resolve.parse import parse, validated
+from quire.server.resolve.translated.custom_tools import function_of, holds_patterns
+from quire.server.resolve.translated.history import before, in_conversation, kept_items, referred
+from quire.server.resolve.translated.items import turns_of
+from quire.server.resolve.translated.names import named_by_caller
+from quire.server.resolve.translated.system_turns import placed
+from quire.server.served_model import ServedModel
+
+ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+NO_STORE = "this server stores no responses; the operator may pass --data-dir"
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format": "text.format",
+    "function.parameters": "parameters",
+}
+"""Names of a chat's fields, and what they are called here."""
+
+
+def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, owner: str) -> Resolved:
+    """`owner`: whose stored responses may be named. Raises ModelNotFound, and InvalidRequest naming the parameter."""
+    body = parse(given, ResponsesRequest)
+    model.answer_name(body.model)
+    check_stored(body, config)
+    earlier, items = all_items(body, model, config, owner)
+    ignored = without_effect(body, model)
+    if body.store and config.data_dir is None:
+        ignored.append("store")
+    with named_by_caller(NAMES):
+        chat = as_chat(body, [*earlier, *items], model)
+        call = chat_call(chat, model, config, id_prefix="resp_", ignored=ignored)
+    if chat.logprobs and call.spec.message is not None:  # which tokens are the text's, the parsers do not tell
+        message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
+        raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
+    stored = config.data_dir is not None and body.store is not False
+    told = {**repeated(body, call.spec.params), "store": stored}
+    for name, value in told.items():
+        check_texts(value, name)
+    fields = ResponseFields(
+        repeated=told,
+        custom=frozenset(full_name(space, tool.name) for space, tool in body.own_tools if tool.type == "custom"),
+        namespaces={full_name(space, tool.name): (space, tool.name) for space, tool in body.own_tools if space},
+        sealed=ENCRYPTED in body.include,
+        store=stored,
+        background=body.background,
+        input=kept_items(items, "input") if stored or body.conversation_id else (),
+        previous=body.previous_response_id,
+        conversation=body.conversation_id,
+    )
+    grammars = [(NAMES.get(param, param), grammar) for param, grammar in call.grammars]
+    return Resolved(replace(call.spec, response=fields), grammars)
+
+
+def check_stored(body: ResponsesRequest, config: ServerConfig) -> None:
+    """Refuse what needs a store where there is none, or where it is not to be used."""
+    for name in ("previous_response_id", "conversation", "background"):
+        if getattr(body, name) and config.data_dir is None:
+            raise InvalidRequest(f"{name}: {NO_STORE}", param=name)
+    if body.previous_response_id is not None and body.conversation is not None:
+        raise InvalidRequest("conversation and previous_response_id exclude each other", param="conversation")
+    if body.background and body.store is False:
+        raise InvalidRequest("background needs store to be true", param="background")
+
+
+def all_items(
+    body: ResponsesRequest, model: ServedModel, config: ServerConfig, owner: str
+) -> tuple[list[Item], list[Item]]:
+    """The items before this request's, and its own. Raises InvalidRequest, and NeedsWorker: there may be many."""
+    folder, previous, conversation = config.data_dir, body.previous_response_id, body.conversation_id
+    if isinstance(body.input, str):
+        given: Sequence[Item | ItemReference] = [Message(role="user", content=body.input)] if body.input else []
+    else:
+        given = body.input
+    ids = [item.id for item in given if isinstance(item, ItemReference)]
+    if folder is None or not (previous or conversation or ids):
+        if ids:
+            raise InvalidRequest(f"input: {NO_STORE}", param="input")
+        return [], [item for item in given if not isinstance(item, ItemReference)]
+    if not model.expendable:
+        raise NeedsWorker
+    found = in_conversation(folder, owner, conversation) if conversation else []
+    if previous:
+        found = before(folder, owner, previous)
+    known = referred(folder, owner, ids, found) if ids else {}
+    own = [ITEM.validate_python(known[one.id]) if isinstance(one, ItemReference) else one for one in given]
+    return ITEMS.validate_python(found), own
+
+
+def without_effect(body: ResponsesRequest, model: ServedModel) -> list[str]:
+    ignored = body.ignored_params()
+    if body.reasoning.effort is not None and not effort_works(model):
+        ignored.append("reasoning.effort")
+    return ignored
+
+
+def effort_works(model: ServedModel) -> bool:
+    return any(name in model.formats.template for name in ("reasoning_effort", "enable_thinking"))
+
+
+def as_chat(body: ResponsesRequest, items: Sequence[Item], model: ServedModel) -> ChatRequest:
+    """The chat that a body asks for. Raises InvalidRequest."""
+    turns = turns_of(items, body.instructions or "", developer="developer" in model.formats.template)
+    turns = placed(turns, model.renderer.shows)
+    if not turns:
+        raise InvalidRequest("input must not be empty", param="input")
+    tools, choice = tools_of(body, held=holds_patterns(model.formats.tools))
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": turns,
+        "max_tokens": body.max_output_tokens and min(body.max_output_tokens, model.context_length),
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "logprobs": bool(body.top_logprobs) or LOGPROBS in body.include,
+        "top_logprobs": body.top_logprobs,
+        "tools": tools,
+        "tool_choice": choice,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "reasoning_effort": body.reasoning.effort if effort_works(model) else None,
+        "stream": body.stream,
+        **body.extensions(),
+    }
+    form = body.text.format
+    if form.type == "json_object":
+        chat["response_format"] = {"type": "json_object"}
+    elif form.type == "json_schema":
+        schema = {"name": form.name, "schema": form.schema_}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return validated(chat, ChatRequest)
+
+
+def tools_of(body: ResponsesRequest, *, held: bool) -> tuple[list[dict[str, Any]], Any]:
+    """The tools that the model is shown, as a chat's, and the chat's tool_choice. `held`: texts are held to patterns.
+    Raises InvalidRequest."""
+    tools: dict[str, FunctionTool | CustomTool] = {}
+    for namespace, tool in body.own_tools:
+        name = full_name(namespace, tool.name)
+        if name in tools:
+            raise InvalidRequest(f"tools: there are two tools named {name}", param="tools")
+        tools[name] = tool
+    choice: Any = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        allowed = {tool.name for tool in choice.tools}
+        if missing := allowed - tools.keys():
+            raise InvalidRequest(f"tool_choice: there is no tool named {min(missing)}", param="tool_choice")
+        tools = {name: tool for name, tool in tools.items() if name in allowed}
+        choice = choice.mode
+    elif isinstance(choice, ChosenTool):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    held = held or choice == "none"
+    functions = [function_of(name, tool, held=held) for name, tool in tools.items()]
+    return [{"type": "function", "function": function} for function in functions], choice
+
+
+def repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
+    """The fields that the answer repeats, with what they are where they were not given. Its schema requires all."""
+    extra = body.model_extra or {}
+    given = {"parameters": None, "strict": None}
+    tools = [
+        (given if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True) for tool in body.tools
+    ]
+    choice = body.tool_choice
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "background": body.background,
+        "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        **{name: extra.get(name) for name in ("safety_identifier", "prompt_cache_key")},
+        "service_tier": "default",
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "temperature": params.temperature,
+        "text": {"format": body.text.format.model_dump(by_alias=True, exclude_none=True)}
+        | ({} if body.text.verbosity is None else {"verbosity": body.text.verbosity}),
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": tools,
+        "top_logprobs": body.top_logprobs,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+    }

@@ -1,0 +1,141 @@
+"""How routes take the bodies of requests: within bounds, off the event loop where they are not small."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from quire.engine.types import Adapter
+from quire.server.access.authentication import tenant_of
+from quire.server.access.bodies import Body
+from quire.server.config import ServerConfig
+from quire.server.generation.spec import GenerationSpec
+from quire.server.observe.request_log import HEADER, is_sound
+from quire.server.resolve.checks import NeedsWorker
+from quire.server.resolve.common import Resolved
+from quire.server.runtime import runtime_of
+from quire.server.served_model import ServedModel, model_of
+from quire.server.sse import closing_on_disconnect
+
+Result = TypeVar("Result")
+Work = Callable[[bytes, ServedModel, ServerConfig], Result]
+
+CLIENT_CLOSED_REQUEST = 499
+WEIGHTS_VERSION = "X-Weights-Version"
+"""The header of an answer that names the weights: those of its last token, of a stream those that it began with."""
+QUICK_BYTES, SMALL_BYTES = 1024, 4096
+"""Bodies up to these sizes are worked on here: up to the first many in one turn of the event loop, up to the second,
+which takes about a millisecond, one in a turn."""
+REFERENCES = "#/components/schemas/{model}"
+
+
+async def worked_on(request: Request, work: Work[Result]) -> Result:
+    """What `work` makes of the request's body.
+
+    Raises what Bodies.read and WorkerPool.run raise; HTTPException, which nobody will see, when the client has left.
+    """
+    try:
+        async with runtime_of(request).bodies.read(request) as body:
+            return await _here_or_there(request, body, work)
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_CLOSED_REQUEST) from None
+
+
+async def resolved(request: Request, resolve: Work[Resolved]) -> GenerationSpec:
+    """The spec of a generation that the engine can compute, whose answer has the id that its caller chose: the body's
+    request_id, or the header X-Request-Id.
+
+    Raises what `worked_on` and GrammarChecker.check raise.
+    """
+    return await checked(request, await worked_on(request, resolve))
+
+
+async def checked(request: Request, call: Resolved) -> GenerationSpec:
+    """The same of a call that is resolved."""
+    tenant = tenant_of(request.scope)
+    if call.grammars:
+        await _unless_left(request, runtime_of(request).grammars.check(call.grammars, tenant))
+    spec = call.spec
+    urgency = runtime_of(request).gateways.priority(request.scope)
+    return replace(
+        spec,
+        name=spec.name or chosen_name(request, spec.id_prefix),
+        tenant=tenant.name,
+        weight=tenant.weight,
+        priority=spec.priority if urgency is None else urgency,
+        cache_salt=tenant.salt(spec.cache_salt),
+        adapter=chosen_adapter(request, spec.model),
+    )
+
+
+def chosen_adapter(request: Request, name: str) -> Adapter | None:
+    """The adapter that a resolved model name stands for; None: the model itself. Raises ModelNotFound where it has been
+    unloaded since."""
+    adapters, model = runtime_of(request).adapters, model_of(request)
+    if adapters is None or name in model.names:
+        return None
+    return adapters.find(model.answer_name(name))
+
+
+def chosen_name(request: Request, prefix: str) -> str:
+    """The answer's id by the header X-Request-Id; "" where it has none or none that is safe."""
+    header = request.headers.get(HEADER)
+    return f"{prefix}{header}" if is_sound(header) else ""
+
+
+async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Result:
+    """What `work` makes of a body: small ones are worked on at once, others in a worker."""
+    runtime, slow = runtime_of(request), False
+    try:
+        if body.size <= QUICK_BYTES:
+            return work(b"".join(body.pieces), model_of(request), runtime.config)
+        if body.size <= SMALL_BYTES:
+            async with runtime.turns:
+                return work(b"".join(body.pieces), model_of(request), runtime.config)
+    except NeedsWorker:
+        slow = True
+    return await _unless_left(request, runtime.workers.run(work, body.pieces, tenant_of(request.scope), slow=slow))
+
+
+async def _unless_left(request: Request, working: Coroutine[Any, Any, Result]) -> Result:
+    """The result of what workers do, unless the client leaves: then a worker at it is killed. Raises HTTPException."""
+    task = asyncio.create_task(working)
+
+    def left() -> None:
+        task.cancel()
+
+    async with closing_on_disconnect(request.receive, left):
+        await asyncio.wait([task])
+    if task.cancelled():
+        raise HTTPException(CLIENT_CLOSED_REQUEST)
+    return task.result()
+
+
+def documented(*models: type[BaseModel]) -> dict[str, Any]:
+    """What the OpenAPI description says of a route that takes one of these bodies. `with_bodies` adds their parts."""
+    references = [{"$ref": REFERENCES.format(model=model.__name__)} for model in models]
+    schema = references[0] if len(models) == 1 else {"anyOf": references}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def with_bodies(app: FastAPI, *models: type[BaseModel]) -> None:
+    """Let the application's OpenAPI description have the schemas of these bodies."""
+    describe = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schemas = describe().setdefault("components", {}).setdefault("schemas", {})
+            for model in models:
+                schema = model.model_json_schema(ref_template=REFERENCES)
+                schemas.update(schema.pop("$defs", {}))
+                schemas[model.__name__] = schema
+        return describe()
+
+    app.openapi = openapi  # type: ignore[method-assign]

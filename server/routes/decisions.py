@@ -1,0 +1,25 @@
+"""POST /v1/decisions: OpenAI's Decisions API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.access.admission import GenerationRoute
+from quire.server.generation.answers.decisions import DecisionsWriter
+from quire.server.protocol.decisions import DecisionRequest
+from quire.server.resolve.translated.decisions import resolve_decisions
+from quire.server.routes.bodies import documented, resolved
+from quire.server.routes.reply import reply
+from quire.server.served_model import model_of
+
+router = APIRouter(route_class=GenerationRoute)
+
+
+@router.post("/v1/decisions", response_model=None, openapi_extra=documented(DecisionRequest))
+async def create_decision(request: Request) -> Response:
+    """Answer questions about an input by the probabilities of their options; no text is generated."""
+    model = model_of(request)
+    spec = await resolved(request, resolve_decisions)
+    return await reply(request, spec, DecisionsWriter(spec, model.tokenizer, model.fingerprint))

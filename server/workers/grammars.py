@@ -1,0 +1,74 @@
+"""Checks that callers' grammars compile, before an engine gets them: see engine/text/grammar.py."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.engine.errors import InvalidRequest, QuireError
+from quire.engine.text.grammar import CHECK_STACK_BYTES, MAX_CHECK_MEMORY, MAX_CPU_SECONDS
+from quire.engine.types import Grammar
+from quire.server.access.tenants import Tenant
+from quire.server.config import ServerConfig
+from quire.server.served_model import ServedModel
+from quire.server.workers.pool import WorkerPool
+from quire.server.workers.worker import Limits
+
+_KEPT_VERDICTS = 64
+_LIMITS = Limits(seconds=30.0, memory=MAX_CHECK_MEMORY)
+"""Of a worker's first grammar, before which it reads the vocabulary. MAX_CPU_SECONDS limits the check itself."""
+
+
+def check(given: bytes, model: ServedModel, config: ServerConfig) -> None:
+    """Runs in a worker. Raises InvalidRequest for a grammar, given as JSON, that no answer can follow."""
+    grammar = msgspec.json.decode(given, type=Grammar)
+    wrong: list[str] = []
+
+    def run() -> None:
+        try:
+            compiler = model.grammar_compiler
+            signal.setitimer(signal.ITIMER_PROF, MAX_CPU_SECONDS)
+            compiler.check(grammar)
+        except QuireError as error:
+            wrong.append(error.message)
+
+    threading.stack_size(CHECK_STACK_BYTES)  # of threads that begin from now on
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if wrong:
+        raise InvalidRequest(wrong[0])
+
+
+class GrammarChecker:
+    """Checks grammars in workers, and keeps the last verdicts."""
+
+    def __init__(self, workers: WorkerPool) -> None:
+        self._workers = workers
+        self._verdicts: OrderedDict[Grammar, str | None] = OrderedDict()
+
+    async def check(self, grammars: Sequence[tuple[str, Grammar]], tenant: Tenant) -> None:
+        """Raises InvalidRequest, which names the parameter beside it, for the first grammar that is wrong, not
+        supported or too complex, and what WorkerPool.run raises."""
+        for param, grammar in grammars:
+            if grammar not in self._verdicts:
+                self._verdicts[grammar] = await self._verdict(grammar, tenant)
+                if len(self._verdicts) > _KEPT_VERDICTS:
+                    self._verdicts.popitem(last=False)
+            self._verdicts.move_to_end(grammar)
+            wrong = self._verdicts[grammar]
+            if wrong is not None:
+                raise InvalidRequest(f"{param}: {wrong}", param=param)
+
+    async def _verdict(self, grammar: Grammar, tenant: Tenant) -> str | None:
+        """What is wrong with the grammar; None: nothing."""
+        too_complex = InvalidRequest("too complex to be compiled")
+        try:
+            await self._workers.within(_LIMITS, check, [msgspec.json.encode(grammar)], tenant, too_complex, slow=True)
+        except InvalidRequest as error:
+            return error.message
+        return None

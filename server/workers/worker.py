@@ -1,0 +1,119 @@
+"""`python -m quire.server.workers.worker FD`: a process that loads what turns text into tokens once, and forks workers.
+
+A forked worker shares that memory and starts within milliseconds, so one that takes too much time or memory, or whose
+caller has left, is simply killed. FD is a socket: first comes a ModelSource, then the end of a new worker's own socket
+for each worker to fork. The process ends with the server, and its workers with it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.engine.errors import QuireError
+from quire.server.config import ServerConfig
+from quire.server.resolve import invocations  # noqa: F401 - what jobs need is there before workers are forked
+from quire.server.served_model import ModelSource, ServedModel
+from quire.server.workers.frames import receive_blocking, send_blocking
+
+Work = Callable[[bytes, ServedModel, ServerConfig], Any]
+
+NICENESS = 5
+"""Below the server and its engine: streams come before requests that begin."""
+_KEPT_BYTES = 48 << 20
+"""A worker that has grown by more than this ends behind its answer; a new one is small again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    seconds: float
+    """Of processor time."""
+    memory: int
+    """Bytes that the worker may grow by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    work: Work
+    """A function of a module, which is sent by its name."""
+    limits: Limits
+    adapters: Sequence[str] = ()
+    """ServedModel.adapters, as they are now."""
+
+
+def fork_workers(control: socket.socket) -> None:
+    os.nice(NICENESS)
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole group
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers' exit statuses
+    source, _ = receive_blocking(control)
+    assert isinstance(source, ModelSource)
+    adapters: list[str] = []
+    model = source.model(expendable=True, adapters=adapters)
+    gc.collect()
+    gc.freeze()
+    while True:
+        _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not descriptors:  # the server is gone
+            return
+        if os.fork() == 0:
+            control.close()
+            worker(socket.socket(fileno=descriptors[0]), model, adapters, source.config)
+            os._exit(0)
+        os.close(descriptors[0])
+
+
+def worker(connection: socket.socket, model: ServedModel, adapters: list[str], config: ServerConfig) -> None:
+    """Answer jobs until the server hangs up: each with (True, its result), (False, error), or (None, a traceback), and
+    whether the worker stays for more. `adapters`: the model's."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a native library says there that memory is short
+    began = data_bytes()
+    try:
+        send_blocking(connection, os.getpid())
+        while True:
+            job, given = receive_blocking(connection)
+            adapters[:] = job.adapters
+            answer = _answer(job, given, model, config, began)
+            stays = data_bytes() - began <= _KEPT_BYTES
+            send_blocking(connection, (*answer, stays))
+            if not stays:
+                return
+            del given, answer
+    except (EOFError, ConnectionError):
+        return
+
+
+def _answer(job: Job, given: bytes, model: ServedModel, config: ServerConfig, began: int) -> tuple[bool | None, Any]:
+    resource.setrlimit(resource.RLIMIT_DATA, (began + job.limits.memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    # The timer's signal, SIGPROF, ends the process by default, even inside native code.
+    signal.setitimer(signal.ITIMER_PROF, job.limits.seconds)
+    try:
+        return True, job.work(given, model, config)
+    except QuireError as error:
+        return False, error
+    except MemoryError:
+        os._exit(1)
+    except Exception:
+        return None, traceback.format_exc()
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def data_bytes() -> int:
+    """Bytes of memory that this process alone can write to: what RLIMIT_DATA limits."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmData:")[2].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads do not survive a fork
+    fork_workers(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,233 @@
+"""`quire serve --models`: three models in the memory of two, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.engine.config import DEMO_MODEL
+from quire.server.fleet.added import Added
+from quire.server.fleet.config import read_fleet
+from tests.e2e.server import Server
+from tests.tiny_models import save_tiny_model
+
+NAMES = ("stories", "double", "tiny")
+LONG, LONGER = 300, 1900
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("models")
+    tiny = save_tiny_model(folder / "tiny", "llama", max_position_embeddings=1024)
+    file = folder / "models.toml"
+    file.write_text(f"""
+memory = 0.85
+slice_seconds = 0.3
+[stories]
+model = "{DEMO_MODEL}"
+[double]
+model = "{DEMO_MODEL}"
+dtype = "float32"
+served_model_name = ["twice"]
+[tiny]
+model = "{tiny}"
+skip_tokenizer_init = true
+sleep_level = 2
+[huge]
+model = "{DEMO_MODEL}"
+kv_cache_memory = 2
+[gone]
+model = "{folder / "gone"}"
+""")
+    slow = folder / "keys.toml"
+    slow.write_text('[slow]\nkey = "slow"\nrequests_per_minute = 2\n')
+    flags = (
+        "--threads",
+        "1",
+        "--kv-cache-memory",
+        "0.1",
+        "--data-dir",
+        str(folder / "data"),
+        "--shutdown-timeout",
+        "5",
+    )
+    keys = ("--api-key", "key", "--admin-api-key", "admin", "--api-key-file", str(slow))
+    server = Server(folder / "log", "--models", str(file), *flags, *keys)
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+def client(server: Server, key: str = "admin") -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=120)
+
+
+def body(name: str, seed: int = 0, tokens: int = 8) -> dict[str, Any]:
+    given = {"model": name, "prompt": [5, 6, 7 + seed], "max_tokens": tokens, "seed": seed, "ignore_eos": True}
+    return given | {"return_token_ids": True}
+
+
+async def ids(http: httpx.AsyncClient, name: str, seed: int = 0, tokens: int = 8) -> list[int]:
+    answer = await http.post("/v1/completions", json=body(name, seed, tokens))
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["model"] == name
+    found = answer.json()["choices"][0]["token_ids"]
+    assert len(found) == tokens
+    return list(found)
+
+
+async def states(http: httpx.AsyncClient) -> dict[str, str]:
+    return {card["id"]: card["state"] for card in (await http.get("/v1/models")).json()["data"]}
+
+
+async def test_models_are_loaded_when_asked_for_and_two_at_most_are_awake(server: Server) -> None:
+    async with client(server) as http, client(server, "wrong") as stranger:
+        assert (await stranger.post("/v1/completions", json=body("double"))).status_code == 401
+        assert await states(http) == {
+            "stories": "awake",
+            "double": "unloaded",
+            "twice": "unloaded",
+            "tiny": "unloaded",
+            "huge": "unloaded",
+            "gone": "unloaded",
+        }
+        for name in (*NAMES, *NAMES, "twice"):
+            await ids(http, name)
+            now = await states(http)
+            assert now[name] == "awake"
+            assert sum(now[name] == "awake" for name in NAMES) <= 2
+        gone = await http.post("/v1/completions", json=body("gone"))
+        assert (gone.status_code, "cannot be loaded" in gone.text) == (503, True)
+        huge = await http.post("/v1/completions", json=body("huge"))
+        assert (huge.status_code, "needs 2.26 GiB awake" in huge.text) == (503, True), huge.text
+        assert sum(state == "awake" for state in (await states(http)).values()) > 0  # nobody made room for it
+        error = (await http.post("/v1/completions", json=body("none"))).json()["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert (await http.post("/v1/completions", content=b"{")).status_code == 400
+        assert (await http.post("/v1/completions", content=b"[" * (17 * 2**20))).status_code == 413
+        assert (await http.post("/v1/nothing", json={})).status_code == 404
+        assert (await http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).json()["model"] == "stories"
+
+
+async def test_streams_of_all_go_on_in_turns_with_the_tokens_that_each_has_alone(server: Server) -> None:
+    async with client(server) as http:
+        asked = [(name, seed) for seed in range(2) for name in NAMES]
+        alone = [await ids(http, name, seed, LONG) for name, seed in asked]
+        assert await asyncio.gather(*[ids(http, name, seed, LONG) for name, seed in asked]) == alone
+
+
+async def test_what_names_no_model_is_found_where_it_is(server: Server) -> None:
+    async with client(server) as http:
+        given = {"model": "double", "input": "Hello", "max_output_tokens": 16, "store": True}
+        made = (await http.post("/v1/responses", json=given)).json()
+        assert (await http.get(f"/v1/responses/{made['id']}")).json()["id"] == made["id"]
+        assert (await http.get("/v1/responses/resp_none")).status_code == 404
+        assert (await http.get("/v1/models/tiny")).json()["id"] == "tiny"
+        assert (await http.get("/health")).status_code == 200
+        families = list(text_string_to_metric_families((await http.get("/metrics")).text))
+        assert len({family.name for family in families}) == len(families)
+        samples = [each for family in families for each in family.samples if each.name == "vllm:num_requests_running"]
+        assert {each.labels["model_name"] for each in samples} >= {"stories", "double"}
+
+
+async def test_a_keys_limits_count_for_all_models_together(server: Server) -> None:
+    async with client(server, "slow") as http:
+        await ids(http, "stories")
+        await ids(http, "tiny")
+        for name in NAMES:
+            assert (await http.post("/v1/completions", json=body(name))).status_code == 429
+
+
+async def test_a_model_is_added_and_forgotten_while_the_server_runs(server: Server, tmp_path: Path) -> None:
+    more = {"model": str(save_tiny_model(tmp_path / "more", "qwen3")), "skip_tokenizer_init": True}
+    async with client(server) as http, client(server, "key") as user:
+
+        async def told(path: str, given: dict[str, Any]) -> tuple[int, str]:
+            answer = await http.post(path, json=given)
+            return answer.status_code, answer.text
+
+        assert (await user.post("/v1/models/load", json={"model": "more", "settings": more})).status_code == 403
+        for wrong in ({"model": "tiny", "settings": more}, {"model": "more", "settings": {"model": "nowhere/to"}}):
+            assert (await told("/v1/models/load", wrong))[0] == 400
+        assert "more" not in await states(http)
+        assert await told("/v1/models/load", {"model": "more", "settings": more}) == (
+            200,
+            '{"model":"more","state":"awake"}',
+        )
+        kept = json.loads((server.log.parent / "data" / "models.json").read_bytes())
+        assert kept == {"more": more}
+        assert len(await ids(user, "more")) == 8
+        assert (await told("/v1/models/unload", {"model": "tiny", "forget": True}))[0] == 400
+        assert (await told("/v1/models/unload", {"model": "more", "forget": True}))[0] == 200
+        assert (await user.post("/v1/completions", json=body("more"))).status_code == 404
+        assert json.loads((server.log.parent / "data" / "models.json").read_bytes()) == {}
+
+
+def test_added_models_are_there_at_the_next_start(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(f'[one]\nmodel = "{DEMO_MODEL}"\n')
+    fleet = read_fleet(tmp_path / "models.toml", {})
+    before = Added(fleet, tmp_path)
+    before.add("two", {"model": DEMO_MODEL, "num_kv_blocks": 8})
+    before.add("old", {"model": DEMO_MODEL, "a_setting_of_before": 8})
+    after = Added(fleet, tmp_path)
+    assert [(entry.name, entry.config.num_kv_blocks) for entry in after.start()] == [("two", 8)]
+    assert ("two" in after, "old" in after) == (True, False)
+    (tmp_path / "models.json").write_text("[1]")
+    assert Added(fleet, tmp_path).start() == []
+
+
+async def test_operators_sleep_wake_unload_and_load(server: Server) -> None:
+    async with client(server) as http, client(server, "key") as user:
+        await ids(http, "double")
+        assert (await http.post("/sleep?model=double")).json()["is_sleeping"]
+        assert (await states(http))["double"] == "sleeping"
+        await ids(user, "double")
+        for path in ("/v1/models/unload", "/v1/models/load", "/sleep?model=double"):
+            assert (await user.post(path, json={"model": "double"})).status_code == 403
+        assert (await http.post("/v1/models/unload", json={"model": "double"})).json()["state"] == "unloaded"
+        assert (await http.post("/v1/models/load", json={"model": "double"})).json()["state"] == "awake"
+        assert (await http.post("/v1/models/load", json={})).json()["error"]["param"] == "model"
+        for name in NAMES:
+            await http.post("/v1/models/unload", json={"model": name})
+        assert (await http.get("/v1/responses/resp_none")).status_code == 404
+        assert set((await states(http)).values()) == {"unloaded"}
+        await ids(user, "stories")
+
+
+@pytest.mark.slow
+async def test_a_killed_engine_costs_no_token(server: Server) -> None:
+    async with client(server) as http:
+        alone = await ids(http, "stories", 1, LONGER)
+        again = asyncio.create_task(ids(http, "stories", 1, LONGER))
+        await asyncio.sleep(0.3)
+        pid = server.engine_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        assert await again == alone
+
+
+async def test_who_leaves_while_a_model_loads_leaves_nothing_behind(server: Server) -> None:
+    async with client(server) as http:
+        await http.post("/v1/models/unload", json={"model": "tiny"})
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post("/v1/completions", json=body("tiny", 0, 8), timeout=0.05)
+        assert await ids(http, "tiny")
+
+
+def test_the_models_are_in_the_file_or_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text("")
+    server = Server(tmp_path / "log", DEMO_MODEL, "--models", str(file), wait=False)
+    assert server.process.wait(60) == 2
+    assert "give one of them" in server.log.read_text()
+    server = Server(tmp_path / "log", "--models", str(file), wait=False)
+    assert server.process.wait(60) != 0
+    assert "has no model" in server.log.read_text()

@@ -1,0 +1,161 @@
+"""Servers whose model is on several ranks: a rank's death is survived as an engine's is, and no rank outlives its
+server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.errors import EngineError
+from quire.engine.loop import Engine, let_go
+from quire.engine.worker.ranks.leader import LeadingDecoder
+from quire.kernels.cpu.backend import Cpu
+from tests.e2e.server import Server
+from tests.e2e.streams import KINDS, answer, ask_until
+from tests.engine.harness import request, run
+
+MISSING = Cpu().missing
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+STREAMS = 32
+KILLS = int(os.environ.get("TEST_KILLS", "6"))
+FOLLOWER = b"quire.engine.worker.ranks.follower"
+
+
+def marked(mark: str) -> dict[int, bytes]:
+    """The processes, by id, that have a variable of this value in their environment, with their command lines."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def ranks_of(mark: str) -> list[int]:
+    return [pid for pid, command in marked(mark).items() if FOLLOWER in command]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+Start = Callable[..., tuple[Server, str]]
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Start]:
+    """Starts a server of so many ranks; returns it, and what marks its processes. None outlives a test that fails."""
+    servers: list[Server] = []
+
+    def start(ranks: int, *, wait: bool = True) -> tuple[Server, str]:
+        mark = uuid.uuid4().hex
+        divided = ("--tensor-parallel-size", str(ranks), "--threads", str(ranks), "--tool-call-parser", "hermes")
+        servers.append(Server(tmp_path / "log", *divided, env={"TEST_MARK": mark}, wait=wait))
+        return servers[-1], mark
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
+    settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1}
+    made = Engine(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
+    expected = run(Engine(EngineConfig(model=DEMO_MODEL, dtype="float32", **settings)), [request("a", [435, 1029])])
+    assert len(run(made, [request("a", [435, 1029])])["a"].ids) == len(expected["a"].ids)
+    assert isinstance(made.runner._model, LeadingDecoder)
+    (pid,) = made.runner._model._ranks.pids
+    made.add(request("b", [435, 1029]))
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=f"rank 1 of 2 .process {pid}. was killed by SIGKILL"):
+        run(made, [])
+    del made
+    let_go()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_no_stream_notices_that_ranks_die(ranks: int, started: Start) -> None:
+    server, mark = started(ranks)
+    limits = httpx.Limits(max_connections=STREAMS + 1)
+    async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
+        expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+        rng = random.Random(ranks)
+
+        def ready() -> bool:
+            """Of a death that it has not noticed yet a server says that it is healthy."""
+            return server.healthy() and bool(ranks_of(mark))
+
+        async def kill() -> int:
+            for _ in range(KILLS):
+                await asyncio.to_thread(wait_until, ready, "no engine came after it")
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
+                pids = await asyncio.to_thread(ranks_of, mark)
+                os.kill(rng.choice(pids), signal.SIGKILL)
+                await asyncio.to_thread(wait_until, lambda gone=pids: not {*gone} & {*ranks_of(mark)}, "a rank is left")
+            return KILLS
+
+        await ask_until(asyncio.create_task(kill()), client, expected, STREAMS)
+    assert server.metric("quire:engine_deaths_total") > 0
+    assert server.metric("quire:quarantined_requests_total") == 0
+    assert len(ranks_of(mark)) == ranks - 1
+    assert server.stop() == 0
+    assert marked(mark) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "engine", "stopped", "starting"])
+def test_no_rank_outlives_its_server(way: str, started: Start) -> None:
+    server, mark = started(2, wait=way != "starting")
+    if way == "starting":
+        wait_until(lambda: bool(ranks_of(mark)), "no rank was started")
+        server.process.kill()
+    elif way == "engine":
+        (before,) = ranks_of(mark)
+        engine = server.engine_pid()
+        assert engine is not None
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: server.healthy() and ranks_of(mark) not in ([], [before]), "no engine came after it")
+        assert len(ranks_of(mark)) == 1
+        server.stop()
+    elif way == "stopped":
+        os.kill(ranks_of(mark)[0], signal.SIGSTOP)
+        server.process.kill()
+    else:
+        server.process.send_signal(getattr(signal, way))
+    server.process.wait(60)
+    wait_until(lambda: marked(mark) == {}, f"{marked(mark)} are left")
+
+
+@pytest.mark.slow
+def test_a_number_of_ranks_that_does_not_fit_ends_the_start() -> None:
+    mark = uuid.uuid4().hex
+    quire = Path(sys.executable).with_name("quire")
+    command = [str(quire), "serve", "--port", "0", "--tensor-parallel-size", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"TEST_MARK": mark})
+    assert done.returncode != 0
+    assert "tensor_parallel_size: the model's " in done.stderr
+    assert "heads cannot be divided among 3 ranks" in done.stderr
+    assert marked(mark) == {}

@@ -1,0 +1,157 @@
+"""Real engines beside each other: what one of them has cached is found again, and a kill of one changes no token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import pytest
+
+from quire import LLM
+from quire import SamplingParams as LLMParams
+from quire.engine.client.client import EngineClient
+from quire.engine.client.weights import Weights
+from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidRequest
+from quire.engine.in_process import InProcessClient
+from quire.engine.replicas.replicas import Replicas
+from quire.engine.types import Request, SamplingParams
+from tests.e2e.server import Server
+from tests.e2e.streams import KINDS, answer, ask_until
+
+STREAMS, PREFIXES, PREFIX, OWN, OUTPUT = 100, 10, 256, 24, 24
+KILLS = int(os.environ.get("TEST_KILLS", "6"))
+CONFIG = EngineConfig(num_kv_blocks=4096, max_num_seqs=64)
+Tokens = dict[str, list[int]]
+AnyClient = TypeVar("AnyClient", bound=EngineClient)
+
+
+def streams() -> list[Request]:
+    """Greedy and sampled ones by turns; each prefix's first comes among the first."""
+    draw = random.Random(21)
+    prefixes = [[draw.randrange(8, 4000) for _ in range(PREFIX)] for _ in range(PREFIXES)]
+    order = [*range(PREFIXES), *draw.sample([*range(PREFIXES)] * (STREAMS // PREFIXES - 1), STREAMS - PREFIXES)]
+    return [
+        Request(
+            id=f"s{number}",
+            prompt_ids=[*prefixes[prefix], *(draw.randrange(8, 4000) for _ in range(OWN))],
+            params=SamplingParams(max_tokens=OUTPUT, temperature=float(number % 2), ignore_eos=True),
+            seed=number,
+        )
+        for number, prefix in enumerate(order)
+    ]
+
+
+@asynccontextmanager
+async def running(client: AnyClient) -> AsyncIterator[AnyClient]:
+    try:
+        await client.start()
+        yield client
+    finally:
+        await client.stop()
+
+
+async def computed(client: EngineClient, requests: Sequence[Request], began: asyncio.Event | None = None) -> Tokens:
+    """Their tokens. `began` is set when the first are there."""
+    found: Tokens = {request.id: [] for request in requests}
+    async for outputs in client.submit(requests):
+        for output in outputs:
+            assert output.error is None
+            found[output.id] += output.new_ids
+        if began is not None:
+            began.set()
+    return found
+
+
+async def hit_rate(client: EngineClient, requests: Sequence[Request]) -> tuple[float, Tokens]:
+    """The first of each prefix, then all others at once."""
+    before = client.stats
+    found = await computed(client, requests[:PREFIXES]) | await computed(client, requests[PREFIXES:])
+    queries = client.stats.prefix_queries - before.prefix_queries
+    return (client.stats.prefix_hits - before.prefix_hits) / queries, found
+
+
+async def test_replicas_find_their_prefixes_and_a_kill_changes_no_token() -> None:
+    requests = streams()
+    async with running(InProcessClient(CONFIG)) as one:
+        single, expected = await hit_rate(one, requests)
+    async with running(Replicas(CONFIG.model_copy(update={"data_parallel_size": 2}))) as client:
+        together, found = await hit_rate(client, requests)
+        assert found == expected
+        assert together >= 0.9 * single > 0.5
+        generated = [each.stats.generation_tokens for each in client.engines]
+        assert min(generated) > 0.2 * sum(generated), "both computed"
+
+        began, weights = asyncio.Event(), Weights(client)
+        again = asyncio.create_task(computed(client, requests, began))
+        await began.wait()
+        await weights.sleep()
+        assert all(each.asleep for each in client.engines)
+        await weights.wake_up()
+        assert await again == expected
+
+        began.clear()
+        again = asyncio.create_task(computed(client, requests, began))
+        await began.wait()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        assert await again == expected
+        assert client.deaths == 1
+        assert client.replays > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_no_stream_notices_that_replicas_die(tmp_path: Path) -> None:
+    flags = ("--threads", "2", "--tool-call-parser", "hermes")
+    server = Server(tmp_path / "one", *flags)
+    try:
+        async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
+            expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+    finally:
+        server.stop()
+    server = Server(tmp_path / "two", *flags, "--data-parallel-size", "2")
+    rng = random.Random(2)
+    try:
+        async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
+
+            async def kill() -> None:
+                for _ in range(KILLS):
+                    while server.metric("quire:engine_responsive") < 2:  # noqa: ASYNC110 - a poll is soon enough
+                        await asyncio.sleep(0.05)
+                    await asyncio.sleep(rng.uniform(0.0, 1.0))
+                    os.kill(rng.choice(server.engine_pids()), signal.SIGKILL)
+                    for _ in range(20):
+                        assert (await client.get("/health")).status_code == 200, "the other one works"
+                        await asyncio.sleep(0.01)
+
+            await ask_until(asyncio.create_task(kill()), client, expected, 32)
+        assert server.metric("quire:engine_deaths_total") == KILLS
+        assert server.metric("quire:quarantined_requests_total") == 0
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.mark.slow
+def test_llm_has_replicas_too() -> None:
+    prompts = [f"Number {number}: once upon a time" for number in range(12)]
+    params = LLMParams(max_tokens=10, temperature=0.8, seed=3)
+    found = []
+    for count in (1, 2):
+        llm = LLM(data_parallel_size=count, num_kv_blocks=1024, max_num_seqs=16)
+        found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+        if count == 2:
+            with pytest.raises(InvalidRequest, match="data_parallel_size"):
+                llm.load_weights([])
+        llm.close()
+    assert found[0] == found[1]

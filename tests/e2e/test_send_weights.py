@@ -1,0 +1,58 @@
+"""examples/rl/send_weights.py against a real server, and what is left in memory when that is killed."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.engine.config import DEMO_MODEL
+from tests.e2e.server import Server
+from tests.tree import ROOT
+
+BODY = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+FILE = "model.safetensors"
+
+
+@pytest.mark.slow
+def test_a_folders_weights_are_sent_and_go_with_the_server(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    other = tmp_path / "other"
+    other.mkdir()
+    save_file(
+        {name: each + torch.randn_like(each) for name, each in load_file(Path(DEMO_MODEL) / FILE).items()}, other / FILE
+    )
+    already = _received()
+    server = Server(tmp_path / "log", "--dtype", "float32", "--threads", "1")
+    try:
+        before = httpx.post(f"{server.url}/v1/completions", json=BODY).json()
+        command = [
+            sys.executable,
+            str(ROOT / "examples/rl/send_weights.py"),
+            server.url,
+            str(other),
+            "--version",
+            "other",
+        ]
+        subprocess.run(command, check=True, timeout=300)
+        after = httpx.post(f"{server.url}/v1/completions", json=BODY).json()
+        assert (before["weights_version"], after["weights_version"]) == ("1", "other")
+        assert before["choices"][0]["text"] != after["choices"][0]["text"]
+        received = _received() - already
+        assert received
+    finally:
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    while any(file.exists() for file in received):  # bounded by pytest's own limit
+        time.sleep(0.05)
+
+
+def _received() -> set[Path]:
+    return {*Path("/dev/shm").glob("quire-weights-*/*/model-00001.safetensors")}

@@ -1,0 +1,141 @@
+"""Whatever stands in a field of config.json, of any family: it is read, or refused with an error that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from quire.engine.checkpoint.fields import OneRope, PlannedFields, Ropes, ServedFields
+from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, read_raw_config
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.errors import ModelError
+from quire.engine.layers.rope import rope_table
+from quire.engine.models import decoder_spec
+from tests import tiny_models
+
+VALUES: list[Any] = [None, True, 0, 1, -1, 3, 10**9, 10**30, 0.5, 1e300, math.nan, math.inf, "", "x", "1" * 10_000]
+VALUES += [[], [1], ["full_attention"], [None], [[]], {}, {"a": 1}, {"rope_type": "linear"}, {"full_attention": {}}]
+
+
+def read_all(path: Path) -> None:
+    """What a start makes of config.json before it reads weights."""
+    spec = decoder_spec(read_model_config(path))
+    for rope in spec.ropes:
+        if rope is not None:
+            assert rope_table(rope, spec.head_dim, 8).isfinite().all()
+    assert math.isfinite(spec.scale)
+    assert all(window is None or window > 0 for window in spec.windows)
+    assert len(spec.windows) == len(spec.ropes) == spec.num_layers
+
+
+def plan(path: Path) -> None:
+    assert read_sizes(read_raw_config(str(path))[0]).kv_numbers > 0
+
+
+def refusal(read: Callable[[Path], None], path: Path) -> str:
+    """The error's one line; empty where there is none."""
+    try:
+        read(path)
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+READERS = (
+    "llama",
+    "mistral-window",
+    "qwen2-window",
+    "smollm3",
+    "gemma2",
+    "gemma3",
+    "gemma3-with-images",
+    "gpt_oss",
+    "qwen3-moe",
+)
+"""Families that read fields of their own."""
+
+
+@pytest.mark.parametrize("family", READERS)
+def test_a_wrong_value_is_named_whatever_the_field(family: str, tmp_path: Path) -> None:
+    config = tiny_models.SHAPE | tiny_models.FAMILIES[family]
+    if "text_config" in config:
+        config["text_config"] = config["text_config"] | {"model_type": "gemma3_text"}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    read_all(tmp_path)
+    refused = 0
+    for field in get_type_hints(ServedFields):
+        for value in VALUES:
+            inner = {field: value}
+            changed = config | inner
+            if "text_config" in config:
+                changed = config | {"text_config": config["text_config"] | inner}
+            file.write_text(json.dumps(changed))
+            refused += bool(refusal(read_all, tmp_path))
+    assert refused > 300
+
+
+@pytest.mark.parametrize("field", [*get_type_hints(OneRope), *get_type_hints(Ropes)])
+def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
+    for family in ("llama3-rope", "gemma3-linear-rope", "gpt_oss"):
+        config = tiny_models.SHAPE | tiny_models.FAMILIES[family]
+        for value in VALUES:
+            ropes = config["rope_parameters"]
+            nested = {name: each | {field: value} for name, each in ropes.items() if isinstance(each, dict)}
+            changed = {"rope_parameters": nested or ropes | {field: value}}
+            (tmp_path / "config.json").write_text(json.dumps(config | changed))
+            assert "\n" not in refusal(read_all, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt2", "falcon", "qwen2", "exaone4"])
+def test_the_plan_reads_or_refuses_any_value(kind: str, tmp_path: Path) -> None:
+    config = tiny_models.SHAPE | {"model_type": kind, "num_local_experts": 4, "num_experts_per_tok": 2}
+    if kind == "deepseek_v3":
+        config |= {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    for field in get_type_hints(PlannedFields):
+        for value in VALUES:
+            (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
+            assert "\n" not in refusal(plan, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_plan_refuses_nothing_that_transformers_writes(tmp_path: Path) -> None:
+    """Of all its families: what can be planned from what a configuration holds can be from its file."""
+    planned = 0
+    for kind in CONFIG_MAPPING:
+        try:
+            text = CONFIG_MAPPING[kind]().to_json_string()
+            expected = read_sizes(json.loads(text))
+        except Exception:  # it has no defaults, or it is no decoder
+            continue
+        (tmp_path / "config.json").write_text(text)
+        assert read_sizes(read_raw_config(str(tmp_path))[0]) == expected, kind
+        planned += 1
+    assert planned > 100
+
+
+def test_ids_that_the_model_cannot_pick_end_nothing(tmp_path: Path) -> None:
+    """Some files have -1 or an id of another vocabulary; transformers never meets them either."""
+    vocab = tiny_models.SHAPE["vocab_size"]
+    changed = {"model_type": "llama", "eos_token_id": [2, -1, vocab, vocab - 1]}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_models.SHAPE | changed))
+    assert read_model_config(tmp_path).eos_token_ids == (2, vocab - 1)
+
+
+def test_null_means_that_a_field_is_not_there(tmp_path: Path) -> None:
+    config = tiny_models.SHAPE | {"model_type": "llama"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = read_model_config(tmp_path)
+    nulls = dict.fromkeys(get_type_hints(ServedFields))
+    (tmp_path / "config.json").write_text(json.dumps(nulls | config))
+    (tmp_path / "generation_config.json").write_text('{"temperature": null, "do_sample": null, "top_k": 5}')
+    with_nulls = read_model_config(tmp_path)
+    for name in ("num_kv_heads", "head_dim", "max_position", "norm_eps", "rope", "dtype", "eos_token_ids"):
+        assert getattr(with_nulls, name) == getattr(plain, name)
+    assert read_generation_defaults(tmp_path) == {"top_k": 5}

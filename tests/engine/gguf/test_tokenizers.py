@@ -1,0 +1,209 @@
+"""Tokenizers from a GGUF file's metadata against the models' own files, and against llama.cpp's names for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from quire.engine.errors import ModelError
+from quire.engine.gguf.splits import SPLITS
+from quire.engine.text.tokenizer import Tokenizer
+from tests.gguf_models import gguf
+from tests.texts import shared
+
+TEXTS = (
+    "Hello world, it's 2026! We've 12345 numbers, 3.14159; I'LL don't.",
+    "   leading spaces\ttabs\t\tdouble\n\n\nnewlines   and trailing   \n",
+    "def f(x_1, y2): return x_1**2 + y2//3 != 0  # comment `code` <b>$5 ~ ^ |</b>",
+    "Ünïcödé façade Straße привет мир 你好世界 こんにちは 한국어 السلام עברית हिन्दी ไทย",
+    "😀👍🏽 👨‍👩‍👧 ½ ² Ⅷ ٣٤٥ “quotes” — dash … 「括弧」 \u0000 \ufffd",
+    "camelCase ALLCAPS mixedCASE XMLHttpRequest snake_case http://example.com/a?b=c&d=e#f",
+    "<s>special</s> tokens <|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
+    "",
+    " ",
+)
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+
+
+def write(path: Path, kind: str, tokens: list[str], types: list[int], **metadata: Any) -> Path:
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_tokenizer_model(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for name, value in metadata.items():
+        key = f"tokenizer.ggml.{name}"
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def pieces(model: bytes) -> list[tuple[str, float, int]]:
+    """Text, score and type of each piece of a SentencePiece model, which is a protobuf message: field 1, again and
+    again, of fields 1 (text), 2 (float) and 3 (type, 1 if it is not there)."""
+    import struct
+
+    def varint(data: bytes, at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            value |= (data[at] & 127) << shift
+            shift, at = shift + 7, at + 1
+            if not data[at - 1] & 128:
+                return value, at
+
+    found, at = [], 0
+    while at < len(model):
+        tag, at = varint(model, at)
+        length, at = varint(model, at)
+        if tag == 10:
+            text, score, kind, inner, end = "", 0.0, 1, at, at + length
+            while inner < end:
+                field, inner = varint(model, inner)
+                if field == 10:
+                    size, inner = varint(model, inner)
+                    text, inner = model[inner : inner + size].decode(), inner + size
+                elif field == 21:
+                    (score,), inner = struct.unpack_from("<f", model, inner), inner + 4
+                else:
+                    kind, inner = varint(model, inner)
+            found.append((text, score, kind))
+        at += length
+    return found
+
+
+def test_sentence_piece_is_the_models_own_tokenizer(tmp_path: Path) -> None:
+    folder = shared("tokenizers") / "tinyllama"
+    texts, scores, types = (
+        list(column) for column in zip(*pieces((folder / "tokenizer.model").read_bytes()), strict=True)
+    )
+    file = write(
+        *(tmp_path / "t.gguf", "llama", texts, types),
+        **{"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0},
+    )
+    ours, theirs = Tokenizer.load(file), Tokenizer.load(folder)
+    assert ours.special_tokens["bos_token"] == "<s>"
+    for text in TEXTS:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids)
+    assert [ours.token_bytes(i) for i in range(1000)] == [theirs.token_bytes(i) for i in range(1000)]
+    corpus = shared("corpus")
+    story = next(iter(sorted(corpus.glob("*.txt")))).read_text()[:100_000]
+    assert ours.encode(story) == theirs.encode(story)
+
+
+@pytest.mark.parametrize(("name", "pre"), [("qwen2.5", "qwen2"), ("minimind", "gpt-2")])
+def test_byte_level_is_the_models_own_tokenizer(name: str, pre: str, tmp_path: Path) -> None:
+    theirs = Tokenizer.load(shared("tokenizers") / name)
+    state = json.loads(theirs.backend.to_str())
+    ids = theirs.backend.get_vocab(with_added_tokens=True)
+    added = {token["id"]: token["special"] for token in state["added_tokens"]}
+    tokens = [token for token, _ in sorted(ids.items(), key=lambda item: item[1])]
+    types = [
+        NORMAL if index not in added else CONTROL if added[index] else USER_DEFINED for index in range(len(tokens))
+    ]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["model"]["merges"]]
+    file = write(tmp_path / "t.gguf", "gpt2", tokens, types, merges=merges, pre=pre)
+    ours = Tokenizer.load(file)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.special_ids == theirs.special_ids
+
+
+@pytest.mark.parametrize("name", sorted(SPLITS))
+def test_every_split_keeps_all_of_a_text(name: str, tmp_path: Path) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    file = write(tmp_path / "t.gguf", "gpt2", alphabet, [NORMAL] * 256, pre=name)
+    tokenizer = Tokenizer.load(file)
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "cuts"),
+    [
+        ("llama-bpe", "I'LL pay 12345", ["I", "'LL", "Ġpay", "Ġ", "123", "45"]),
+        ("qwen2", "I'LL pay 123", ["I", "'LL", "Ġpay", "Ġ", "1", "2", "3"]),
+        ("smollm", "I'll pay 12!", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "!"]),
+        ("gpt-2", "I'LL pay 123", ["I", "'", "LL", "Ġpay", "Ġ123"]),
+        ("tekken", "CamelCASE 12", ["Camel", "CASE", "Ġ", "1", "2"]),
+        ("default", "a 1234.", ["a", "Ġ", "123", "4", "."]),
+    ],
+)
+def test_texts_are_cut_as_llama_cpp_does(name: str, text: str, cuts: list[str], tmp_path: Path) -> None:
+    """The pieces, as llama.cpp's regular expressions of that name cut them."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    file = write(tmp_path / "t.gguf", "gpt2", alphabet, [NORMAL] * 256, pre=name)
+    backend = Tokenizer.load(file).backend
+    assert backend.pre_tokenizer is not None
+    assert [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)] == cuts
+
+
+def test_bos_and_eos_stand_around_a_text_where_the_file_says_so(tmp_path: Path) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokens, types = ["<b>", "<e>", *alphabet], [CONTROL, CONTROL, *[NORMAL] * 256]
+    roles = {"bos_token_id": 0, "eos_token_id": 1, "eot_token_id": 1}
+
+    def around(pre: str, **flags: bool) -> list[int]:
+        ids = Tokenizer.load(write(tmp_path / "t.gguf", "gpt2", tokens, types, pre=pre, **roles, **flags)).encode("a")
+        return [token for token in ids if token < 2]
+
+    assert around("gpt-2") == []
+    assert around("llama-bpe") == [0]
+    assert around("llama-bpe", add_bos_token=False) == []
+    assert around("gpt-2", add_bos_token=True, add_eos_token=True) == [0, 1]
+
+
+def test_templates_keep_their_names(tmp_path: Path) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    writer = gguf.GGUFWriter(str(tmp_path / "t.gguf"), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(alphabet)
+    writer.add_chat_template([{"name": "default", "template": "one"}, {"name": "rag", "template": "two"}])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert Tokenizer.load(tmp_path / "t.gguf").chat_templates == {"default": "one", "rag": "two"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"kind": "bert"}, "tokenizer.ggml.model"),
+        ({"pre": "unheard-of"}, "tokenizer.ggml.pre"),
+        ({"merges": ["ab"]}, "tokenizer.ggml.merges"),
+        ({"merges": ["a zz"]}, "tokenizer"),
+        ({"types": [1]}, "tokenizer.ggml.token_type"),
+        ({"tokens": ["a", "a"], "types": [1, 1]}, "tokenizer.ggml.tokens"),
+        ({"tokens": [], "types": []}, "has no tokenizer"),
+        ({"kind": "llama", "scores": [0.5]}, "tokenizer.ggml.scores"),
+        ({"add_bos_token": "yes", "bos_token_id": 0}, "tokenizer.ggml.add_bos_token"),
+    ],
+)
+def test_what_is_wrong_is_named(changed: dict[str, Any], says: str, tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"kind": "gpt2", "tokens": ["a", "b", "ab"], "types": [1, 1, 1], "merges": ["a b"]}
+    with pytest.raises(ModelError, match=says) as caught:
+        Tokenizer.load(write(tmp_path / "t.gguf", **parts | changed))
+    assert "\n" not in str(caught.value)
+
+
+def test_tokens_that_would_take_for_ever_to_cut_are_refused(tmp_path: Path) -> None:
+    tokens = ["<unk>", "x" * 100_000]
+    file = write(tmp_path / "t.gguf", "llama", tokens, [UNKNOWN, NORMAL], scores=[0.0, -1.0])
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.tokens: are too long"):
+        Tokenizer.load(file)

@@ -1,0 +1,44 @@
+"""YaRN's frequencies and size against transformers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.layers.rope import rope_table
+from tests.tiny_models import SHAPE
+
+PUBLISHED = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+
+
+@pytest.mark.parametrize(
+    ("theta", "old", "given"),
+    [
+        (150000.0, 4096, PUBLISHED),
+        (1e6, 32768, {"factor": 4.0}),
+        (1e4, 64, {"factor": 8.0, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.25}),
+        (1e4, 4096, {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.0}),
+    ],
+)
+def test_yarn_is_as_in_transformers(theta: float, old: int, given: dict[str, Any]) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": theta, "original_max_position_embeddings": old} | given
+    config = AutoConfig.for_model("qwen3", head_dim=64, max_position_embeddings=old, rope_parameters=rope)
+    frequencies, size = ROPE_INIT_FUNCTIONS["yarn"](config)
+    angles = torch.outer(torch.arange(500.0), frequencies)
+    wanted = torch.cat((angles.cos(), angles.sin()), -1) * size
+    assert torch.allclose(rope_table(rope, 64, 500), wanted, atol=1e-4)
+
+
+def test_yarn_that_was_added_to_a_file_gives_it_more_positions(tmp_path: Path) -> None:
+    """As Qwen's model cards advise: max_position_embeddings stays what the model was trained with."""
+    added = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}
+    for more, positions in ((added, 2048), (added | {"max_position_embeddings": 4096}, 4096), ({}, 512)):
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen3"} | more))
+        assert read_model_config(tmp_path).max_position == positions

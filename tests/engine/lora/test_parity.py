@@ -1,0 +1,81 @@
+"""What adapters make of a model: the tokens and log probabilities of the model into which they are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.spool import Spool
+from quire.engine.types import Adapter, Request, SamplingParams
+from tests.adapters import ALL, merge, save_adapter
+from tests.engine.harness import run
+from tests.tiny_models import save_tiny_model
+
+RANKS = (1, 3, 8, 16, 64)
+
+
+def spool(root: Path, model: Path, **options: int) -> Spool:
+    root.mkdir(exist_ok=True)
+    return Spool(root, adaptable_modules(read_model_config(model)), options.get("max_rank", 64))
+
+
+def engine(model: Path, **options: object) -> Engine:
+    settings = {"model": str(model), "dtype": "float32", "max_lora_rank": 64, "num_kv_blocks": 256, "enable_lora": True}
+    return Engine(EngineConfig(**(settings | options)))  # type: ignore[arg-type]
+
+
+def asked(name: str, prompt: Sequence[int], adapter: Adapter | None, **params: object) -> Request:
+    params = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 3, "prompt_logprobs": 2} | params
+    return Request(id=name, prompt_ids=list(prompt), params=SamplingParams(**params), seed=0, adapter=adapter)
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 300, (5 + 3 * i,), generator=generator).tolist() for i in range(count)]
+
+
+@torch.no_grad()
+def check(merged: torch.nn.Module, prompt: list[int], answer: object, tolerance: float = 1e-4) -> None:
+    """The answer's log probabilities, of prompt and answer, are the merged model's, and its tokens the likeliest."""
+    ids = torch.tensor([prompt + answer.ids])
+    logprobs = torch.log_softmax(merged(ids).logits[0].double(), dim=-1)
+    expected = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    told = [each.logprob for each in (*answer.prompt_logprobs[1:], *answer.logprobs)]
+    assert told == pytest.approx(expected, abs=tolerance)
+    best = logprobs[len(prompt) - 1 : -1].max(-1).values
+    picked = torch.tensor(expected[len(prompt) - 1 :], dtype=torch.float64)
+    assert (best - picked < 2 * tolerance).all()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "qwen3", "gemma3", "gemma2"])
+def test_merged_weights(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", family)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    kept = spool(tmp_path / "spool", path)
+    folders = [save_adapter(tmp_path / f"a{rank}", base, rank, seed=rank) for rank in RANKS]
+    folders.append(save_adapter(tmp_path / "few", base, 4, targets=("q_proj", "up_proj"), use_rslora=True, seed=7))
+    both = (*ALL, "embed_tokens", "lm_head")
+    folders.append(save_adapter(tmp_path / "head", base, 8, targets=both, seed=8, size=0.3))
+    adapters = [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
+    texts = prompts(16)
+    requests = [asked(f"r{i}", texts[i], adapters[i % len(adapters)]) for i in range(16)]
+    together = run(engine(path), requests)
+    for index, adapter in enumerate(adapters):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        merged = model if adapter is None else merge(model, folders[index - 1])
+        for at in range(index, 16, len(adapters)):
+            check(merged, texts[at], together[f"r{at}"])
+    for request in requests:  # alone, in an engine that has seen nobody else
+        alone = run(engine(path), [request])[request.id]
+        assert (alone.ids, alone.logprobs) == (together[request.id].ids, together[request.id].logprobs)
+        assert alone.prompt_logprobs == together[request.id].prompt_logprobs
+    plain = run(engine(path, enable_lora=False), [requests[0]])["r0"]
+    assert (plain.ids, plain.logprobs) == (together["r0"].ids, together["r0"].logprobs)

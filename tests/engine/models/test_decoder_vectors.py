@@ -1,0 +1,183 @@
+"""Vectors of decoders against transformers' hidden states, however they are pooled, and whatever shares their steps."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.types import PoolingParams, Request
+from tests.engine.harness import request, run
+from tests.engine.vectors import NORMALIZE, pooling_module, same, vectors, write_modules
+from tests.tiny_models import VOCAB, save_tiny_model
+
+LENGTHS = (1, 2, 7, 16, 33, 50, 64, 90)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    common = torch.randint(3, VOCAB, (40,), generator=generator).tolist()
+    own = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    return own + [common + each for each in own[:3]]
+
+
+def pooled(path: Path, prompt: list[int], mode: str) -> np.ndarray:
+    model = AutoModel.from_pretrained(path, dtype=torch.float32)
+    with torch.inference_mode():
+        hidden = model(torch.tensor([prompt])).last_hidden_state[0]
+    return {"last": hidden[-1], "mean": hidden.mean(0), "cls": hidden[0]}[mode].numpy()
+
+
+def normalized(vector: np.ndarray) -> np.ndarray:
+    return vector / np.linalg.norm(vector)
+
+
+def start(path: Path, **options: object) -> Engine:
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 300, **options}))
+
+
+@pytest.mark.parametrize("mode", ["last", "mean", "cls"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3"])
+def test_embeddings_equal_transformers(family: str, mode: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    write_modules(path, pooling_module(64, mode), NORMALIZE)
+    wanted = [normalized(pooled(path, prompt, mode)) for prompt in prompts()]
+    for backend in ("cpu", "reference"):
+        engine = start(path, attention_backend=backend)
+        assert engine.info.tasks == ("generate", "embed")
+        found = vectors(engine, prompts())
+        for i, vector in enumerate(found):
+            assert vector == pytest.approx(wanted[i], abs=1e-4), f"{backend}, prompt {i}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["last", "mean", "cls"])
+def test_a_vector_does_not_depend_on_what_else_runs(mode: str, dtype: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
+    options = {"pooling_type": mode, "dtype": dtype}
+    engine = start(path, **options)
+    alone = [vectors(engine, [prompt])[0] for prompt in prompts()]
+    together = start(path, **options)
+    assert same(vectors(together, prompts()), alone), "all in one step"
+    assert same(vectors(together, prompts()), alone), "with a warm prefix cache"
+    assert (together.stats.prefix_hits > 0) == (mode == "last")
+    others = [request(f"t{i}", prompt, max_tokens=30, temperature=1.0) for i, prompt in enumerate(prompts())]
+    assert same(vectors(together, prompts(), others=others), alone), "beside answers"
+    assert same(vectors(start(path, **options, max_num_batched_tokens=7), prompts()), alone), "in chunks of 7 tokens"
+    few = start(path, **options, num_kv_blocks=14, max_model_len=200, max_num_batched_tokens=64)
+    assert same(vectors(few, prompts(), others=others), alone), "preempted"
+    assert few.stats.preemptions > 0
+
+
+def test_vectors_leave_answers_as_they_are(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    asked = [request(f"t{i}", prompt, max_tokens=20, prompt_logprobs=1) for i, prompt in enumerate(prompts())]
+    alone = run(start(path), asked)
+    engine = start(path, max_num_batched_tokens=50)
+    for each in asked:
+        engine.add(each)
+    found: dict[str, list[int]] = {each.id: [] for each in asked}
+    for index, prompt in enumerate(prompts()):
+        engine.add(Request(id=f"v{index}", prompt_ids=prompt, params=PoolingParams(), seed=0))
+    while engine.busy:
+        for output in engine.step():
+            assert output.error is None
+            if output.id in found:
+                found[output.id] += output.new_ids
+                if output.prompt_logprobs is not None:
+                    assert output.prompt_logprobs == alone[output.id].prompt_logprobs
+    assert found == {name: answer.ids for name, answer in alone.items()}
+
+
+def test_dimensions_are_cut_before_the_vector_is_scaled(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    engine, prompt = start(path), prompts()[4]
+    raw = pooled(path, prompt, "last")
+    asked = [
+        PoolingParams(dimensions=10),
+        PoolingParams(dimensions=10, activation=False),
+        PoolingParams(activation=False),
+    ]
+    cut, cut_raw, whole_raw = vectors(engine, [prompt] * 3, asked)
+    assert cut == pytest.approx(normalized(raw[:10]), abs=1e-4)
+    assert cut_raw == pytest.approx(raw[:10], abs=2e-4)
+    assert whole_raw == pytest.approx(raw, abs=2e-4)
+
+
+def test_dense_modules_follow_the_pooling(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    dense = {
+        "in_features": 64,
+        "out_features": 24,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    write_modules(path, pooling_module(64, "mean"), ("2_Dense", "Dense", dense))
+    generator = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(24, 64, generator=generator) / 8, torch.randn(24, generator=generator)
+    save_file({"linear.weight": weight, "linear.bias": bias}, path / "2_Dense" / "model.safetensors")
+    found = vectors(start(path), prompts())
+    for prompt, vector in zip(prompts(), found, strict=True):
+        wanted = np.tanh(weight.numpy() @ pooled(path, prompt, "mean") + bias.numpy())
+        assert vector == pytest.approx(wanted, abs=1e-4), "not scaled: there is no Normalize module"
+
+
+def test_a_model_saved_without_its_head_makes_vectors_alone(tmp_path: Path) -> None:
+    """As Qwen3-Embedding and E5-Mistral are: the tensors' names lack `model.`."""
+    whole = save_tiny_model(tmp_path / "whole", "mistral-window")
+    AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "body")
+    engine = start(tmp_path / "body")
+    assert engine.info.tasks == ("embed",)
+    assert same(vectors(engine, prompts()), vectors(start(whole), prompts()))
+    assert same(vectors(start(whole, runner="pooling"), prompts()), vectors(engine, prompts()))
+    engine.add(request("a", [5, 6]))
+    assert [output.error for output in engine.step()] == ["the model serves embed, not generate"]
+    with pytest.raises(ConfigError, match="runner"):
+        start(tmp_path / "body", runner="generate")
+
+
+def test_only_answers_where_that_is_asked_for(tmp_path: Path) -> None:
+    engine = start(save_tiny_model(tmp_path, "llama"), runner="generate")
+    engine.add(Request(id="v", prompt_ids=[5, 6], params=PoolingParams(), seed=0))
+    assert [output.error for output in engine.step()] == ["the model serves generate, not embed"]
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_sequence_classification_equals_transformers(labels: int, tmp_path: Path) -> None:
+    base = save_tiny_model(tmp_path / "base", "qwen3")
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=labels, pad_token_id=0)
+    torch.nn.init.normal_(model.score.weight, std=0.2)
+    model.save_pretrained(tmp_path / "made")
+    engine = start(tmp_path / "made")
+    assert engine.info.tasks == ("classify",)
+    with torch.inference_mode():
+        logits = torch.cat([model(torch.tensor([prompt])).logits for prompt in prompts()])
+    wanted = logits.sigmoid() if labels == 1 else logits.softmax(-1)
+    found = vectors(engine, prompts(), PoolingParams(task="classify"))
+    assert np.stack(found) == pytest.approx(wanted.numpy(), abs=1e-4)
+    raw = vectors(engine, prompts(), PoolingParams(task="classify", activation=False))
+    assert np.stack(raw) == pytest.approx(logits.numpy(), abs=1e-4)
+
+
+def test_files_that_cannot_be_served_are_named(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    write_modules(path, pooling_module(64, "mean"), ("2_LayerNorm", "LayerNorm", {}))
+    with pytest.raises(ConfigError, match=r"modules\.json: LayerNorm is not supported"):
+        start(path)
+    write_modules(path, ("1_Pooling", "Pooling", {"pooling_mode_max_tokens": True}))
+    with pytest.raises(ConfigError, match=r"1_Pooling/config\.json: pooling by max_tokens is not supported"):
+        start(path)
+    dense = {"in_features": 32, "out_features": 24, "bias": True, "activation_function": "torch.nn.Tanh"}
+    write_modules(path, pooling_module(64, "mean"), ("2_Dense", "Dense", dense))
+    with pytest.raises(ConfigError, match="in_features"):
+        start(path)
+    (path / "modules.json").write_text(json.dumps([{"path": "../elsewhere", "type": "x.Pooling"}]))
+    with pytest.raises(ConfigError, match="is not in the model's folder"):
+        start(path)

@@ -1,0 +1,125 @@
+"""AsyncLLM: streams from a process of its own, which may end at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from itertools import pairwise
+
+import pytest
+import pytest_asyncio
+
+from quire import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind, SamplingParams
+from quire.engine.errors import EngineError, InvalidRequest
+
+PROMPT = "Once upon a time"
+
+
+@pytest_asyncio.fixture(scope="module")
+async def llm() -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM.from_engine_args(EngineArgs(dtype="float32", num_kv_blocks=600, threads=1)) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def wanted() -> RequestOutput:
+    llm = LLM(dtype="float32", num_kv_blocks=600, threads=1)
+    params = SamplingParams(n=2, seed=7, max_tokens=60, logprobs=1, ignore_eos=True)
+    (found,) = llm.generate(PROMPT, params, use_tqdm=False)
+    llm.close()
+    return found
+
+
+def params(kind: RequestOutputKind, tokens: int = 60) -> SamplingParams:
+    return SamplingParams(n=2, seed=7, max_tokens=tokens, logprobs=1, ignore_eos=True, output_kind=kind)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+async def test_streams_say_in_their_kind_what_llm_says(
+    llm: AsyncLLM, wanted: RequestOutput, kind: RequestOutputKind
+) -> None:
+    found = [output async for output in llm.generate(PROMPT, params(kind), f"r-{kind.name}")]
+    assert [output.finished for output in found] == [False] * (len(found) - 1) + [True]
+    assert {output.request_id for output in found} == {f"r-{kind.name}"}
+    assert found[-1].metrics is not None
+    assert found[-1].metrics.num_generation_tokens == 60
+    if kind is not RequestOutputKind.DELTA:
+        assert found[-1].outputs == wanted.outputs
+        assert (len(found) > 5) == (kind is RequestOutputKind.CUMULATIVE)
+        for before, after in pairwise(found):
+            for one, two in zip(before.outputs, after.outputs, strict=True):
+                assert two.text.startswith(one.text)
+                assert two.token_ids[: len(one.token_ids)] == one.token_ids
+        return
+    for index in range(2):
+        parts = [part for output in found for part in output.outputs if part.index == index]
+        assert "".join(part.text for part in parts) == wanted.outputs[index].text
+        assert [token for part in parts for token in part.token_ids] == wanted.outputs[index].token_ids
+        assert [each for part in parts for each in part.logprobs or ()] == wanted.outputs[index].logprobs
+        assert parts[-1].cumulative_logprob == wanted.outputs[index].cumulative_logprob
+
+
+async def test_a_stream_outlives_its_engine(llm: AsyncLLM, wanted: RequestOutput) -> None:
+    pid, found = llm._client.pid, []
+    async for output in llm.generate(PROMPT, params(RequestOutputKind.CUMULATIVE), "killed"):
+        found.append(output)
+        if len(found) == 3:
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+    assert llm._client.pid != pid
+    assert found[-1].outputs == wanted.outputs
+    await llm.check_health()
+
+
+async def test_an_aborted_answer_ends_and_one_that_nobody_reads_is_given_up(llm: AsyncLLM) -> None:
+    long = params(RequestOutputKind.CUMULATIVE, 1500)
+    found = []
+    async for output in llm.generate(PROMPT, long, "long"):
+        found.append(output)
+        with pytest.raises(InvalidRequest, match="request_id 'long' is in use"):
+            await anext(llm.generate(PROMPT, long, "long"))
+        await llm.abort("long")
+    assert [each.finish_reason for each in found[-1].outputs] == ["abort", "abort"]
+    assert found[-1].finished
+    stream = llm.generate(PROMPT, long, "left")
+    await anext(stream)
+    await stream.aclose()
+    assert llm._client.num_open == 0
+    await llm.abort("nobody")
+
+
+async def test_chats_vectors_and_what_cannot_be_served(llm: AsyncLLM) -> None:
+    talk = [{"role": "user", "content": "Tell me a story."}]
+    final = SamplingParams(max_tokens=4, output_kind=RequestOutputKind.FINAL_ONLY)
+    (found,) = [output async for output in llm.chat(talk, final)]
+    assert "Tell me a story." in (found.prompt or "")
+    assert len((await llm.encode(PROMPT)).outputs.data) > 1
+    for prompt, given in ((PROMPT, {"n": 1}), (5, None), ("", None), ([10**6], None)):
+        with pytest.raises(InvalidRequest):
+            await anext(llm.generate(prompt, given))  # type: ignore[arg-type]
+
+
+async def test_a_reset_prefix_cache_finds_nothing(llm: AsyncLLM) -> None:
+    prompt, final = "There was once a fox " * 40, SamplingParams(max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+
+    async def cached() -> int:
+        (found,) = [output async for output in llm.generate(prompt, final)]
+        return found.num_cached_tokens
+
+    first, second = await cached(), await cached()
+    assert (first, second > 100) == (0, True)
+    assert await llm.reset_prefix_cache()
+    assert await cached() == 0
+    assert await cached() == second
+
+
+async def test_a_closed_one_says_so() -> None:
+    llm = AsyncLLM(num_kv_blocks=64, max_model_len=64, threads=1)
+    task = asyncio.ensure_future(anext(llm.generate(PROMPT, SamplingParams(max_tokens=2))))
+    assert (await task).outputs[0].token_ids
+    await llm.close()
+    assert llm._client.pid is None
+    with pytest.raises(EngineError, match="closed"):
+        await anext(llm.generate(PROMPT))

@@ -1,0 +1,178 @@
+"""What programs written for vLLM ask of an LLM beside answers, each against transformers where it says the same."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from quire import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import InvalidRequest
+from quire.engine.offline.metrics import Counter, Gauge
+
+TALK = [{"role": "user", "content": "Tell me a story."}]
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(dtype="float32", num_kv_blocks=600, threads=1)
+
+
+def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
+    ours, theirs = llm.get_tokenizer(), AutoTokenizer.from_pretrained(DEMO_MODEL)
+    text = "Once upon a time, in “Bern”…"
+    assert ours.encode(text) == theirs.encode(text)
+    assert ours.decode(theirs.encode(text)) == text
+    assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    rendered = [each.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True) for each in (ours, theirs)]
+    assert rendered[0] == rendered[1]
+    (found,) = llm.generate(rendered[0], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert found.prompt_token_ids == llm.chat(TALK, SamplingParams(max_tokens=1), use_tqdm=False)[0].prompt_token_ids
+
+
+@pytest.mark.parametrize("penalty", [1.0, 0.2])
+def test_beams_are_those_of_transformers(llm: LLM, penalty: float) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype="float32")
+    prompt = "The old king looked at the fox and"
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    wanted = model.generate(
+        ids,
+        do_sample=False,
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=8,
+        early_stopping="never",
+        length_penalty=penalty,
+    )
+    params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=penalty)
+    (found,) = llm.beam_search(prompt, params)
+    ends = model.generation_config.pad_token_id
+    assert [each.tokens for each in found.sequences] == [[t for t in row.tolist() if t != ends] for row in wanted]
+    best = found.sequences[0]
+    with torch.inference_mode():
+        rows = model(torch.tensor([best.tokens])).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    new = best.tokens[ids.shape[1] :]
+    total = sum(row[token].item() for row, token in zip(rows, new, strict=True))
+    assert best.cum_logprob == pytest.approx(total, abs=1e-3)
+    assert best.text == prompt + tokenizer.decode(new)
+    scores = [each.cum_logprob / len(each.logprobs) ** penalty for each in found.sequences]
+    assert all(one >= two for one, two in pairwise(scores))
+
+
+def test_a_chat_template_of_ones_own(llm: LLM) -> None:
+    template = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    (found,) = llm.chat(TALK, SamplingParams(max_tokens=1), chat_template=template, use_tqdm=False)
+    assert found.prompt == "<user>Tell me a story."
+    with pytest.raises(InvalidRequest, match="not valid, line 1"):
+        llm.chat(TALK, chat_template="{% for %}", use_tqdm=False)
+
+
+def test_tools_are_told_to_a_model_whose_template_knows_none(llm: LLM) -> None:
+    (found,) = llm.chat(TALK, SamplingParams(max_tokens=1), tools=[TOOL], use_tqdm=False)
+    assert '"name": "look_up"' in (found.prompt or "")
+    with pytest.raises(InvalidRequest, match="tools must be a list of objects, got 5"):
+        llm.chat(TALK, tools=5, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        "Tell me a story.",
+        [5],
+        [[5]],
+        ["Tell me a story."],
+        [{"content": "x"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        5,
+        None,
+    ],
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, talk: object) -> None:
+    with pytest.raises(InvalidRequest, match="message"):
+        llm.chat(talk, use_tqdm=False)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        iter("ab"),
+        5,
+        None,
+        b"abc",
+        {"a", "b"},
+        [None],
+        [b"a"],
+        [5.5],
+        {"prompt": "a", "multi_modal_data": {}},
+    ],
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: object) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        llm.generate(prompts, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_prompts_may_be_cut_and_texts_left_out(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("The old king looked at the fox and the fox looked at the king")
+    (whole,) = llm.generate([ids[-5:]], SamplingParams(temperature=0, max_tokens=6), use_tqdm=False)
+    params = SamplingParams(temperature=0, max_tokens=6, truncate_prompt_tokens=5, detokenize=False)
+    (cut,) = llm.generate([ids], params, use_tqdm=False)
+    assert cut.prompt_token_ids == ids[-5:]
+    assert (cut.outputs[0].token_ids, cut.outputs[0].text) == (whole.outputs[0].token_ids, "")
+    longest = llm.llm_engine.model_config.max_model_len
+    params = SamplingParams(max_tokens=1, truncate_prompt_tokens=-1)
+    (fitted,) = llm.generate([[5] * 3 * longest], params, use_tqdm=False)
+    assert len(fitted.prompt_token_ids) == longest - 1
+
+
+def test_words_are_kept_out(llm: LLM) -> None:
+    free, kept = (
+        llm.generate(
+            "The king looked at the", SamplingParams(temperature=0, max_tokens=40, bad_words=words), use_tqdm=False
+        )
+        for words in (None, ["not", "king", "said"])
+    )
+    assert {"not", "said,"} <= set(free[0].outputs[0].text.split())
+    assert not {"not", "king", "said"} & set(re.findall(r"\w+", kept[0].outputs[0].text))
+
+
+def test_a_grammar_of_llama_cpps_kind(llm: LLM) -> None:
+    grammar = 'root ::= "SELECT " column " FROM t"\ncolumn ::= "col_1" | "col_2"\n'
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(grammar=grammar), max_tokens=40, n=4)
+    (found,) = llm.generate("Once", asked, use_tqdm=False)
+    assert {each.text for each in found.outputs} <= {"SELECT col_1 FROM t", "SELECT col_2 FROM t"}
+
+
+def test_metrics_and_a_reset_cache(llm: LLM) -> None:
+    def values() -> dict[str, float]:
+        return {each.name: each.value for each in llm.get_metrics() if isinstance(each, Counter | Gauge)}
+
+    def cached() -> int:
+        (found,) = llm.generate("There was once a fox " * 40, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert found.metrics is not None
+        times = found.metrics
+        assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts <= times.last_token_ts
+        return found.num_cached_tokens
+
+    before = values()
+    hits = [cached(), cached()]
+    assert (hits[0], hits[1] > 100) == (0, True)
+    after = values()
+    assert after["vllm:prefix_cache_hits"] - before["vllm:prefix_cache_hits"] == hits[1]
+    assert after["vllm:generation_tokens"] - before["vllm:generation_tokens"] == 2
+    assert llm.reset_prefix_cache()
+    assert [cached(), cached()] == hits
+
+
+def test_the_engine_can_be_looked_at(llm: LLM) -> None:
+    engine = llm.llm_engine
+    assert engine.vllm_config.model_config.max_model_len == llm.info.max_model_len
+    assert engine.model_config.get_vocab_size() == engine.get_tokenizer().vocab_size == 4096
+    assert engine.cache_config.num_gpu_blocks == 600
+    assert not engine.has_unfinished_requests()

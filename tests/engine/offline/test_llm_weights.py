@@ -1,0 +1,195 @@
+"""LLM: weights given as tensors, sleep, and token ids without a tokenizer."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError
+from quire.engine.offline.outputs import RequestOutput
+from tests.tiny_models import VOCAB, save_tiny_model
+
+PROMPT = [5, 6, 7, 8, 9]
+PARAMS = SamplingParams(temperature=1.0, seed=3, max_tokens=24, logprobs=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Joined linears with biases, and an embedding that is the head too; no tokenizer."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"), "llama-tied-biased", max_position_embeddings=4096)
+
+
+def changed(folder: Path) -> PreTrainedModel:
+    """The model after what might have been training."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1 * (parameter.std() + 0.1))
+    return model
+
+
+def open_llm(folder: Path, **options: object) -> LLM:
+    settings = {"dtype": "float32", "num_kv_blocks": 200, "threads": 1, "skip_tokenizer_init": True}
+    return LLM(str(folder), **settings | options)
+
+
+def answer(llm: LLM) -> RequestOutput:
+    (generation,) = llm.generate([PROMPT], PARAMS, use_tqdm=False)
+    return generation
+
+
+def farthest(model: PreTrainedModel, generation: RequestOutput) -> float:
+    """The largest difference between transformers' log probabilities and those that came with the tokens."""
+    (output,) = generation.outputs
+    assert output.logprobs is not None
+    with torch.no_grad():
+        every = model(torch.tensor([PROMPT + output.token_ids])).logits[0].log_softmax(-1)
+    pairs = [
+        (float(every[len(PROMPT) - 1 + place, token]), output.logprobs[place][token].logprob)
+        for place, token in enumerate(output.token_ids)
+    ]
+    return max(abs(theirs - ours) for theirs, ours in pairs)
+
+
+def test_tensors_are_loaded_as_files_are(folder: Path) -> None:
+    llm, model = open_llm(folder), changed(folder)
+    before = answer(llm)
+    assert before.weights_version == llm.weights_version == "1"
+    assert farthest(model, before) > 0.05, "the two weights are far apart"
+    assert llm.load_weights(model.state_dict().items()) == "2"
+    after = answer(llm)
+    assert after.weights_version == "2"
+    assert after.num_cached_tokens == 0
+    assert farthest(model, after) < 1e-3
+    assert llm.load_weights(iter(model.named_parameters()), version="named") == llm.weights_version == "named"
+    assert answer(llm).outputs[0].token_ids == after.outputs[0].token_ids
+    llm.close()
+
+
+def test_tensors_are_quantized_as_files_are(folder: Path, tmp_path: Path) -> None:
+    model = changed(folder)
+    model.save_pretrained(tmp_path)
+    from_files = open_llm(tmp_path, quantization="int8", dtype="bfloat16")
+    expected = answer(from_files).outputs[0]
+    from_files.close()
+    llm = open_llm(folder, quantization="int8", dtype="bfloat16")
+    assert answer(llm).outputs[0].token_ids != expected.token_ids
+    llm.load_weights(model.state_dict().items())
+    assert answer(llm).outputs[0] == expected
+    llm.close()
+
+
+def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> None:
+    llm, model = open_llm(folder), changed(folder)
+    before = answer(llm).outputs[0]
+
+    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(model.state_dict().items())[:4]
+        raise ZeroDivisionError("the trainer's own")
+
+    bad: dict[str, torch.Tensor] = {**model.state_dict(), "model.norm.weight": torch.zeros(3)}
+    for tensors, error, words in (
+        (list(model.state_dict().items())[:4], ModelError, "lack"),
+        (bad.items(), ModelError, "model.norm.weight has shape"),
+        (breaks(), ZeroDivisionError, "the trainer's own"),
+    ):
+        with pytest.raises(error, match=words):
+            llm.load_weights(tensors)
+        assert answer(llm).outputs[0] == before
+    assert llm.weights_version == "1"
+    llm.close()
+
+
+def test_sleep(folder: Path, tmp_path: Path) -> None:
+    llm, model = open_llm(folder), changed(folder)
+    before = answer(llm).outputs[0]
+    llm.sleep()
+    llm.sleep(level=2)
+    assert llm.is_sleeping()
+    with pytest.raises(EngineError, match="sleeps"):
+        answer(llm)
+    llm.wake_up()
+    llm.wake_up()
+    assert answer(llm).outputs[0] == before
+    llm.load_weights(model.state_dict().items())
+    new = answer(llm).outputs[0]
+    llm.sleep()
+    with pytest.raises(ConfigError, match="in no file"):
+        llm.wake_up()
+    llm.load_weights(model.state_dict().items())  # which wakes it
+    assert answer(llm).outputs[0] == new
+    with pytest.raises(ModelError, match="lack"):
+        llm.load_weights([])
+    assert llm.is_sleeping(), "the weights before are nowhere any more"
+    model.save_pretrained(tmp_path)
+    assert llm.update_weights(tmp_path) == llm.weights_version == "4"
+    assert answer(llm).outputs[0] == new
+    llm.sleep()
+    llm.wake_up()
+    assert answer(llm).outputs[0] == new, "the weights of the update, not the first"
+    llm.close()
+
+
+def test_ids_without_a_tokenizer(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        open_llm(folder, skip_tokenizer_init=False)
+    llm = open_llm(folder)
+    (output,) = answer(llm).outputs
+    assert (output.text, len(output.token_ids)) == ("", 24)
+    for prompt, params in (
+        ("text", PARAMS),
+        ([VOCAB], PARAMS),
+        ([-1], PARAMS),
+        (PROMPT, SamplingParams(stop=("a",))),
+        (PROMPT, SamplingParams(logit_bias={VOCAB: 1.0})),
+        (PROMPT, SamplingParams(stop_token_ids=(VOCAB,))),
+    ):
+        with pytest.raises(InvalidRequest):
+            llm.generate([prompt], params, use_tqdm=False)
+    with pytest.raises(InvalidRequest):
+        llm.chat([{"role": "user", "content": "x"}], use_tqdm=False)
+    llm.close()
+
+
+def test_ids_are_those_of_the_model_not_of_its_tokenizer(tmp_path: Path) -> None:
+    """A model with more rows than its tokenizer has tokens, as those whose rows were padded."""
+    from quire.engine.config import DEMO_MODEL
+
+    size = 4096 + 64
+    folder = save_tiny_model(tmp_path / "model", "llama", vocab_size=size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, folder)
+    llm = open_llm(folder, skip_tokenizer_init=False)
+    only = SamplingParams(allowed_token_ids=(size - 1,), max_tokens=2, temperature=0, ignore_eos=True)
+    (generation,) = llm.generate([[size - 1]], only, use_tqdm=False)
+    assert generation.outputs[0].token_ids == [size - 1] * 2
+    with pytest.raises(InvalidRequest, match="outside the vocabulary"):
+        llm.generate([[1]], SamplingParams(allowed_token_ids=(size,)), use_tqdm=False)
+    llm.close()
+
+
+async def test_streams_of_async_llm_go_on(folder: Path, tmp_path: Path) -> None:
+    changed(folder).save_pretrained(tmp_path)
+    options = {"dtype": "float32", "num_kv_blocks": 200, "threads": 1, "skip_tokenizer_init": True}
+    long = SamplingParams(temperature=1.0, seed=3, max_tokens=2000, ignore_eos=True)
+    async with AsyncLLM(str(folder), **options) as llm:
+        alone = [each async for each in llm.generate(PROMPT, long)][-1]
+        assert (alone.weights_version, len(alone.outputs[0].token_ids)) == ("1", 2000)
+        stream = llm.generate(PROMPT, long)
+        await anext(stream)
+        await llm.sleep()
+        assert await llm.is_sleeping()
+        await llm.wake_up()
+        assert [each async for each in stream][-1].outputs[0].token_ids == alone.outputs[0].token_ids
+        stream = llm.generate(PROMPT, long)
+        await anext(stream)
+        assert await llm.update_weights(tmp_path, version="new") == "new"
+        last = [each async for each in stream][-1]
+        assert (last.weights_version, len(last.outputs[0].token_ids)) == ("new", 2000)

@@ -1,0 +1,72 @@
+"""The options that programs give are EngineConfig's, for type checkers, for help() and for completion alike."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from quire import LLM, AsyncLLM, EngineArgs
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.offline.options import EngineOptions
+from tests.tree import ROOT
+
+PROGRAM = """
+from quire import LLM, SamplingParams
+
+llm = LLM("m", dtype="float32", max_model_len=512, speculative_config={"method": "ngram"})
+LLM(max_modellen=512)
+LLM(dtype="float33")
+SamplingParams(temprature=1)
+SamplingParams(stop=["."], stop_token_ids=[2], logit_bias={5: 1})
+text: int = llm.generate("a")[0].outputs[0].text
+"""
+
+
+def kinds(annotation: Any) -> set[Any]:
+    """The types of a union, a list's as what it is a list of."""
+    if get_origin(annotation) in (Union, UnionType):
+        return {kind for part in get_args(annotation) for kind in kinds(part)}
+    return {get_args(annotation)[0] if get_origin(annotation) is list else annotation}
+
+
+def test_each_field_of_the_config_is_an_option_of_a_type_that_takes_its_values() -> None:
+    options, fields = get_type_hints(EngineOptions), get_type_hints(EngineConfig)
+    assert options.keys() == EngineConfig.model_fields.keys() - {"model"}
+    for name, option in options.items():
+        taken = kinds(option) | {get_args(each)[0] for each in kinds(option) if get_args(each)}
+        assert kinds(fields[name]) <= taken, name
+        assert (NoneType in kinds(option)) == (NoneType in kinds(fields[name])), name
+
+
+@pytest.mark.parametrize("made", [LLM, AsyncLLM, EngineArgs])
+def test_signature_and_help_show_the_options_with_their_defaults(made: type[Any]) -> None:
+    parameters = inspect.signature(made).parameters
+    assert list(parameters) == ["model", *(name for name in EngineConfig.model_fields if name != "model")]
+    assert parameters["max_num_seqs"].default == 256
+    assert "max_num_seqs: Most sequences in one step\n" in made.__init__.__doc__
+
+
+def test_engine_args_are_checked_at_once() -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: no such setting, one GPU is used so far"):
+        EngineArgs("m", pipeline_parallel_size=2)  # type: ignore[call-arg]
+    assert EngineArgs(Path("m"), dtype="float32").options == {"dtype": "float32"}
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_options_and_the_outputs(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--no-error-summary", str(program)]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"MYPYPATH": str(ROOT)}, capture_output=True, text=True, timeout=240
+    )
+    lines = PROGRAM.splitlines()
+    wrong = {lines[int(line.split(":")[1]) - 1] for line in done.stdout.splitlines() if ": error:" in line}
+    assert wrong == {*lines[4:7], lines[8]}, done.stdout + done.stderr

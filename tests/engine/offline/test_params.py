@@ -1,0 +1,109 @@
+"""Parameters of programs: what they refuse, with what to write instead, and what the engine gets of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams, json_grammar
+from quire.engine import types
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import InvalidRequest
+from quire.engine.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(DEMO_MODEL)
+
+
+def test_what_the_engine_can_be_asked_programs_can_ask() -> None:
+    ours = inspect.signature(SamplingParams).parameters
+    theirs = {field.name: field for field in msgspec.structs.fields(types.SamplingParams)}
+    assert theirs.keys() - ours.keys() == {"bad_words_ids"}
+    for name in theirs.keys() & ours.keys():
+        assert (ours[name].default or 0) == (theirs[name].default or 0), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"temprature": 1}, "SamplingParams has no temprature: did you mean temperature?"),
+        (
+            {"guided_decoding": 1},
+            "has no guided_decoding: use structured_outputs=StructuredOutputsParams(json=SCHEMA)",
+        ),
+        ({"zzz": 1}, "SamplingParams has no zzz: known are n, temperature, "),
+        ({"logits_processors": [print]}, "logits_processors are not supported: an answer depends on what can be sent"),
+        ({"bad_words": "the"}, "bad_words must be a list of strings, got 'the'"),
+        ({"bad_words": [5]}, "bad_words must be a list of strings"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must be -1 or at least 1"),
+        ({"output_kind": "delta"}, "output_kind must be of type RequestOutputKind, got 'delta'"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs must be of type StructuredOutputsParams"),
+        ({"stop": [5]}, "sampling_params: Expected `str`, got `int` - at `$.stop[0]`"),
+        ({"logprobs": -2}, "logprobs must be at least 0"),
+    ],
+)
+def test_wrong_parameters_say_what_to_write_instead(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        SamplingParams(**wrong)
+    assert said in str(error.value)
+    assert error.value.param in (*wrong, "sampling_params")
+
+
+@pytest.mark.parametrize("stop", ["the", ["the"], ("the",), None])
+def test_a_stop_string_is_one_string_however_it_is_given(stop: str | list[str] | None) -> None:
+    params = SamplingParams(stop=stop)
+    assert params.stop == (["the"] if stop else [])
+    assert params.as_sent().stop == (("the",) if stop else ())
+
+
+def test_they_can_be_changed_and_copied() -> None:
+    params = SamplingParams(stop_token_ids=[3])
+    copied = params.clone()
+    params.max_tokens, params.stop = 5, "x"
+    assert (params.as_sent().max_tokens, params.as_sent().stop) == (5, ("x",))
+    assert (copied.max_tokens, copied.stop, copied.stop_token_ids) == (16, [], [3])
+    params.max_tokens = -1
+    with pytest.raises(InvalidRequest, match="max_tokens must be at least 1"):
+        params.as_sent()
+
+
+def test_words_and_structures_become_what_the_engine_knows(tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    params = SamplingParams(bad_words=["fox"], structured_outputs=StructuredOutputsParams(json=schema), logprobs=-1)
+    sent = params.for_model(tokenizer, 4096)
+    assert sent.bad_words_ids == tuple(
+        tuple(tokenizer.encode(form, add_special_tokens=False)) for form in ("fox", " fox")
+    )
+    assert sent.grammar == json_grammar(schema)
+    assert sent.logprobs == 4096
+    same = StructuredOutputsParams(json=json.dumps(schema)).as_grammar()
+    assert same == sent.grammar
+    with pytest.raises(InvalidRequest, match="bad_words must not contain an empty word"):
+        SamplingParams(bad_words=[" "]).for_model(tokenizer, 4096)
+    with pytest.raises(InvalidRequest, match="stop_token_ids has token id 4096, which is outside the vocabulary"):
+        SamplingParams(stop_token_ids=[4096]).for_model(tokenizer, 4096)
+
+
+def test_one_structure_is_asked_for_and_no_other() -> None:
+    for wrong in ({}, {"json": {}, "regex": "a"}, {"structural_tag": "x"}, {"jsn": {}}, {"choice": 5}, {"json": 5}):
+        with pytest.raises(InvalidRequest):
+            StructuredOutputsParams(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="only one of structured_outputs and grammar"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), grammar=json_grammar({}))
+
+
+def test_beam_search_has_parameters_of_its_own() -> None:
+    for wrong in ({"beam_width": 0}, {"beam_width": 2.0}, {"max_tokens": 0}, {"temperature": 0.5}, {"width": 2}):
+        with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+            BeamSearchParams(**({"beam_width": 2, "max_tokens": 3} | wrong))  # type: ignore[arg-type]
+
+
+def test_kinds_are_vllms() -> None:
+    assert [each.name for each in RequestOutputKind] == ["CUMULATIVE", "DELTA", "FINAL_ONLY"]
+    assert SamplingParams().output_kind is RequestOutputKind.CUMULATIVE

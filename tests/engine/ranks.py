@@ -1,0 +1,70 @@
+"""Ranks as threads of the test's process: the same code, pipes and shared memory, without the seconds that a process
+takes to start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.engine.worker.ranks import processes
+from quire.engine.worker.ranks.follower import follow
+from quire.engine.worker.ranks.messages import Start, decode_to_rank, frame
+
+
+class _Orders:
+    """The pipe to a rank; tells it of a descriptor of its own, as a process would have."""
+
+    def __init__(self, descriptor: int, owned: int) -> None:
+        self._file = os.fdopen(descriptor, "wb")
+        self._owned: int | None = owned
+
+    def write(self, content: bytes) -> None:
+        if self._owned is not None:
+            start = decode_to_rank(content[8:])
+            assert isinstance(start, Start)
+            content, self._owned = frame(msgspec.structs.replace(start, descriptor=self._owned)), None
+        self._file.write(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ThreadProcess:
+    """As much of subprocess.Popen as Ranks needs."""
+
+    pid = 0
+
+    def __init__(self, command: Sequence[str], *, pass_fds: tuple[int, int], **_: Any) -> None:
+        theirs, ours = os.pipe()
+        self.stdin = _Orders(ours, os.dup(pass_fds[0]))
+        ends = os.fdopen(theirs, "rb"), os.fdopen(os.dup(pass_fds[1]), "wb")
+
+        def run() -> None:
+            with ends[0] as orders, ends[1] as answers:
+                follow(orders, answers)
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired("a rank", seconds or 0)
+        return 0
+
+    def kill(self) -> None:
+        raise AssertionError("a rank hangs")
+
+
+@pytest.fixture
+def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes.subprocess, "Popen", ThreadProcess)

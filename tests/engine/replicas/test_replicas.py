@@ -1,0 +1,317 @@
+"""Replicas with fake engine processes that end at random moments: no token is lost, repeated or changed, and nobody
+waits for a replica's restart while another computes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.client.exit_cause import ExitCause
+from quire.engine.client.messages import Failed, Load, Ready, ToEngine
+from quire.engine.client.supervisor import ProcessClient
+from quire.engine.client.weights import Weights
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, EngineError, Overloaded
+from quire.engine.replicas.replica import Replica
+from quire.engine.replicas.replicas import Replicas, processes
+from quire.engine.types import Request, SamplingParams
+from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, settle
+
+N = 3
+ACTIONS = st.one_of(
+    st.tuples(st.just("submit"), st.integers(1, 3), st.just(0)),
+    st.tuples(st.just("submit killers"), st.integers(1, 2), st.just(0)),
+    st.tuples(st.just("abort"), st.integers(0, 99), st.just(0)),
+    st.tuples(st.just("step"), st.integers(1, 9), st.integers(0, N - 1)),
+    st.tuples(st.just("step without delivery"), st.integers(1, 9), st.integers(0, N - 1)),
+    st.tuples(st.just("kill"), st.just(0), st.integers(0, N - 1)),
+    st.tuples(st.just("settle"), st.just(0), st.just(0)),
+)
+
+
+@contextmanager
+def fakes() -> Iterator[pytest.MonkeyPatch]:
+    """What is set on it is undone at the end, in the right order."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quire.engine.client.supervisor.EngineProcess", FakeProcess)
+        patch.setattr("quire.engine.replicas.replicas.replica_cores", lambda count: [set()] * count)
+        yield patch
+
+
+async def started(count: int = N) -> Replicas:
+    client = processes(EngineConfig(data_parallel_size=count))
+    assert isinstance(client, Replicas)
+    await client.start()
+    return client
+
+
+def process_of(client: Replicas, number: int) -> FakeProcess | None:
+    process = client._replicas[number]._process
+    assert process is None or isinstance(process, FakeProcess)
+    return process
+
+
+def kill(client: Replicas, number: int, cause: ExitCause = KILLED) -> None:
+    process = process_of(client, number)
+    assert process is not None
+    process.exit(cause)
+
+
+async def compute(client: Replicas, *numbers: int) -> None:
+    """Until these replicas have nothing left, or all of them where none is named."""
+    for _ in range(2000):
+        if not client.num_open:
+            break
+        for number in numbers or range(len(client._replicas)):
+            if (process := process_of(client, number)) is not None:
+                process.step(9)
+        await asyncio.sleep(0.001)  # after engines that crashed with nothing to compute, the next one starts later
+        await settle()
+
+
+async def run(actions: list[tuple[str, int, int]]) -> None:
+    client = await started()
+    callers: list[Caller] = []
+    for number, (action, value, place) in enumerate(actions):
+        process = process_of(client, place)
+        match action:
+            case "submit" | "submit killers":
+                name = "killer" if action == "submit killers" else "good"
+                callers.append(Caller(client, [f"{name}-{number}-{i}" for i in range(value)]))
+            case "abort" if callers:
+                callers[value % len(callers)].abort(value)
+            case "step" | "step without delivery" if process is not None:
+                process.step(value)
+            case "kill" if process is not None:
+                process.exit(KILLED)
+        if action not in ("step without delivery", "kill"):
+            await settle()
+    await compute(client)
+    await settle()
+    for caller in callers:
+        caller.check()
+    assert client.alive
+    assert client._router.open == [0] * N
+    assert not client._places
+    assert not client._unplaced
+    for each in client._replicas:
+        assert not each._journal
+        assert each._replay.idle
+        assert each._replay.take_ready() == []
+    await client.stop()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(ACTIONS, max_size=40))
+def test_streams_are_complete_whenever_replicas_end(actions: list[tuple[str, int, int]]) -> None:
+    with fakes():
+        asyncio.run(run(actions))
+
+
+async def test_a_death_moves_streams_at_once() -> None:
+    with fakes():
+        client = await started(2)
+        callers = [Caller(client, [f"good-{i}"]) for i in range(6)]
+        await settle()
+        assert client._router.open == [3, 3]
+        for number in (0, 1):
+            process = process_of(client, number)
+            assert process is not None
+            process.step(9)
+        await settle()
+        kill(client, 0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+            if client._router.open == [0, 6]:
+                break
+        assert client._router.open == [0, 6], "they are with the other, whether or not the first is back"
+        await compute(client, 1)
+        for each in callers:
+            each.check()
+            assert not each.aborted
+        assert (client.deaths, client.replays) == (1, 3)
+        history = [client.history.find(f"good-{i}") for i in range(6)]
+        assert sum(each is not None and each.count("recovering") == 1 for each in history) == 3
+        await client.stop()
+
+
+async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
+    with fakes():
+        client = await started(2)
+        bad = Caller(client, ["killer"])
+        good = [Caller(client, [f"good-{i}"]) for i in range(3)]
+        await settle()
+        await compute(client)
+        await settle()
+        bad.check()
+        for each in good:
+            each.check()
+        assert client.quarantined == 1
+        assert sorted(each.deaths > 0 for each in client._replicas) == [False, True]
+        await client.stop()
+
+
+async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back() -> None:
+    with fakes():
+        client = await started(2)
+        for each in client._replicas:
+            each._failures = 1  # so that they wait a moment before they start
+        kill(client, 0)
+        kill(client, 1)
+        await settle()
+        assert not client.responsive
+        assert not client.healthy
+        assert client.alive
+        caller = Caller(client, ["good"])
+        await settle()
+        assert len(client._unplaced) == 1
+        await compute(client)
+        await settle()
+        caller.check()
+        await client.stop()
+
+
+class Unstartable(FakeProcess):
+    def connect(self) -> None:
+        self._sent.put_nowait(Failed("there is no room"))
+
+
+async def until_gone(client: Replicas, number: int) -> None:
+    for _ in range(2000):
+        if not client._replicas[number].alive:
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it was not given up")
+
+
+async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
+    with fakes() as patch:
+        client = await started(2)
+        patch.setattr("quire.engine.client.supervisor.EngineProcess", Unstartable)
+        for each in client._replicas:
+            each._config = each._config.model_copy(update={"max_engine_starts": 1})
+        good = [Caller(client, ["good-0"]), Caller(client, ["good-1"])]
+        bad = Caller(client, ["killer"])  # the first, which it ends, has it and good-0
+        await settle()
+        await compute(client)
+        await until_gone(client, 0)
+        await settle()
+        assert isinstance(bad.error, EngineError), "the one that may have ended it went with it"
+        assert client.alive
+        assert client.responsive
+        assert sum(len(ids) == LENGTH for each in good for ids in each.found.values()) >= 1
+        kill(client, 1)
+        await until_gone(client, 1)
+        assert not client.alive
+        with pytest.raises(EngineError, match="could not be brought back"):
+            client.submit([Request(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
+        await client.stop()
+
+
+async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
+    with fakes():
+        client = await started(2)
+        weights = Weights(client)
+        callers = [Caller(client, [f"good-{i}"]) for i in range(4)]
+        await settle()
+        for number in (0, 1):
+            process = process_of(client, number)
+            assert process is not None
+            process.step(9)
+        await settle()
+        await weights.sleep()
+        assert client.asleep
+        assert all(each.asleep for each in client._replicas)
+        assert not client.responsive
+        assert client.healthy
+        callers.append(Caller(client, ["later"]))
+        await settle()
+        assert len(client._unplaced) == 1, "nobody can compute it"
+        await weights.wake_up()
+        assert not client.asleep
+        await compute(client)
+        await settle()
+        for each in callers:
+            each.check()
+        await client.stop()
+
+
+async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
+    with fakes() as patch:
+        client = await started(2)
+        weights = Weights(client)
+        patch.setattr(process_of(client, 0), "_let_go", lambda answer: None)  # it never answers
+        change = asyncio.create_task(weights.update("/"))
+        for _ in range(50):
+            await asyncio.sleep(0)
+            under_way = client._replicas[0]._change
+            if under_way is not None and under_way.version == "2":  # and not the check before it
+                break
+        kill(client, 0, CRASHED)
+        assert await change == "2"
+        assert [each.weights_version for each in client._replicas] == ["2", "2"]
+        client._replicas[0]._failures = 1  # so that it waits a moment before it starts
+        kill(client, 0)
+        await settle()
+        with pytest.raises(Overloaded, match="being replaced"):
+            await weights.sleep()
+        assert not any(each.asleep for each in client._replicas)
+        await client.stop()
+
+
+async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
+    with fakes():
+        client = await started(2)
+        forgotten: list[int] = []
+        client._router.forget = forgotten.append  # type: ignore[method-assign]
+        kill(client, 1)
+        await settle()
+        assert forgotten == [1]
+        client.reset_prefix_cache()
+        assert forgotten == [1, 0, 1]
+        await client.stop()
+
+
+async def test_all_have_the_shortest_context() -> None:
+    """Memory may be fitted differently: a request's tokens, and where they end, must not depend on who computes it."""
+    lengths, loaded = [100, 80, 90], []
+
+    class Fitted(FakeProcess):
+        def connect(self) -> None:
+            self._sent.put_nowait(Ready(msgspec.structs.replace(INFO, max_model_len=lengths.pop(0))))
+
+        def send(self, message: ToEngine) -> None:
+            if isinstance(message, Load):
+                loaded.append(EngineConfig.model_validate_json(message.config).max_model_len)
+            super().send(message)
+
+    with fakes() as patch:
+        patch.setattr("quire.engine.client.supervisor.EngineProcess", Fitted)
+        client = processes(EngineConfig(data_parallel_size=3))
+        info = await client.start()
+        assert info.max_model_len == 80
+        assert loaded == [80, 80]
+        assert client.responsive
+        await client.stop()
+
+
+async def test_a_replica_that_cannot_start_ends_the_start() -> None:
+    with fakes() as patch:
+        patch.setattr("quire.engine.client.supervisor.EngineProcess", Unstartable)
+        client = processes(EngineConfig(data_parallel_size=2))
+        with pytest.raises(ConfigError, match="there is no room"):
+            await client.start()
+        assert not client.alive
+
+
+def test_one_engine_needs_no_replicas() -> None:
+    client = processes(EngineConfig())
+    assert isinstance(client, ProcessClient)
+    assert not isinstance(client, Replica)
+    assert LENGTH > 4, "so that requests are cleared before they end"

@@ -1,0 +1,107 @@
+"""What each replica gets, on machines that are folders; and what several engines say as if they were one."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.replicas import shares
+from quire.engine.replicas.cores import threads_on
+from quire.engine.replicas.shares import replica_config
+from quire.engine.replicas.together import together, total
+from quire.engine.snapshot import CACHED, EMPTY, FIRST_OWNER, SHARED, UNLISTED
+from quire.engine.types import EngineSnapshot, EngineStats, SequenceSnapshot, TierStats
+
+
+@pytest.fixture(autouse=True)
+def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "allowed_cores", lambda: {*range(8)})
+    monkeypatch.setattr(shares, "threads_on", len)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+def test_bytes_threads_and_folders_are_divided() -> None:
+    config = EngineConfig(
+        data_parallel_size=2,
+        threads=5,
+        kv_cache_memory=3,
+        kv_offload_memory=1,
+        kv_offload_disk=8,
+        kv_offload_dir="/tmp/kv",
+        num_kv_blocks=100,
+    )
+    found = [replica_config(config, number, [set(), set()]) for number in range(2)]
+    assert [each.kv_offload_dir for each in found] == ["/tmp/kv/replica-0", "/tmp/kv/replica-1"]
+    for each in found:
+        assert (each.threads, each.num_kv_blocks) == (2, 100)
+        assert (each.kv_cache_memory, each.kv_offload_memory, each.kv_offload_disk) == (1.5, 0.5, 4.0)
+        assert each.data_parallel_size == 2, "an engine fits what nobody gave into its part too"
+
+
+def test_what_is_not_given_is_left_to_the_engine() -> None:
+    each = replica_config(EngineConfig(data_parallel_size=3), 0, [set()] * 3)
+    assert (each.kv_cache_memory, each.kv_offload_memory, each.kv_offload_dir) == (None, None, None)
+    assert each.threads == 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"),
+    [
+        ([{0, 1, 2}, {3, 4, 5, 6, 7}], [3, 5]),
+        ([{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5}], [2, 2, 2]),
+        ([{0}, {0}], [1, 1]),
+    ],
+)
+def test_a_node_has_a_thread_for_each_core(cores: list[set[int]], threads: list[int]) -> None:
+    config = EngineConfig(data_parallel_size=len(cores))
+    assert [replica_config(config, number, cores).threads for number in range(len(cores))] == threads
+
+
+def test_a_number_of_threads_in_the_environment_is_each_processs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert replica_config(EngineConfig(data_parallel_size=2), 0, [set()] * 2).threads is None
+    assert replica_config(EngineConfig(data_parallel_size=2, threads=6), 0, [set()] * 2).threads == 3
+
+
+def test_hyper_threads_compute_nothing(tmp_path: Path) -> None:
+    for core, siblings in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5", 2: "2"}.items():
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert threads_on({0, 1, 2, 4, 5}, tmp_path) == 3
+    assert threads_on({4, 5}, tmp_path) == 2
+    assert threads_on({7, 8}, tmp_path) == 2, "of these nothing is known"
+
+
+def test_gauges_and_counters_are_added_up() -> None:
+    tiers = [TierStats("host", pages=2, bytes=20, fetched_pages=1), TierStats("disk", pages=1, stored_pages=5)]
+    one = EngineStats(running=1, waiting=2, used_blocks=3, total_blocks=10, steps=7, accepted_drafts=[1], tiers=tiers)
+    two = EngineStats(running=4, total_blocks=10, steps=1, accepted_drafts=[1, 2], tiers=tiers[1:])
+    found = total([one, two])
+    assert (found.running, found.waiting, found.used_blocks, found.total_blocks, found.steps) == (5, 2, 3, 20, 8)
+    assert found.accepted_drafts == [2, 2]
+    assert {tier.name: (tier.pages, tier.bytes, tier.stored_pages) for tier in found.tiers} == {
+        "host": (2, 20, 0),
+        "disk": (2, 0, 10),
+    }
+    assert total([one]) == one
+
+
+def snapshot(names: list[str], codes: list[int]) -> EngineSnapshot:
+    sequences = [SequenceSnapshot(name, "decode", 1, 0, 1, 0, 1, 1, 0, 0) for name in names]
+    pages = zlib.compress(np.array(codes, dtype="<u2").tobytes())
+    return EngineSnapshot(EngineStats(running=len(names)), sequences, pages, 5, 0.5)
+
+
+def test_pages_keep_their_owners() -> None:
+    one = snapshot(["a", "b"], [FIRST_OWNER + 1, EMPTY, FIRST_OWNER])
+    two = snapshot(["c"], [CACHED, FIRST_OWNER, UNLISTED, SHARED + 3])
+    found = together([one, two])
+    codes = np.frombuffer(zlib.decompress(found.pages), dtype="<u2").tolist()
+    owners = [found.sequences[code - FIRST_OWNER].id if CACHED < code < UNLISTED else code for code in codes]
+    assert owners == ["b", EMPTY, "a", CACHED, "c", UNLISTED, SHARED + 3]
+    assert (found.stats.running, found.resident_bytes) == (3, 10)

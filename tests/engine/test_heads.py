@@ -1,0 +1,293 @@
+"""Heads that guess from hidden states: what they guess is what a plain computation of them guesses, and no guess
+changes a token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.train_head import story_requests, train_head
+from quire.engine.batch import DraftRow
+from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.drafting.adaptive import Adaptive, StepCosts
+from quire.engine.drafting.drafter import Asked, Drafter, Guess
+from quire.engine.drafting.forced import ForcedTokens
+from quire.engine.drafting.heads import HeadDrafter
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.text.grammar import json_grammar
+from quire.engine.types import PoolingParams, Request, SamplingParams
+from quire.engine.worker.heads import Heads
+from tests.engine.harness import run
+from tests.engine.test_speculation import CHEAP, KINDS, known
+from tests.tiny_heads import (
+    Reference,
+    Tensors,
+    eagle3_tensors,
+    eagle_config,
+    eagle_tensors,
+    medusa_tensors,
+    save_head,
+)
+from tests.tiny_models import VOCAB, save_tiny_model
+
+HIDDEN = 64
+TAPS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+METHODS = ["eagle", "eagle3", "medusa"]
+
+
+def made_head(path: Path, method: str, hidden: int = HIDDEN, vocab: int = VOCAB) -> tuple[Path, Tensors]:
+    if method == "medusa":
+        tensors = medusa_tensors(hidden, vocab, 3)
+        config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "tiny"}
+        return save_head(path, tensors, config, "medusa_lm_head.pt"), tensors
+    if method == "eagle":
+        tensors = eagle_tensors(hidden, vocab)
+        return save_head(path, tensors, eagle_config(hidden, vocab)), tensors
+    tensors = eagle3_tensors(hidden, vocab, 3)
+    more: dict[str, Any] = {"draft_vocab_size": vocab // 2} | TAPS
+    return save_head(path, tensors, eagle_config(hidden, vocab, **more), "model.safetensors"), tensors
+
+
+def started(model: Path, head: Path | None, method: str = "", tokens: int = 4, **options: Any) -> Engine:
+    speculative = None
+    if head is not None:
+        speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=tokens)
+    options = {"num_kv_blocks": 200, "max_model_len": 200, "dtype": "float32"} | options
+    return Engine(EngineConfig(model=str(model), speculative_config=speculative, threads=1, **options))
+
+
+def drafter_of(made: Engine) -> HeadDrafter:
+    outer = made.scheduler._drafter
+    assert isinstance(outer, Adaptive)
+    assert isinstance(outer._drafter, ForcedTokens)
+    inner = outer._drafter._drafter
+    assert isinstance(inner, Adaptive)
+    assert isinstance(inner._drafter, HeadDrafter)
+    outer._costs = inner._costs = CHEAP
+    inner._own = StepCosts((1, 64), (1e-6, 1e-6))
+    return inner._drafter
+
+
+@dataclass
+class Recorded(Drafter):
+    """What heads guess, with the texts that they were asked about and the states behind these. All is tried."""
+
+    drafter: HeadDrafter
+    most: int
+    guesses: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    states: list[torch.Tensor] = field(default_factory=list)
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        found = self.drafter.propose([(seq, min(most, self.most)) for seq, most in asked], tokens)
+        heads = self.drafter._heads
+        assert isinstance(heads, Heads)
+        for (seq, _), guess in zip(asked, found, strict=True):
+            assert seq.slot is not None
+            place = heads._place(DraftRow(seq.slot, len(seq.tokens), 1, []))
+            assert (place is None) == (seq.num_output == 0), "before its first pick there is nothing to go on from"
+            if place is None:
+                assert not guess.tokens
+            else:
+                self.states.append(heads._states[seq.slot, place].clone())
+                self.guesses.append((list(seq.tokens), guess.tokens))
+        return found
+
+
+def traffic(kinds: Sequence[dict[str, Any]]) -> list[Request]:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.choice([2, 16, 40, 70]))] for _ in kinds]
+    params = [SamplingParams(**{"max_tokens": 24, "ignore_eos": True} | kind) for kind in kinds]
+    return [
+        Request(id=str(index), prompt_ids=prompt, params=each, seed=index)
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("budget", [2048, 21])
+def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, tmp_path: Path) -> None:
+    """Where nothing is right, and where all is: requests that allow one token alone."""
+    model = save_tiny_model(tmp_path / "model", "llama")
+    head, tensors = made_head(tmp_path / "head", method)
+    made = started(model, head, method, enable_prefix_caching=False, max_num_batched_tokens=budget)
+    recorded = Recorded(drafter_of(made), 3)
+    made.scheduler._drafter = recorded
+    one = SamplingParams(allowed_token_ids=(40,), max_tokens=40)
+    requests = [Request(id="one", prompt_ids=[7, 9, 11], params=one, seed=0), *traffic(GREEDY * 5)]
+    run(made, requests)
+    assert sum(made.stats.accepted_drafts) >= 10
+    served = AutoModelForCausalLM.from_pretrained(model).double()
+    exact = {name: each.double() if each.is_floating_point() else each for name, each in tensors.items()}
+    reference = Reference(exact, served.get_input_embeddings().weight.data, served.lm_head.weight.data)
+    compared = 0
+    for (tokens, guesses), state in zip(recorded.guesses, recorded.states, strict=True):
+        with torch.no_grad():
+            states = served(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        wanted_state, wanted = reference.guesses(
+            states[-1][0], [each[0] for each in states[:3]], tokens, len(guesses) or 1
+        )
+        torch.testing.assert_close(state.double(), wanted_state, rtol=1e-3, atol=1e-3)
+        if tokens[:3] != [7, 9, 11]:
+            assert guesses == wanted[: len(guesses)], tokens
+            compared += len(guesses)
+    assert compared > 200
+    ones = {token for tokens, guesses in recorded.guesses if tokens[:3] == [7, 9, 11] for token in guesses}
+    assert ones == {40}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_change_no_token(method: str, shape: dict[str, int], dtype: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", "qwen3")
+    head, _ = made_head(tmp_path / "head", method)
+    few = {"allowed_token_ids": (40, 41), "prompt_logprobs": 1}
+    requests = traffic([*KINDS, *KINDS, few, few])
+    options = shape | {"dtype": dtype}
+    wanted = known(run(started(model, None, **options), requests))
+    made = started(model, head, method, **options)
+    drafter_of(made)
+    for _ in range(2):  # the second time prompts are cached
+        assert known(run(made, requests)) == wanted
+    assert made.stats.draft_tokens > 50
+    assert sum(made.stats.accepted_drafts) > 0
+    assert made.stats.preemptions > 0 or "num_kv_blocks" not in shape
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_for_a_vector_passes_a_head_by(method: str, tmp_path: Path) -> None:
+    """No token follows its last one: whatever the slot holds there is no harm."""
+    model = save_tiny_model(tmp_path / "model", "llama")
+    head, _ = made_head(tmp_path / "head", method)
+    prompts = [list(range(5, 45)), [7]]
+    asked = [Request(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts)]
+    vectors = []
+    for made in (started(model, None), started(model, head, method)):
+        made.runner._slots.token_ids.fill_(2**31 - 1)
+        for each in asked:
+            made.add(each)
+        outputs = [output for _ in range(3) for output in made.step()]
+        vectors.append({output.id: output.vector for output in outputs})
+    assert vectors[0] == vectors[1]
+    assert None not in vectors[0].values()
+    assert len(vectors[0]) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_in_eight_bits_change_no_token_either(method: str, tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", "llama")
+    head, _ = made_head(tmp_path / "head", method)
+    requests, options = traffic(KINDS), {"quantization": "int8", "dtype": "bfloat16"}
+    wanted = known(run(started(model, None, **options), requests))
+    made = started(model, head, method, **options)
+    drafter_of(made)
+    assert known(run(made, requests)) == wanted
+    assert made.stats.draft_tokens > 20
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_request_that_is_replayed_goes_on_as_it_would_have(method: str, tmp_path: Path) -> None:
+    """After a crash a new engine gets it with the tokens that its caller has."""
+    model = save_tiny_model(tmp_path / "model", "llama")
+    head, _ = made_head(tmp_path / "head", method)
+    story = json_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    few = {"allowed_token_ids": (40, 41), "temperature": 1.0}
+    requests = traffic([{"temperature": 0.9}, {"temperature": 0.0}, few, {"grammar": story, "temperature": 1.0}])
+    made = started(model, head, method, tokenizer=DEMO_MODEL)
+    drafter_of(made)
+    whole = run(made, requests)
+    for cut in (1, 3, 8):
+        again = started(model, head, method, tokenizer=DEMO_MODEL)
+        drafter_of(again)
+        parts = [msgspec.structs.replace(each, emitted_ids=whole[each.id].ids[:cut]) for each in requests]
+        rest = run(again, parts)
+        assert {name: (answer.ids, answer.finish_reason) for name, answer in rest.items()} == {
+            name: (answer.ids[cut:], answer.finish_reason) for name, answer in whole.items()
+        }
+    assert again.stats.draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_small_head_learns_to_guess_the_embedded_model_s_stories(tmp_path: Path) -> None:
+    """Trained on some of its stories, a head is right about others: more than a third of the drafts are accepted."""
+    head = train_head(tmp_path / "head", "eagle", stories=48, rounds=5)
+    speculative = SpeculativeConfig(method="eagle", model=str(head), num_speculative_tokens=4)
+    options = {"max_model_len": 512, "num_kv_blocks": 200, "threads": 1}
+    requests = story_requests(6, seed=7, tokens=120)
+    wanted = known(run(Engine(EngineConfig(**options)), requests))
+    made = Engine(EngineConfig(speculative_config=speculative, **options))
+    # As if a step of the model took ten times as long as one of the head: where both are so small, none would pay.
+    costs = StepCosts((1, 64), (1.0, 3.0))
+    made.scheduler._drafter = Adaptive(drafter_of(made), 4, costs, StepCosts((1, 64), (0.1, 0.2)))
+    assert known(run(made, requests)) == wanted
+    assert made.stats.draft_tokens > 200
+    assert sum(made.stats.accepted_drafts) > made.stats.draft_tokens / 3
+
+
+def test_the_layouts_of_others_hold_the_same_heads(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", "llama")
+    requests = traffic(GREEDY * 2)
+
+    def guesses(head: Path, method: str) -> object:
+        made = started(model, head, method)
+        recorded = Recorded(drafter_of(made), 3)
+        made.scheduler._drafter = recorded
+        run(made, requests)
+        return recorded.guesses
+
+    head, tensors = made_head(tmp_path / "medusa", "medusa")
+    renamed = {name.replace(".0.linear.", ".layers.0."): each for name, each in tensors.items() if ".linear." in name}
+    lasts = {f"lm_heads.{name.partition('.')[0]}.weight": each for name, each in tensors.items() if ".1." in name}
+    of_vllm = {f"blocks.{name}": each for name, each in renamed.items()} | lasts
+    other = save_head(tmp_path / "vllm", of_vllm, {"model_type": "medusa"}, "model.safetensors")
+    assert guesses(other, "medusa") == guesses(head, "medusa")
+    head, tensors = made_head(tmp_path / "eagle", "eagle")
+    wrapped = {f"model.{name}": each for name, each in tensors.items()}
+    other = save_head(tmp_path / "wrapped", wrapped, eagle_config(HIDDEN, VOCAB), "model.safetensors")
+    assert guesses(other, "eagle") == guesses(head, "eagle")
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model", "llama")
+
+    def refused(match: str, method: str, tensors: Tensors, config: dict[str, Any], name: str, **kind: str) -> None:
+        with pytest.raises(ConfigError, match=rf"speculative_config\.model: .*{match}"):
+            started(model, save_head(tmp_path / name, tensors, config, **kind), method)
+
+    eagle, third = eagle_tensors(HIDDEN, VOCAB), eagle3_tensors(HIDDEN, VOCAB, 3)
+    config = eagle_config(HIDDEN, VOCAB)
+    refused("hidden size is 32, the served model's 64", "eagle", eagle, config | {"hidden_size": 32}, "a")
+    refused("vocabulary is 9, the served model's 320", "eagle", eagle, config | {"vocab_size": 9}, "b")
+    refused("the weights lack", "eagle", {k: v for k, v in eagle.items() if "fc." not in k}, config, "c")
+    refused("hidden_act 'gelu'", "eagle", eagle, config | {"hidden_act": "gelu"}, "d")
+    refused("are no layers of the served 3", "eagle3", third, config | {"draft_vocab_size": 160}, "e")
+    wrong = third | {"d2t": third["d2t"] + 9}
+    refused("d2t: has a token", "eagle3", wrong, config | {"draft_vocab_size": 160} | TAPS, "f")
+    refused("tensors are those of 0 Medusa heads", "medusa", eagle, {}, "g")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"lacks model\.safetensors"):
+        started(model, tmp_path / "empty", "medusa")
+    (tmp_path / "empty" / "medusa_lm_head.pt").write_bytes(b"no pickle")
+    with pytest.raises(ConfigError, match=r"medusa_lm_head\.pt cannot be read"):
+        started(model, tmp_path / "empty", "medusa")
+
+
+def test_layers_that_no_served_family_has_are_refused_by_name() -> None:
+    for method in ("mtp", "deepseek_mtp"):
+        with pytest.raises(ValueError, match="no family that is served has MTP layers"):
+            SpeculativeConfig(method=method)

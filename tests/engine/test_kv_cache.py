@@ -1,0 +1,179 @@
+"""--kv-cache-dtype: that no token depends on how it was computed, what is saved, and what refuses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LLM, SamplingParams
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.loop import Engine
+from quire.engine.worker.loading.kv_scales import calibrated_scales
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.gpu.flash import Flash
+from quire.kernels.kv_codes import KVScales
+from quire.kernels.select import select_backend
+from tests.engine.harness import Answer, request, run
+from tests.quantized_models import compressed_config, int8, quantize_checkpoint
+from tests.tiny_models import VOCAB, save_tiny_model
+
+MISSING = Cpu().missing
+compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+held = pytest.mark.parametrize("kv", ["int8", "fp8"])
+BACKENDS = ["reference", pytest.param("cpu", marks=compiled)]
+
+
+def engine(path: Path, kv: str, **options: object) -> Engine:
+    return Engine(EngineConfig(model=str(path), kv_cache_dtype=kv, **{"num_kv_blocks": 96} | options))
+
+
+def tokens(answers: dict[str, Answer]) -> dict[str, tuple[list[int], list[float]]]:
+    return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in answers.items()}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40, 77, 33)]
+
+
+@compiled
+@held
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss"])  # windows, soft caps, sinks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_alone_together_chunked_cached_and_preempted_are_the_same(
+    dtype: str, family: str, kv: str, tmp_path: Path
+) -> None:
+    path = save_tiny_model(tmp_path, family)
+    asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
+    together = engine(path, kv, dtype=dtype)
+    assert together.runner._model._fused is not None
+    wanted = tokens(run(together, asked))
+    alone = engine(path, kv, dtype=dtype, enable_prefix_caching=False)
+    for each in asked:
+        assert tokens(run(alone, [each]))[each.id] == wanted[each.id]
+    assert tokens(run(engine(path, kv, dtype=dtype, max_num_batched_tokens=7), asked)) == wanted
+    again = run(together, asked)
+    assert any(each.cached_tokens for each in again.values())
+    assert tokens(again) == wanted
+    few = engine(path, kv, dtype=dtype, num_kv_blocks=12, max_model_len=128)
+    assert tokens(run(few, asked)) == wanted
+    assert few.stats.preemptions > 0
+    guessing = engine(path, kv, dtype=dtype, speculative_config="ngram")
+    assert tokens(run(guessing, asked)) == wanted
+
+
+@compiled
+@held
+def test_fused_layers_give_the_same_bits(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    asked = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
+    together = tokens(run(engine(path, kv), asked))
+    monkeypatch.setattr(Cpu, "fuse_layers", lambda *_, **__: None)
+    assert tokens(run(engine(path, kv), asked)) == together
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("kv", "bound"), [("int8", 0.05), ("fp8", 0.3)])
+def test_log_probabilities_stay_near(backend: str, kv: str, bound: float, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen2")
+    prompt = request("a", prompts()[4], max_tokens=1, prompt_logprobs=0)
+
+    def logprobs(kv: str) -> torch.Tensor:
+        found = run(engine(path, kv, dtype="float32", attention_backend=backend), [prompt])["a"].prompt_logprobs
+        assert found is not None
+        return torch.tensor([each.logprob for each in found if each is not None])
+
+    change = (logprobs(kv) - logprobs("auto")).abs().mean()
+    assert 0 < change < bound
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("kv", "head"), [("auto", 64), ("int8", 34), ("fp8", 32), ("fp8_e4m3", 32)])
+def test_the_arithmetic_is_that_of_the_pages(backend: str, kv: str, head: int, tmp_path: Path) -> None:
+    """2 heads of 32 numbers, bfloat16; `head`: bytes of one."""
+    path = save_tiny_model(tmp_path, "llama", head_dim=32)
+    made = engine(path, kv, dtype="bfloat16", attention_backend=backend, num_kv_blocks=None, kv_cache_memory=0.001)
+    page = 2 * 16 * 2 * head * 3
+    assert made.runner._pages[0].nbytes == made.info.num_blocks * page
+    assert f"{page / 1024:,.0f} KiB a page" in made.info.arithmetic
+    if kv == "int8":
+        assert "x (32 + 2) x 1 B" in made.info.arithmetic
+
+
+def test_offline() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    llm = LLM(kv_cache_dtype="int8", num_kv_blocks=64)
+    assert len(llm.generate("Once upon a time", params)[0].outputs[0].token_ids) == 4
+    llm.close()
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype.*'int4'.*argument"):
+        LLM(kv_cache_dtype="int4")
+
+
+def scaled(folder: Path, scales: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint of compressed-tensors with these tensors beside the weights."""
+    path = quantize_checkpoint(
+        save_tiny_model(folder, "llama"),
+        folder / "scaled",
+        int8("channel"),
+        compressed_config("int-quantized", 8, 0, strategy="channel"),
+    )
+    save_file(load_file(path / "model.safetensors") | scales, path / "model.safetensors")
+    return path
+
+
+def test_a_checkpoint_s_scales_are_those_of_its_pages(tmp_path: Path) -> None:
+    attention = "model.layers.{}.self_attn.{}"
+    scales = {
+        attention.format(0, "k_scale"): torch.tensor([0.5]),
+        attention.format(0, "v_scale"): torch.tensor(0.25),
+        attention.format(2, "k_proj.output_scale"): torch.tensor([0.125, 2.0]),
+    }
+    path = scaled(tmp_path, scales)
+    made = engine(path, "fp8")
+    found = [layer.attention.fusible.rope.kv_scales for layer in made.runner._model._layers]
+    assert found == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
+    prompt = request("a", prompts()[3], max_tokens=8, logprobs=0)
+    # A power of two moves no 8-bit float of ordinary size, so that the numbers say whether both ends use it.
+    plain = scaled(tmp_path / "plain", {})
+    ours, theirs = (run(each, [prompt])["a"].logprobs for each in (made, engine(plain, "fp8")))
+    assert [a.logprob for a in ours] == pytest.approx([b.logprob for b in theirs], abs=0.1)
+    assert calibrated_scales(plain) == {}
+
+
+def test_a_checkpoint_may_scale_keys_and_values_alone(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    scale = {"model.layers.1.self_attn.k_scale": torch.tensor([0.5])}
+    save_file(load_file(path / "model.safetensors") | scale, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    kv = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    given = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": kv}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
+    made = engine(path, "fp8")
+    assert made.runner._model._layers[1].attention.fusible.rope.kv_scales == KVScales(0.5, 1.0)
+    assert run(made, [request("a", prompts()[3], max_tokens=8)])["a"].ids
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.inf, torch.nan])
+def test_a_scale_that_is_none_is_named(scale: float, tmp_path: Path) -> None:
+    path = scaled(tmp_path, {"model.layers.1.self_attn.v_scale": torch.tensor([scale])})
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.v_scale"):
+        engine(path, "fp8")
+
+
+def test_what_cannot_hold_codes_is_passed_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(Flash, "cannot_serve", lambda *_: None)
+    monkeypatch.setattr(Flash, "description", lambda _: "flash-attn")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    gpu = torch.device("cuda")
+    with pytest.raises(ValueError, match=r"flash: keeps keys and values .*; --attention-backend triton"):
+        select_backend(gpu, torch.bfloat16, 64, "flash", kv_dtype=torch.int8)
+    assert select_backend(gpu, torch.bfloat16, 64, "flash", kv_dtype=torch.bfloat16)[0].name == "flash"
+    backend, why = select_backend(gpu, torch.bfloat16, 64, kv_dtype=torch.int8)
+    assert backend.name == "triton"
+    assert "flash: keeps keys and values" in why

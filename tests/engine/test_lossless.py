@@ -1,0 +1,191 @@
+"""Every drafter, over the parameters of requests: the tokens and log probabilities are those without guesses.
+
+`QUIRE_LOSSLESS_EXAMPLES=500 pytest tests/engine/test_lossless.py` runs more cases.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.drafting.adaptive import Adaptive, StepCosts
+from quire.engine.drafting.choose import choose_drafter
+from quire.engine.drafting.drafter import Drafter, NoDrafts
+from quire.engine.drafting.forced import ForcedTokens
+from quire.engine.drafting.lookup import PromptLookup, SharedLookup
+from quire.engine.drafting.seldom import Seldom
+from quire.engine.loop import Engine
+from quire.engine.text.grammar import json_grammar
+from quire.engine.types import Grammar, Request, SamplingParams, ThinkingBudget
+from tests.engine.harness import Answer, run
+from tests.engine.test_heads import drafter_of, made_head
+from tests.engine.test_speculation import CHEAP, PHRASES, Garbage, Right, always, answers, known
+from tests.tiny_models import save_tiny_model
+
+EXAMPLES = int(os.environ.get("QUIRE_LOSSLESS_EXAMPLES", "40"))
+JSON = Grammar("json", '{"type": "array", "items": {"enum": ["once", "upon", "a time"]}, "minItems": 4, "maxItems": 9}')
+STORY = json_grammar(
+    {
+        "type": "object",
+        "properties": {"name": {"enum": ["Tom", "Anna Maria"]}, "age": {"type": "integer", "maximum": 99}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+)
+WORDS = Grammar("regex", "(the|and)( (cat|dog|fox))+")
+CALL = Grammar(
+    "lark",
+    r"""start: text ("<tool_call>" call "</tool_call>")+
+text: /[a-z ]{0,9}/
+call: %json {"type": "object", "properties": {"name": {"enum": ["look", "go_home"]}, "to": {"type": "integer"}},
+  "required": ["name", "to"], "additionalProperties": false}""",
+)
+PARAMS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.0, 0.7, 1.2])},
+    optional={
+        "top_p": st.sampled_from([0.5, 0.95]),
+        "top_k": st.sampled_from([1, 5, 40]),
+        "min_p": st.sampled_from([0.05, 0.3]),
+        "repetition_penalty": st.sampled_from([0.8, 1.3]),
+        "presence_penalty": st.sampled_from([-1.0, 0.7]),
+        "frequency_penalty": st.sampled_from([-0.5, 0.4]),
+        "logit_bias": st.dictionaries(st.integers(3, 290), st.sampled_from([-5.0, 3.0]), max_size=4),
+        "allowed_token_ids": st.sampled_from([tuple(range(3, 250)), (17, 40, 41)]),
+        "bad_words_ids": st.sampled_from([((40,),), ((41, 42), (30,))]),
+        "min_tokens": st.integers(0, 12),
+        "stop_token_ids": st.sampled_from([tuple(range(3, 300, 40)), (30,)]),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.integers(0, 3),
+        "prompt_logprobs": st.integers(0, 2),
+        "logprob_token_ids": st.sampled_from([(7, 3, 200, 11)]),
+        "grammar": st.sampled_from([JSON, STORY, WORDS, CALL]),
+        "thinking": st.sampled_from([ThinkingBudget(4, end_id=30, begin_id=None), ThinkingBudget(3, 30, 31)]),
+    },
+)
+REQUEST = st.tuples(
+    st.lists(st.sampled_from(PHRASES), min_size=1, max_size=8).map("".join), PARAMS, st.sampled_from([1, 1, 2, 3])
+)
+"""Prompt, parameters, n."""
+SHAPES = [(100, 512), (100, 23), (14, 64)]
+"""(pages, tokens of a step): all at once; prompts in chunks; preemptions, without a cache of prefixes."""
+LOOKING = ["ngram", "seldom", "suffix", "garbage", "right", "grammar", "grammar and garbage", "grammar and right"]
+DEAR = StepCosts((1, 64), (1.0, 60.0))
+LOADED = ["itself", "other", "eagle", "eagle3", "medusa"]
+"""Those with weights of their own; the first two are models."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lossless")
+
+
+@cache
+def weights(folder: Path, name: str) -> tuple[str, str]:
+    """The method and the folder of what guesses for the embedded model."""
+    if name == "itself":
+        return "draft_model", str(DEMO_MODEL)
+    if name == "other":
+        return "draft_model", str(save_tiny_model(folder / name, "llama", num_hidden_layers=1, vocab_size=4096))
+    return name, str(made_head(folder / name, name, 256, 4096)[0])
+
+
+@cache
+def engine(folder: Path, blocks: int, budget: int, dtype: str, name: str = "") -> Engine:
+    speculative = None
+    if name:
+        method, model = weights(folder, name)
+        speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=5)
+    options: dict[str, Any] = {"max_model_len": 192, "num_kv_blocks": blocks, "max_num_batched_tokens": budget}
+    caching = blocks > 20
+    made = Engine(
+        EngineConfig(threads=1, dtype=dtype, enable_prefix_caching=caching, speculative_config=speculative, **options)
+    )
+    if name in LOADED[:2]:
+        always(made)
+    elif name:
+        drafter_of(made)
+    return made
+
+
+def looking(name: str, seed: int, wanted: dict[str, Answer], made: Engine) -> Drafter:
+    compiler = made.runner._grammars.prepare().result
+    drafters: dict[str, Drafter] = {
+        "right": Right(wanted),
+        "grammar": choose_drafter(None, (), None, compiler) or NoDrafts(),
+        "seldom": Adaptive(Seldom(ForcedTokens(PromptLookup(1), compiler), DEAR), 8, CHEAP),
+        "grammar and garbage": ForcedTokens(Garbage(random.Random(seed)), compiler),
+        "grammar and right": ForcedTokens(Right(wanted), compiler),
+        "ngram": Adaptive(PromptLookup(2), 8, CHEAP),
+        "suffix": Adaptive(SharedLookup(1), 5, CHEAP),
+        "garbage": Garbage(random.Random(seed)),
+    }
+    return drafters[name]
+
+
+def traffic(asked: list[tuple[str, dict[str, Any], int]]) -> list[Request]:
+    made = []
+    for text, kind, choices in asked:
+        ids, params = [byte + 3 for byte in text.encode()], SamplingParams(**{"max_tokens": 30} | kind)
+        for _ in range(choices):
+            seed = len(made)
+            made.append(Request(id=str(seed), prompt_ids=ids, params=params, seed=seed, cache_salt=str(len(made) % 2)))
+    return made
+
+
+@pytest.mark.timeout(300 + 20 * EXAMPLES)
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    asked=st.lists(REQUEST, min_size=1, max_size=4),
+    name=st.sampled_from([*LOOKING, *LOADED, *LOADED]),
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
+    folder: Path, asked: list[tuple[str, dict[str, Any], int]], name: str, shape: tuple[int, int], dtype: str
+) -> None:
+    plain, requests = engine(folder, *shape, dtype), traffic(asked)
+    wanted = answers(plain, requests, None)
+    made, drafter = plain, None
+    if name in LOADED:
+        made = engine(folder, *shape, dtype, name)
+    else:
+        drafter = looking(name, len(requests), wanted, plain)
+    before = made.stats
+    for _ in range(2):  # the second time prompts are cached and others' answers known
+        found = run(made, requests) if drafter is None else answers(made, requests, drafter)
+        assert known(found) == known(wanted)
+    event(f"{name}: {'some' if made.stats.draft_tokens > before.draft_tokens else 'no'} guesses")
+    event(f"{sum(made.stats.accepted_drafts) > sum(before.accepted_drafts)} that one was right")
+    event(f"{made.stats.preemptions > before.preemptions} that one was preempted")
+
+
+@settings(max_examples=max(EXAMPLES // 10, 1), suppress_health_check=[HealthCheck.too_slow])
+@given(
+    asked=st.lists(REQUEST, min_size=1, max_size=3),
+    name=st.sampled_from(LOADED),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+    cut=st.integers(1, 12),
+)
+def test_a_request_that_is_replayed_goes_on_as_it_would_have(
+    folder: Path, asked: list[tuple[str, dict[str, Any], int]], name: str, dtype: str, cut: int
+) -> None:
+    """After a crash, an engine gets it with the tokens that its caller has."""
+    requests = traffic(
+        [(text, {k: v for k, v in kind.items() if k != "prompt_logprobs"}, n) for text, kind, n in asked]
+    )
+    wanted = known(answers(engine(folder, *SHAPES[0], dtype), requests, None))
+    ids: dict[str, list[int]] = {one: answer[0] for one, answer in wanted.items()}
+    parts = [
+        msgspec.structs.replace(each, emitted_ids=ids[each.id][:cut]) for each in requests if len(ids[each.id]) > cut
+    ]
+    rest = run(engine(folder, *SHAPES[0], dtype, name), parts)
+    assert {one: answer.ids for one, answer in rest.items()} == {each.id: ids[each.id][cut:] for each in parts}

@@ -1,0 +1,180 @@
+"""--quantization: what the weights become, and that a request's tokens do not depend on how it was computed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.layers.quantize import float8, int4, int8
+from quire.engine.loop import Engine
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
+from tests.engine.harness import Answer, request, run
+from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
+
+MISSING = Cpu().missing
+compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 96, "dtype": "bfloat16"} | options))
+
+
+def tokens(answers: dict[str, Answer]) -> dict[str, tuple[list[int], list[float]]]:
+    return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in answers.items()}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40, 77, 33)]
+
+
+@compiled
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_alone_together_chunked_cached_and_preempted_are_the_same(
+    quantization: str, dtype: str, tmp_path: Path
+) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    options = {"quantization": quantization, "dtype": dtype}
+    asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
+    together = engine(path, **options)
+    assert together.runner._model._fused is not None
+    wanted = tokens(run(together, asked))
+    alone = engine(path, **options, enable_prefix_caching=False)
+    for each in asked:
+        assert tokens(run(alone, [each]))[each.id] == wanted[each.id]
+    assert tokens(run(engine(path, **options, max_num_batched_tokens=7), asked)) == wanted
+    again = run(together, asked)
+    assert any(each.cached_tokens for each in again.values())
+    assert tokens(again) == wanted
+    few = engine(path, **options, num_kv_blocks=12, max_model_len=128)
+    assert tokens(run(few, asked)) == wanted
+    assert few.stats.preemptions > 0
+
+
+@compiled
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_layers_give_the_same_bits(
+    family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path, family)
+    asked = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
+    together = tokens(run(engine(path, quantization=quantization), asked))
+    monkeypatch.setattr(Cpu, "fuse_layers", lambda *_, **__: None)
+    assert tokens(run(engine(path, quantization=quantization), asked)) == together
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.15), ("int4", 0.6), ("fp8", 0.5)])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_log_probabilities_stay_near(
+    backend: str, quantization: str, bound: float, load_format: str, tmp_path: Path
+) -> None:
+    path = save_tiny_model(tmp_path, "qwen2")
+    options = {"attention_backend": backend, "dtype": "float32", "load_format": load_format}
+    prompt = request("a", prompts()[4], max_tokens=1, prompt_logprobs=0)
+
+    def logprobs(**more: object) -> torch.Tensor:
+        found = run(engine(path, **options, **more), [prompt])["a"].prompt_logprobs
+        assert found is not None
+        return torch.tensor([each.logprob for each in found if each is not None])
+
+    change = (logprobs(quantization=quantization) - logprobs()).abs().mean()
+    assert 0 < change < bound
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
+def test_the_start_says_what_it_did(backend: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    info = engine(path, attention_backend=backend, quantization="int4").info
+    assert info.quantization.startswith("int4 at load")
+    assert ("held in bfloat16" in info.quantization) == (backend == "reference")
+    whole = engine(path, attention_backend=backend).info.weight_bytes
+    assert (info.weight_bytes < 0.6 * whole) == (backend == "cpu")
+
+
+def test_8_bits_are_the_nearest_ones() -> None:
+    weight = torch.randn((70, 96), generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[3] = 0
+    made = int8(weight)
+    step = weight.float().abs().amax(1, keepdim=True) / 127
+    assert ((made.dequantized() - weight.float()).abs() <= step * 0.501).all()
+
+
+def test_8_bit_floats_are_the_nearest_ones() -> None:
+    weight = torch.randn((70, 96), generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[3] = 0
+    weight[4] *= 1e-3
+    made = float8(weight).dequantized()
+    peak = weight.float().abs().amax(1, keepdim=True)
+    # Half of a step of 3 bits, or of the steps of the subnormal numbers.
+    allowed = (weight.float().abs() / 16).clamp_min(peak / 448 * 2.0**-10)
+    assert ((made - weight.float()).abs() <= allowed * 1.01).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
+@pytest.mark.parametrize("family", ["llama", "llama-tied-biased"])
+def test_embedding_and_head_are_chosen_apart(backend: str, family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    asked = [request("a", prompts()[3], max_tokens=1, prompt_logprobs=0)]
+
+    def logprobs(**options: object) -> tuple[list[float], str, int]:
+        made = engine(path, attention_backend=backend, dtype="float32", **options)
+        found = run(made, asked)["a"].prompt_logprobs
+        assert found is not None
+        return [each.logprob for each in found if each is not None], made.info.quantization, made.info.weight_bytes
+
+    none, both = logprobs(), logprobs(quantization="fp8")
+    body, table = (
+        logprobs(quantization="fp8", quantize_embedding=False),
+        logprobs(quantize_embedding=True),
+    )
+    assert len({tuple(each[0]) for each in (none, both, body, table)}) == 4
+    assert body[1].startswith("fp8 at load, embedding and head whole")
+    assert table[1].startswith("embedding and head int8")
+    if backend == "cpu":
+        assert both[2] < body[2] < none[2]
+        assert both[2] < table[2] < none[2]
+        assert none[2] - body[2] == pytest.approx(table[2] - both[2], abs=4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 1e4])
+@pytest.mark.parametrize("heavy", [False, True])
+def test_4_bits_are_better_than_round_to_nearest(heavy: bool, scale: float) -> None:
+    weight = torch.randn((64, 256), generator=torch.Generator().manual_seed(1))
+    weight = (weight**3 if heavy else weight) * scale
+    groups = weight.unflatten(1, (-1, 32))
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    step = (high - low) / 15
+    nearest = ((groups - low) / step).round() * step + low
+    made = int4(weight, Reference())
+    error = (made.dequantized() - weight).square().sum()
+    assert error < 0.95 * (nearest - groups).square().sum()
+    by_group = (made.dequantized().view_as(groups) - groups).square().sum(2)
+    assert (by_group <= (nearest - groups).square().sum(2) * 1.01 + 1e-12).all()
+
+
+def test_4_bits_of_what_has_few_values_is_exact() -> None:
+    codes = torch.randint(0, 16, (8, 64), generator=torch.Generator().manual_seed(2)).float()
+    codes[:, ::32], codes[:, 1::32] = 0, 15
+    weight = codes * 0.25 - 1.5
+    weight[0] = 0.0
+    weight[1] = 0.375
+    assert torch.equal(int4(weight, Reference()).dequantized(), weight)
+    assert int4(weight[:, :30], Reference()).bits == 8
+
+
+def test_what_is_quantized_already_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    config = json.loads((path / "config.json").read_text())
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    with pytest.raises(ConfigError, match="quantization: the checkpoint's weights are quantized already"):
+        engine(path, quantization="int8")

@@ -1,0 +1,300 @@
+"""A model on several ranks: the tokens of one process, for every family and feature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace as replace_struct
+from transformers import AutoModelForCausalLM
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.layers.shard import Shard
+from quire.engine.loop import Engine, let_go
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.spool import Spool
+from quire.engine.text.grammar import json_grammar
+from quire.engine.types import PoolingParams, Request
+from quire.engine.worker.device import choose
+from quire.engine.worker.loading.model import load_model
+from quire.engine.worker.ranks.leader import LeadingDecoder
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
+from tests.adapters import ALL, save_adapter
+from tests.engine.harness import Answer, request, run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_heads import METHODS, drafter_of, made_head
+from tests.gguf_models import write_gguf
+from tests.quantized_models import awq, compressed, compressed_config, float8, gptq, quantize_checkpoint
+from tests.tiny_encoders import save_tiny_encoder
+from tests.tiny_models import VOCAB, save_tiny_model
+
+__all__ = ["thread_ranks"]
+MISSING = Cpu().missing
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.usefixtures("thread_ranks", "one_thread"),
+]
+BASE = {"dtype": "float32", "attention_backend": "cpu", "threads": 4}
+SMALL = {"num_kv_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 24, "max_num_seqs": 8}
+"""Prompts come in chunks, and sequences are preempted."""
+
+
+SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3"]
+"""More key-value heads than ranks, as many, and fewer."""
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def engine(path: Path | str, ranks: int, **settings: Any) -> Engine:
+    return Engine(EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings))
+
+
+def prompts(seed: int = 3) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randint(3, VOCAB, (32,), generator=generator).tolist()
+    own = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 9, 40, 18)]
+    return [*own, shared + own[1], shared + own[3]]
+
+
+def asked() -> list[Request]:
+    kinds: list[dict[str, Any]] = [
+        {"logprobs": 2},
+        {"temperature": 0.9, "logprobs": 0, "top_p": 0.9},
+        {"prompt_logprobs": 1, "logprobs": 1},
+        {"temperature": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 0},
+        {"min_tokens": 3, "logprobs": 0},
+        {"temperature": 0.7, "top_k": 20, "logprobs": 3},
+    ]
+    together = zip(prompts(), kinds, strict=True)
+    return [request(str(i), ids, seed=i, max_tokens=20, **kind) for i, (ids, kind) in enumerate(together)]
+
+
+def numbers(answer: Answer) -> list[float]:
+    listed = [*answer.logprobs, *[each for each in answer.prompt_logprobs or [] if each is not None]]
+    return [number for each in listed for number in (each.logprob, *[pair[1] for pair in each.top])]
+
+
+def assert_same(found: dict[str, Answer], expected: dict[str, Answer], within: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, answer in expected.items():
+        assert found[name].ids == answer.ids, name
+        assert numbers(found[name]) == pytest.approx(numbers(answer), abs=within, rel=1e-6), name
+        assert found[name].finish_reason == answer.finish_reason
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", SHAPES)
+def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    expected = run(engine(path, 1, **SMALL), asked())
+    divided = engine(path, ranks, **SMALL)
+    found = run(divided, asked())
+    assert_same(found, expected)
+    assert divided.stats.preemptions > 0
+    for each in asked():  # promise 2, at this number of ranks
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+
+
+QUANTIZED: dict[str, Any] = {
+    "gptq": (gptq(4, 32, symmetric=False), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
+    "awq": (awq(32), {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}),
+    "packed": (
+        compressed(4, 32, symmetric=True),
+        compressed_config("pack-quantized", 4, 32, strategy="group", symmetric=True, actorder=None),
+    ),
+    "float8": (
+        float8("block", block=(32, 32)),
+        compressed_config("float-quantized", 8, 0, kind="float", strategy="block", block_structure=[32, 32]),
+    ),
+}
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+"""Parts of whole groups."""
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
+def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks' parts are those of the weights that one process has. Seen without integer products, which round x to
+    8 bits: there the last bit of a sum can change a code."""
+    monkeypatch.setattr(Cpu, "pack_quantized", Reference.pack_quantized)
+    monkeypatch.setattr(Cpu, "pack_table", Reference.pack_table)
+    wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
+    path, settings = save_tiny_model(tmp_path / "model", "llama", **wide), {}
+    if way in QUANTIZED:
+        path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way])
+    elif "-" in way:
+        kinds = way.split("-")
+        path = write_gguf(path, tmp_path / "model.gguf", lambda name: kinds["o_proj" in name or "down" in name])
+    else:
+        settings = {"quantization": way}
+    assert_same(run(engine(path, ranks, **settings), asked()), run(engine(path, 1, **settings), asked()))
+
+
+@pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
+def test_integer_products(way: str) -> None:
+    """Near what one process computes, and the same bits alone and together."""
+    texts = [[435, 1029, 261], [2497, 16, 371, 2661], list(range(300, 340))]
+    requests = [request(str(i), ids, max_tokens=12, logprobs=0) for i, ids in enumerate(texts)]
+    settings: dict[str, Any] = {"quantization": way, "max_model_len": 128, "num_kv_blocks": 32}
+    divided = engine(DEMO_MODEL, 2, **settings)
+    found, expected = run(divided, requests), run(engine(DEMO_MODEL, 1, **settings), requests)
+    for each in requests:
+        assert numbers(found[each.id])[0] == pytest.approx(numbers(expected[each.id])[0], abs=0.05)
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+
+
+def test_groups_that_would_be_torn_apart_are_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama")  # down_proj has 160 inputs, of which each of two ranks has 80
+    path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED["gptq"])
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: model.layers.0.mlp.down_proj cannot be divided: its"):
+        engine(path, 2)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama-tied-biased")
+    base = AutoModelForCausalLM.from_pretrained(path)
+    folders = [save_adapter(tmp_path / f"a{rank}", base, rank, seed=rank) for rank in (3, 16)]
+    both = (*ALL, "embed_tokens", "lm_head")
+    folders.append(save_adapter(tmp_path / "head", base, 8, targets=both, seed=8, size=0.3))
+    (tmp_path / "spool").mkdir()
+    kept = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64)
+    adapters = [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
+    requests = [replace_struct(each, adapter=adapters[index % len(adapters)]) for index, each in enumerate(asked())]
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
+    expected = run(engine(path, 1, **lora), requests)
+    for ranks in (2, 4):
+        assert_same(run(engine(path, ranks, **lora), requests), expected, 5e-5)
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa"])
+def test_guessed_tokens(method: str, tmp_path: Path) -> None:
+    """What guesses is whole on the first rank, which asks the others for embeddings and logits."""
+    path = save_tiny_model(tmp_path / "model", "llama")
+    told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        told["model"] = str(save_tiny_model(tmp_path / "draft", "llama", num_hidden_layers=1))
+    elif method != "ngram":
+        told["model"] = str(made_head(tmp_path / "head", method)[0])
+    expected = run(engine(path, 1, num_kv_blocks=96, max_model_len=128), asked())
+    guessing = engine(path, 2, num_kv_blocks=96, max_model_len=128, speculative_config=told)
+    drafter_of(guessing) if method in METHODS else None
+    assert_same(run(guessing, asked()), expected)
+    assert method == "ngram" or guessing.stats.drafts > 0
+
+
+@pytest.mark.parametrize("kind", ["mean", "last"])
+def test_vectors(kind: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "qwen3")
+    wanted = [Request(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts())]
+
+    def vectors(ranks: int) -> dict[str, np.ndarray]:
+        made, found = engine(path, ranks, runner="pooling", pooling_type=kind), {}
+        for each in wanted:
+            made.add(each)
+        while made.busy:
+            found |= {each.id: np.frombuffer(each.vector, "<f4") for each in made.step() if each.vector is not None}
+        return found
+
+    one, two = vectors(1), vectors(2)
+    assert one.keys() == two.keys() == {each.id for each in wanted}
+    for name, vector in one.items():
+        np.testing.assert_allclose(two[name], vector, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
+    """In bfloat16 the ranks' parts are rounded once more, so tokens may differ; their independence of the batch may
+    not."""
+    params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "logprobs": 1, "ignore_eos": False}
+    texts = [[435, 1029, 261], [2497, 16, 371, 2661], list(range(300, 340))]
+    requests = [request(str(i), ids, seed=i, **params) for i, ids in enumerate(texts)]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    requests.append(request("json", texts[0], seed=9, **params, grammar=json_grammar(schema)))
+    settings: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv, "max_model_len": 256, "num_kv_blocks": 64}
+    divided = engine(DEMO_MODEL, 2, **settings)
+    found = run(divided, requests)
+    if dtype == "float32" and kv == "auto":
+        assert_same(found, run(engine(DEMO_MODEL, 1, **settings), requests))
+    for each in requests:
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+
+
+def test_each_rank_holds_its_part(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama", vocab_size=3001, num_hidden_layers=6)
+    config = EngineConfig(model=str(path), **BASE)
+    model = read_model_config(path)
+    chosen = choose(config, model)
+    whole = load_model(config, path, model, chosen, lambda: None)
+    parts = [load_model(config, path, model, chosen, lambda: None, shard=Shard(rank, 4)) for rank in range(4)]
+    norms = sum(4 * math.prod(each.shape) for each in whole.checkpoint.table.values() if len(each.shape) == 1)
+    twice = 6 * 2 * (2 * 16 * 64) * 4  # keys and values of two heads on four ranks
+    assert sum(each.read_bytes for each in parts) == whole.read_bytes + 3 * norms + twice
+    assert max(each.read_bytes for each in parts) < 0.3 * whole.read_bytes
+    pages = [sum(tensor.nbytes for layer in each.model.pages(1) for tensor in layer) for each in (whole, parts[0])]
+    assert pages[0] == 2 * pages[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "wrong"),
+    [
+        ("llama", 3, "the model's 4 heads cannot be divided among 3 ranks"),
+        ("llama", 8, "the model's 4 heads cannot be divided among 8 ranks"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(family: str, ranks: int, wrong: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size: {wrong}") as found:
+        engine(path, ranks)
+    assert found.value.param == "tensor_parallel_size"
+
+
+def test_other_refusals(tmp_path: Path) -> None:
+    odd = save_tiny_model(tmp_path / "odd", "llama", intermediate_size=162)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: the model's intermediate_size 162 cannot be divided"):
+        engine(odd, 4)
+    heads = save_tiny_model(tmp_path / "heads", "llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=6)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: 4 ranks can neither divide the model's 6 key-value"):
+        engine(heads, 4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size: the compiled CPU kernels alone"):
+        engine(odd, 2, attention_backend="reference")
+    with pytest.raises(ConfigError, match="tensor_parallel_size: weights given as tensors"):
+        Engine(EngineConfig(model=str(odd), tensor_parallel_size=2, **BASE), tensors=iter([]))
+    experts = save_tiny_model(tmp_path / "experts", "mixtral")
+    with pytest.raises(ConfigError, match="tensor_parallel_size: mixtures of experts are not divided"):
+        engine(experts, 2)
+    with pytest.raises(ConfigError, match="kv_offload_memory: pages of several ranks") as found:
+        engine(odd, 2, kv_offload_memory=1)
+    assert found.value.param == "kv_offload_memory"
+    encoder = save_tiny_encoder(tmp_path / "encoder", "bert")
+    with pytest.raises(ConfigError, match="tensor_parallel_size: encoders are not divided"):
+        engine(encoder, 2)
+
+
+def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
+    made = engine(save_tiny_model(tmp_path, "llama"), 4)
+    assert isinstance(made.runner._model, LeadingDecoder)
+    running = [process._thread for process in made.runner._model._ranks._processes]
+    assert all(each.is_alive() for each in running)
+    del made
+    let_go()
+    assert not any(each.is_alive() for each in running)

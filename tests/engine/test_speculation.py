@@ -1,0 +1,196 @@
+"""Whoever guesses, and however well: the tokens and log probabilities are those without guesses."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.drafting.adaptive import Adaptive, StepCosts
+from quire.engine.drafting.drafter import Asked, Drafter, Guess, NoDrafts
+from quire.engine.drafting.forced import ForcedTokens
+from quire.engine.drafting.lookup import PromptLookup, SharedLookup
+from quire.engine.drafting.stepwise import Stepwise
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.text.grammar import json_grammar
+from quire.engine.types import Request, SamplingParams, ThinkingBudget
+from tests.engine.harness import Answer, run
+from tests.tiny_models import VOCAB, save_tiny_model
+
+CHEAP = StepCosts((1, 64), (1.0, 1.001))
+"""Every guess seems to pay."""
+PHRASES = ["Once upon a time ", "there was a little dog. ", "The king said: ", "dog dog dog dog ", "a time a time "]
+
+
+@dataclass
+class Garbage(Drafter):
+    rng: random.Random
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        return [
+            Guess([self.rng.randrange(3, 300) for _ in range(min(most, self.rng.randrange(6)))]) for _, most in asked
+        ]
+
+
+@dataclass
+class Right(Drafter):
+    """Knows the answers, and goes on behind their ends."""
+
+    answers: dict[str, Answer]
+
+    def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+        return [Guess(([*self.answers[seq.request.id].ids, 40, 41])[seq.num_output :][:6]) for seq, _ in asked]
+
+
+@cache
+def engine(blocks: int, budget: int) -> Engine:
+    options = {"max_model_len": 192, "num_kv_blocks": blocks, "max_num_batched_tokens": budget}
+    return Engine(EngineConfig(threads=1, enable_prefix_caching=blocks > 20, **options))
+
+
+def answers(made: Engine, requests: list[Request], drafter: Drafter | None) -> dict[str, Answer]:
+    made.scheduler._drafter = drafter or NoDrafts()
+    return run(made, requests)
+
+
+def traffic(prompts: list[str], params: list[dict[str, object]]) -> list[Request]:
+    encoded = [[byte + 3 for byte in prompt.encode()] for prompt in prompts]
+    return [
+        Request(
+            id=str(i), prompt_ids=ids, params=SamplingParams(**{"max_tokens": 30} | kind), seed=i, cache_salt=str(i % 2)
+        )
+        for i, (ids, kind) in enumerate(zip(encoded, params, strict=False))
+    ]
+
+
+def known(found: dict[str, Answer]) -> dict[str, object]:
+    """What must be equal: all but how much of a prompt was cached."""
+    return {name: (a.ids, a.logprobs, a.prompt_logprobs, a.finish_reason) for name, a in found.items()}
+
+
+@pytest.mark.parametrize("lookup", [PromptLookup(2), SharedLookup(1)], ids=["ngram", "suffix"])
+def test_repetition_is_guessed(lookup: Drafter) -> None:
+    made = engine(100, 512)
+    requests = traffic([PHRASES[0] * 6, PHRASES[3] * 6], [{"allowed_token_ids": (40,)}, {"allowed_token_ids": (41,)}])
+    begun, wanted = made.stats, answers(made, requests, None)
+    plain = made.stats.steps - begun.steps
+    drafter, begun = Adaptive(lookup, 5, CHEAP), made.stats
+    for _ in range(2):
+        assert known(answers(made, requests, drafter)) == known(wanted)
+    after = made.stats
+    assert after.steps - begun.steps < 1.5 * plain
+    right = sum(after.accepted_drafts) - sum(begun.accepted_drafts)
+    assert 10 < right <= after.draft_tokens - begun.draft_tokens
+    assert after.drafts > begun.drafts
+
+
+def test_a_configured_engine_guesses() -> None:
+    made = Engine(EngineConfig(speculative_config=SpeculativeConfig(method="ngram"), threads=1, num_kv_blocks=100))
+    found = run(made, traffic([PHRASES[0] * 6], [{"temperature": 0.0, "ignore_eos": True, "max_tokens": 60}]))
+    assert len(found["0"].ids) == 60
+    assert made.stats.drafts > 0
+
+
+def test_what_a_grammar_forces_is_guessed_unasked() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"the name of the cat": {"type": "boolean"}},
+        "additionalProperties": False,
+    }
+    held = {"grammar": json_grammar(schema | {"required": list(schema["properties"])}), "max_tokens": 40}
+    requests = traffic(PHRASES[:3], [held, held | {"temperature": 0.0, "logprobs": 2}, {"temperature": 0.0}])
+    steps, found = {}, {}
+    for method in (None, "none"):
+        speculative = None if method is None else SpeculativeConfig(method=method)
+        made = Engine(EngineConfig(threads=1, num_kv_blocks=100, speculative_config=speculative))
+        for each in requests:
+            found[method, each.id] = known(run(made, [each]))
+            steps[method, each.id] = made.stats.steps
+        assert (made.stats.draft_tokens > 20) == (method is None)
+    assert [found[None, each.id] for each in requests] == [found["none", each.id] for each in requests]
+    assert steps[None, "1"] < 0.7 * steps["none", "1"], "those with a grammar"
+    assert steps[None, "2"] - steps[None, "1"] == steps["none", "2"] - steps["none", "1"]
+
+
+def drafted(path: Path, model: Path, **options: int) -> Engine:
+    speculative = SpeculativeConfig(method="draft_model", model=str(model), num_speculative_tokens=5)
+    return Engine(EngineConfig(model=str(path), speculative_config=speculative, threads=1, dtype="float32", **options))
+
+
+def always(made: Engine) -> Engine:
+    """Without regard to what it costs."""
+    outer = made.scheduler._drafter
+    assert isinstance(outer, Adaptive)
+    assert isinstance(outer._drafter, ForcedTokens)
+    inner = outer._drafter._drafter
+    assert isinstance(inner, Stepwise | Adaptive)
+    outer._costs = inner._costs = CHEAP
+    if isinstance(inner, Stepwise):
+        inner._own = StepCosts((1, 64), (1e-6, 1e-6))
+    return made
+
+
+KINDS: list[dict[str, object]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.9},
+    {"temperature": 1.1, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    {"temperature": 1.0, "bad_words_ids": ((4,), (5, 6)), "min_tokens": 9, "stop_token_ids": tuple(range(3, 60, 9))},
+    {"temperature": 1.0, "thinking": ThinkingBudget(4, end_id=3, begin_id=None)},
+]
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str
+)
+def test_a_model_that_drafts_for_itself_is_always_right(shape: dict[str, int], tmp_path: Path) -> None:
+    """Where tokens are drawn too, for it draws with the same numbers; with chunked prompts and after preemptions."""
+    path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(rng.choice([1, 16, 40, 70]))] for _ in range(10)]
+    kinds = [{"max_tokens": 20} | KINDS[i % len(KINDS)] for i in range(10)]
+    requests = [
+        Request(id=str(i), prompt_ids=prompt, params=SamplingParams(**kind), seed=i)
+        for i, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
+    ]
+    options = {"num_kv_blocks": 200, "max_model_len": 200} | shape
+    plain = Engine(EngineConfig(model=str(path), threads=1, dtype="float32", **options))
+    wanted = known(run(plain, requests))
+    made = always(drafted(path, path, **options))
+    for _ in range(2):
+        assert known(run(made, requests)) == wanted
+    stats = made.stats
+    assert stats.preemptions > 0 or "num_kv_blocks" not in shape
+    assert sum(stats.accepted_drafts) == stats.draft_tokens
+    assert stats.draft_tokens > 100
+
+
+def test_another_model_changes_no_token(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "served", "qwen3", num_hidden_layers=2)
+    other = save_tiny_model(tmp_path / "drafts", "llama", num_hidden_layers=1, max_position_embeddings=64)
+    requests = [
+        Request(
+            id=str(i), prompt_ids=list(range(5 + i, 45 + i)), params=SamplingParams(**{"max_tokens": 40} | kind), seed=i
+        )
+        for i, kind in enumerate(KINDS)
+    ]
+    options = {"num_kv_blocks": 100, "max_model_len": 120}
+    wanted = known(run(Engine(EngineConfig(model=str(path), threads=1, dtype="float32", **options)), requests))
+    made = always(drafted(path, other, **options))
+    assert known(run(made, requests)) == wanted
+    assert made.stats.draft_tokens > 0
+
+
+def test_a_model_that_cannot_draft_is_refused(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "served", "qwen3", num_hidden_layers=1)
+    other = save_tiny_model(tmp_path / "drafts", "llama", num_hidden_layers=1, vocab_size=VOCAB + 1)
+    with pytest.raises(ConfigError, match=r"speculative_config\.model: its vocabulary has"):
+        drafted(path, other, num_kv_blocks=20)
+    with pytest.raises(ConfigError, match=r"speculative_config\.model: model: there is no directory"):
+        drafted(path, tmp_path / "nowhere", num_kv_blocks=20)
+    with pytest.raises(ValueError, match="medusa need a model"):
+        SpeculativeConfig(method="draft_model")

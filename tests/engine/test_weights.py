@@ -1,0 +1,533 @@
+"""Weights that are let go, taken back and replaced while requests are open, on real engines with tiny models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quire.engine.client.client import EngineClient
+from quire.engine.client.heartbeat import NoHeartbeat
+from quire.engine.client.supervisor import ProcessClient
+from quire.engine.client.weights import MODES, Mode, Weights
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, InvalidRequest, ModelError, QuireError
+from quire.engine.in_process import InProcessClient
+from quire.engine.loop import Engine, _built_anew
+from quire.engine.types import PoolingParams, Request, SamplingParams, TokenLogprob
+from tests.quantized_models import gptq, quantize_checkpoint
+from tests.tiny_encoders import save_tiny_encoder
+from tests.tiny_models import save_tiny_model
+
+LONG = 2000
+"""Tokens of answers that are open when something happens."""
+FILE = "model.safetensors"
+PREFIX = [3 + 7 * index % 300 for index in range(40)]
+"""What all prompts begin with, several pages long."""
+
+
+@dataclass
+class Answer:
+    prompt: list[int]
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    """Of each token, as the stream said when it came."""
+    version: str = ""
+    finish_reason: str | None = None
+    cached_tokens: int = 0
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two folders of one shape."""
+    first = save_tiny_model(tmp_path_factory.mktemp("first"), "llama", max_position_embeddings=4096)
+    second = tmp_path_factory.mktemp("second")
+    shutil.copy(first / "config.json", second)
+    torch.manual_seed(5)
+    tensors = {name: each + torch.randn_like(each) * 0.1 * each.std() for name, each in load_file(first / FILE).items()}
+    save_file(tensors, second / FILE, metadata={"format": "pt"})
+    return first, second
+
+
+def config_of(folder: Path, **options: object) -> EngineConfig:
+    settings = {"model": str(folder), "num_kv_blocks": 2000, "threads": 1, "dtype": "float32", "max_model_len": 2100}
+    return EngineConfig.model_validate(settings | {"skip_tokenizer_init": True} | options)
+
+
+@asynccontextmanager
+async def running(client: EngineClient) -> AsyncIterator[Weights]:
+    await client.start()
+    try:
+        yield Weights(client)
+    finally:
+        await client.stop()
+
+
+async def ask(client: EngineClient, name: str, tokens: int = 8, ends: int = 0) -> Answer:
+    """`ends`: different prompts have different ones."""
+    answer = Answer([*PREFIX, 1 + ends])
+    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0)
+    stream = client.submit([Request(id=name, prompt_ids=answer.prompt, params=params, seed=ends)])
+    async for outputs in stream:
+        for output in outputs:
+            answer.ids += output.new_ids
+            answer.logprobs += output.logprobs or []
+            answer.versions += [stream.weights_version] * len(output.new_ids)
+            answer.finish_reason = output.finish_reason
+            answer.cached_tokens = max(answer.cached_tokens, output.cached_tokens)
+    answer.version = stream.weights_version
+    return answer
+
+
+async def some(client: EngineClient, count: int, tokens: int) -> list[asyncio.Task[Answer]]:
+    """Answers that have begun and are far from their end."""
+    tasks = [asyncio.create_task(ask(client, f"open-{index}", tokens, index)) for index in range(count)]
+    while client.stats.generation_tokens < 4 * count:  # noqa: ASYNC110, there is no event to wait for
+        await asyncio.sleep(0.002)
+    assert not any(task.done() for task in tasks)
+    return tasks
+
+
+def expected(folder: Path, answer: Answer) -> list[float]:
+    """transformers' log probabilities of the answer's tokens with these weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        every = model(torch.tensor([answer.prompt + answer.ids])).logits[0].log_softmax(-1)
+    begin = len(answer.prompt) - 1
+    return [float(every[begin + place, token]) for place, token in enumerate(answer.ids)]
+
+
+def farthest(folder: Path, answer: Answer, begin: int = 0, end: int | None = None) -> float:
+    """The largest difference to transformers' log probabilities, among tokens begin to end."""
+    found = [each.logprob for each in answer.logprobs]
+    return max(abs(a - b) for a, b in list(zip(found, expected(folder, answer), strict=True))[begin:end])
+
+
+async def same_tokens(client: EngineClient, expected: list[int]) -> bool:
+    return (await ask(client, os.urandom(8).hex(), len(expected))).ids == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_streams_go_on_after_a_sleep_as_if_there_had_been_none(folders: tuple[Path, Path], level: int) -> None:
+    client = ProcessClient(config_of(folders[0]))
+    async with running(client) as weights:
+        alone = [await ask(client, f"alone-{index}", LONG, index) for index in range(3)]
+        before = client.stats.generation_tokens
+        tasks = [asyncio.create_task(ask(client, f"open-{index}", LONG, index)) for index in range(3)]
+        while client.stats.generation_tokens < before + 60:  # noqa: ASYNC110, there is no event to wait for
+            await asyncio.sleep(0.002)
+        await weights.sleep(level)
+        assert client.asleep
+        assert client.healthy
+        assert not client.responsive
+        assert (client.pid is None) == (level == 2)
+        late = asyncio.create_task(ask(client, "late"))
+        await asyncio.sleep(0.2)
+        assert not any(task.done() for task in [*tasks, late])
+        await weights.sleep(level)  # once more changes nothing
+        await weights.wake_up()
+        assert [task.ids for task in await asyncio.gather(*tasks)] == [each.ids for each in alone]
+        assert (await late).ids == alone[0].ids[:8]
+        assert client.deaths == client.replays == 0
+        assert client.stats.generation_tokens >= before
+
+
+async def test_an_engine_killed_in_its_sleep_wakes(folders: tuple[Path, Path]) -> None:
+    client = ProcessClient(config_of(folders[0]))
+    async with running(client) as weights:
+        ids = (await ask(client, "first")).ids
+        await weights.sleep()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        while client.pid is not None:  # noqa: ASYNC110, there is no event to wait for
+            await asyncio.sleep(0.01)
+        assert client.asleep
+        await weights.wake_up()
+        assert await same_tokens(client, ids)
+
+
+async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
+    """Each token is computed with the weights whose version the stream says, and with nothing that others computed;
+    an engine that is killed comes back with the new ones."""
+    first, second = folders
+    client = ProcessClient(config_of(first))
+    async with running(client) as weights:
+        tasks = await some(client, 32, 800)
+        assert await weights.update(str(second), version="step-1") == "step-1"
+        later = await asyncio.gather(*[ask(client, f"later-{index}", 8, 40 + index) for index in range(4)])
+        answers = await asyncio.gather(*tasks)
+        for answer in answers:
+            switch = answer.versions.index("step-1")
+            assert answer.versions == ["1"] * switch + ["step-1"] * (800 - switch)
+            assert answer.version == "step-1"
+        for answer in answers[:6]:
+            switch = answer.versions.index("step-1")
+            assert farthest(first, answer, 0, switch) < 1e-3
+            assert farthest(second, answer, switch) < 1e-3
+            assert farthest(first, answer, switch) > 0.05, "the two weights are far apart"
+        for answer in later:
+            assert answer.version == "step-1"
+            assert farthest(second, answer) < 1e-3
+        again = await ask(client, "again", 8, 40)
+        assert again.cached_tokens > 0
+        assert again.ids == later[0].ids
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        after = await ask(client, "after", 8, 40)
+        assert after.ids == again.ids
+        assert after.version == "step-1"
+        assert await weights.update(str(first)) == "3"
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: Mode) -> None:
+    first, second = folders
+    client = ProcessClient(config_of(first))
+    async with running(client) as weights:
+        tasks = await some(client, 2, LONG)
+        update = asyncio.create_task(weights.update(str(second), mode))
+        await asyncio.sleep(0.01)  # it has begun
+        new = await ask(client, "new")
+        assert await update == new.version == "2"
+        assert farthest(second, new) < 1e-3
+        for answer in await asyncio.gather(*tasks):
+            assert answer.finish_reason == ("abort" if mode == "abort" else "length")
+            assert answer.version == ("2" if mode == "keep" else "1")
+            assert (len(answer.ids) == LONG) == (mode != "abort")
+
+
+async def test_requests_may_leave_while_they_wait(folders: tuple[Path, Path]) -> None:
+    client = ProcessClient(config_of(folders[0]))
+    async with running(client) as weights:
+        tasks = await some(client, 1, LONG)
+        update = asyncio.create_task(weights.update(str(folders[1]), "wait"))
+        await asyncio.sleep(0.01)
+        stream = client.submit([Request(id="held", prompt_ids=[5], params=SamplingParams(), seed=0)])
+        stream.close()
+        assert client.num_open == 1
+        client.cancel("open-0")
+        assert (await tasks[0]).finish_reason == "abort"
+        assert await update == "2"
+        assert client.num_open == 0
+
+
+def lacks_a_tensor(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    del tensors["model.norm.weight"]
+
+
+def has_one_more(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    tensors["model.layers.9.extra"] = torch.zeros(3)
+
+
+def has_a_wrong_shape(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    tensors["model.norm.weight"] = torch.zeros(65)
+
+
+def has_a_wrong_type(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    tensors["model.norm.weight"] = torch.zeros(64, dtype=torch.int8)
+
+
+def has_another_config(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"num_attention_heads": 4', '"num_attention_heads": 8'))
+
+
+def has_a_broken_config(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+BAD = {
+    lacks_a_tensor: "lack model.norm.weight",
+    has_one_more: "model.layers.9.extra",
+    has_a_wrong_shape: r"model.norm.weight has shape \[65\]",
+    has_a_wrong_type: "model.norm.weight is stored as torch.int8",
+    has_another_config: "num_heads is 8, the model's 4",
+    has_a_broken_config: "config.json",
+}
+
+
+async def test_bad_folders_are_refused_while_the_weights_go_on(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    first, second = folders
+    client = ProcessClient(config_of(first))
+    async with running(client) as weights:
+        ids = (await ask(client, "first")).ids
+        steps = client.stats.steps
+        for spoil, words in BAD.items():
+            folder = tmp_path / spoil.__name__
+            folder.mkdir()
+            shutil.copy(second / "config.json", folder)
+            tensors = load_file(second / FILE)
+            spoil(tensors, folder)
+            save_file(tensors, folder / FILE)
+            with pytest.raises(ConfigError, match=words):
+                await weights.update(str(folder))
+        cut = tmp_path / "cut"
+        cut.mkdir()
+        (cut / FILE).write_bytes((second / FILE).read_bytes()[:-100])
+        with pytest.raises(ConfigError, match="cut off"):
+            await weights.update(str(cut))
+        for path, error in ((str(tmp_path), ConfigError), ("/nowhere", InvalidRequest), ("", InvalidRequest)):
+            with pytest.raises(error):
+                await weights.update(path)
+        with pytest.raises(InvalidRequest, match="mode must be one of"):
+            await weights.update(str(second), "never")  # type: ignore[arg-type]
+        assert client.weights_version == "1"
+        again = await ask(client, "again")
+        assert again.ids == ids
+        assert again.cached_tokens > 0, "the engine is the one that it was"
+        assert client.stats.steps > steps
+        (cut / FILE).write_bytes((second / FILE).read_bytes())  # weights alone: the config is the served model's
+        assert await weights.update(str(cut)) == "2"
+        assert farthest(second, await ask(client, "new")) < 1e-3
+
+
+async def test_the_folder_before_may_be_gone(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    first, second = folders
+    copy = shutil.copytree(second, tmp_path / "copy")
+    client = InProcessClient(config_of(first))
+    async with running(client) as weights:
+        await weights.update(str(copy))
+        shutil.rmtree(copy)
+        assert await weights.update(str(second)) == "3"
+        assert farthest(second, await ask(client, "new")) < 1e-3
+
+
+@pytest.mark.parametrize("kind", [InProcessClient, ProcessClient])
+async def test_no_request_ends_for_weights_that_are_refused(
+    kind: type[InProcessClient | ProcessClient], folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    tensors = load_file(folders[1] / FILE)
+    lacks_a_tensor(tensors, tmp_path)
+    save_file(tensors, tmp_path / FILE)
+    client = kind(config_of(folders[0]))
+    async with running(client) as weights:
+        tasks = await some(client, 2, 400)
+        for mode in ("abort", "wait"):
+            with pytest.raises(ConfigError, match=r"lack model\.norm\.weight"):
+                await weights.update(str(tmp_path), mode)
+            with pytest.raises(InvalidRequest, match="no folder"):
+                await weights.update("/nowhere", mode)
+            assert not any(task.done() for task in tasks), "nobody waited for them"
+        for answer in await asyncio.gather(*tasks):
+            assert (answer.finish_reason, len(answer.ids)) == ("length", 400)
+            assert answer.version == "1"
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_what_is_no_number_is_refused(
+    number: float, dtype: str, folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    first, second = folders
+    tensors = load_file(second / FILE)
+    tensors["model.layers.0.self_attn.k_proj.weight"][3, 5] = number
+    save_file(tensors, tmp_path / FILE)
+    client = InProcessClient(config_of(first, dtype=dtype))
+    async with running(client) as weights:
+        ids = (await ask(client, "first")).ids
+        with pytest.raises(ModelError, match=r"k_proj\.weight holds numbers that are infinite or NaN"):
+            await weights.update(str(tmp_path))
+        with pytest.raises(ModelError, match=r"k_proj\.weight holds numbers that are infinite or NaN"):
+            await client.load_tensors(tensors.items(), "2")
+        assert client.weights_version == "1"
+        assert await same_tokens(client, ids)
+
+
+async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = InProcessClient(config_of(folders[0]))
+    async with running(client) as weights:
+        ids = (await ask(client, "first")).ids
+        monkeypatch.setattr(Engine, "check_weights", lambda self, config: None)
+        tasks = await some(client, 2, 300)
+        with pytest.raises(ModelError, match=r"lacks model\.safetensors"):
+            await weights.update(str(tmp_path))
+        assert not client.asleep
+        assert client.weights_version == "1"
+        assert await same_tokens(client, ids)
+        for answer in await asyncio.gather(*tasks):
+            assert len(answer.ids) == 300
+            assert farthest(folders[0], answer) < 1e-3
+
+
+def test_an_engine_that_cannot_be_built_anew_is_built_as_it_was(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    before, worse = config_of(folders[0]), config_of(folders[0], weights=str(tmp_path))
+    config, engine, failure = _built_anew(before, worse, NoHeartbeat())
+    assert config == before
+    assert failure is not None
+    assert "lacks model.safetensors" in failure
+    assert engine.info.num_blocks == before.num_kv_blocks
+    better = config_of(folders[0], weights=str(folders[1]))
+    assert _built_anew(before, better, NoHeartbeat())[::2] == (better, None)
+
+
+def resident(pid: int) -> int:
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@pytest.mark.slow
+async def test_fifty_updates_leave_memory_as_it_is(tmp_path: Path) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "vocab_size": 8000}
+    folder = save_tiny_model(tmp_path / "model", "llama", **shape)
+    size = (folder / FILE).stat().st_size
+    client = ProcessClient(config_of(folder, max_model_len=500))
+    async with running(client) as weights:
+        found = []
+        for number in range(60):
+            await weights.update(str(folder))
+            await ask(client, f"request-{number}", 20, number)
+            assert client.pid is not None
+            found.append(resident(client.pid))
+        assert client.deaths == 0
+    assert max(found[10:]) < max(found[:10]) + size / 2, "fifty times the weights would be far more"
+
+
+async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 16000}
+    folder = save_tiny_model(tmp_path / "model", "llama", **shape)
+    client = ProcessClient(config_of(folder, max_model_len=500))
+    info = await client.start()
+    weights = Weights(client)
+    try:
+        await asyncio.gather(*[ask(client, f"request-{number}", 200, number) for number in range(16)])
+        assert client.pid is not None
+        used = client.stats.cached_blocks * info.kv_bytes // info.num_blocks
+        awake = resident(client.pid)
+        await weights.sleep()
+        assert awake - resident(client.pid) > 0.9 * (info.weight_bytes + used)
+    finally:
+        await client.stop()
+
+
+@pytest.mark.parametrize("level", [0, 3])
+async def test_levels_are_one_and_two(folders: tuple[Path, Path], level: int) -> None:
+    with pytest.raises(InvalidRequest, match="level must be 1 or 2"):
+        await Weights(InProcessClient(config_of(folders[0]))).sleep(level)
+
+
+def stretched(folder: Path, to: Path) -> Path:
+    """The model with other numbers in every tensor."""
+    shutil.copytree(folder, to)
+    torch.manual_seed(6)
+    tensors = {name: each * (1 + 0.2 * torch.rand_like(each)) for name, each in load_file(folder / FILE).items()}
+    save_file(tensors, to / FILE, metadata={"format": "pt"})
+    return to
+
+
+async def vector(client: EngineClient) -> bytes:
+    params = PoolingParams(task="embed")
+    stream = client.submit([Request(id=os.urandom(8).hex(), prompt_ids=[5, 6, 7], params=params, seed=0)])
+    (output,) = [output async for outputs in stream for output in outputs]
+    assert output.vector is not None, output.error
+    return output.vector
+
+
+async def test_an_encoder_changes_too(tmp_path: Path) -> None:
+    first = save_tiny_encoder(tmp_path / "first", "bert")
+    second = stretched(first, tmp_path / "second")
+    options = {"max_model_len": None, "num_kv_blocks": None}
+    async with running(expected := InProcessClient(config_of(second, **options))):
+        wanted = await vector(expected)
+    client = InProcessClient(config_of(first, **options))
+    async with running(client) as weights:
+        before = await vector(client)
+        assert before != wanted
+        await weights.update(str(second))
+        assert await vector(client) == wanted
+        (second / FILE).write_bytes((first / FILE).read_bytes()[:2000])
+        with pytest.raises(ConfigError):
+            await weights.update(str(second))
+        assert await vector(client) == wanted
+
+
+async def test_a_gguf_file_changes_too(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
+    first = save_tiny_model(tmp_path / "first", "llama")
+    second = stretched(first, tmp_path / "second")
+    files = [gguf_models.write_gguf(each, tmp_path / f"{each.name}.gguf") for each in (first, second)]
+    options = {"max_model_len": 400}
+    async with running(expected := InProcessClient(config_of(files[1], **options))):
+        wanted = (await ask(expected, "alone")).ids
+    client = InProcessClient(config_of(files[0], **options))
+    async with running(client) as weights:
+        before = (await ask(client, "first")).ids
+        assert before != wanted
+        with pytest.raises(ModelError, match="served from GGUF, not safetensors"):
+            await weights.update(str(second))
+        other = save_tiny_model(tmp_path / "other", "llama", intermediate_size=96)
+        with pytest.raises(ModelError, match="intermediate_size is 96, the model's 160"):
+            await weights.update(str(gguf_models.write_gguf(other, tmp_path / "other.gguf")))
+        assert (await ask(client, "again")).ids == before
+        await weights.update(str(files[1]))
+        assert (await ask(client, "new")).ids == wanted
+
+
+async def test_quantized_checkpoints_change_too(tmp_path: Path) -> None:
+    """Their packed tensors, from files and as tensors; a checkpoint of another quantization is refused."""
+    plain = save_tiny_model(tmp_path / "plain", "llama", hidden_size=128, intermediate_size=256)
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+    pack = gptq(4, 32, symmetric=True)
+    other = stretched(plain, tmp_path / "stretched")
+    first = quantize_checkpoint(plain, tmp_path / "first", pack, config)
+    second = quantize_checkpoint(other, tmp_path / "second", pack, config)
+    options = {"max_model_len": 400}
+    async with running(expected := InProcessClient(config_of(second, **options))):
+        wanted = (await ask(expected, "alone")).ids
+    client = InProcessClient(config_of(first, **options))
+    async with running(client) as weights:
+        before = (await ask(client, "first")).ids
+        assert before != wanted
+        with pytest.raises(ModelError, match="quantization_config is not the model's"):
+            await weights.update(str(plain))
+        assert (await ask(client, "again")).ids == before
+        await weights.update(str(second))
+        assert (await ask(client, "new")).ids == wanted
+        await weights.update(str(first))
+        await client.load_tensors(load_file(second / FILE).items(), "given")
+        assert (await ask(client, "given")).ids == wanted
+
+
+async def test_a_change_that_nobody_waits_for_is_made_all_the_same(folders: tuple[Path, Path]) -> None:
+    client = ProcessClient(config_of(folders[0]))
+    async with running(client) as weights:
+        tasks = await some(client, 2, 200)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(weights.update(str(folders[1])), 0.01)
+        assert await weights.update(str(folders[1])) == "3"
+        assert [len(answer.ids) for answer in await asyncio.gather(*tasks)] == [200, 200]
+        assert client.alive
+        assert client.weights_version == "3"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_another_model_is_refused_in_its_sleep_too(
+    folders: tuple[Path, Path], tmp_path: Path, level: int
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folders[1], other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.3}))
+    client = ProcessClient(config_of(folders[0]))
+    async with running(client) as weights:
+        await weights.sleep(level)
+        with pytest.raises(QuireError, match=r"norm_eps is 0\.3"):
+            await weights.update(str(other))
+        assert client.asleep
+        assert await weights.update(str(folders[1])) == "2"
+        assert farthest(folders[1], await ask(client, "new")) < 1e-3

@@ -1,0 +1,184 @@
+"""Layers of several sliding windows, each group with a page table of its own: the same tokens from fewer pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.page_groups import PageNeeds, one_group, page_groups
+from quire.engine.checkpoint.sizes import layer_windows
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from quire.engine.models import decoder_spec
+from quire.engine.types import Request
+from quire.engine.worker import device
+from quire.engine.worker.loading import model as loading
+from quire.server.cli.plan.configured import predicted_tokens
+from quire.server.cli.plan.machine import Machine
+from tests.engine.harness import Answer, request, run
+from tests.tiny_models import FAMILIES, VOCAB, save_tiny_model
+
+FOUR = (16, 40, 100, None)
+
+
+@pytest.fixture
+def four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer of a model of four has a window of its own, or none."""
+    plain = device.decoder_spec
+    monkeypatch.setattr(device, "decoder_spec", lambda config: replace(plain(config), windows=FOUR))
+
+
+@pytest.fixture
+def as_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """What a model gives whose pages are all of all layers, and are kept."""
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "page_groups", lambda windows, *_, **__: one_group(len(windows)))
+        yield patch
+
+
+def engine(path: Path, **options: object) -> Engine:
+    defaults = {"num_kv_blocks": 160, "max_num_batched_tokens": 64, "dtype": "float32"}
+    return Engine(EngineConfig(model=str(path), **defaults | options))
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    common = torch.randint(3, VOCAB, (max(lengths),), generator=generator).tolist()
+    return [[*common[: length - 1], 3 + index] for index, length in enumerate(lengths)]
+
+
+def asked() -> list[Request]:
+    """Long prompts, and short ones whose answers outgrow a small cache together."""
+    long = [request(f"long {i}", each, max_tokens=20, logprobs=0) for i, each in enumerate(prompts(1, 50, 130, 240))]
+    return long + [request(f"{i}", [i + 3, *range(9, 25)], max_tokens=50, logprobs=0) for i in range(5)]
+
+
+def tokens(answers: dict[str, Answer]) -> dict[str, tuple[list[int], list[float]]]:
+    return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in answers.items()}
+
+
+OPTIONS = {
+    "chunks": {"max_num_batched_tokens": 9},
+    "preempted": {"num_kv_blocks": 14, "max_model_len": 280, "max_num_batched_tokens": 16},
+    "guessed": {"speculative_config": "ngram"},
+    "no cache": {"enable_prefix_caching": False},
+    "plain PyTorch": {"attention_backend": "reference"},
+    "tiers": {"kv_offload_memory": 0.01},
+}
+
+
+@pytest.mark.usefixtures("four_windows")
+@pytest.mark.parametrize(("family", "kv"), [("gemma2", "auto"), ("gemma3", "int8")])
+def test_tokens_are_those_of_a_model_that_keeps_everything(
+    family: str, kv: str, tmp_path: Path, as_one: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path, family)
+    whole = engine(path, kv_cache_dtype=kv)
+    assert whole.info.page_groups == 1
+    wanted = tokens(run(whole, asked()))
+    as_one.undo()
+    first = engine(path, kv_cache_dtype=kv)
+    assert first.info.page_groups == 4
+    assert tokens(run(first, asked())) == wanted
+    again = run(first, asked())
+    assert tokens(again) == wanted
+    assert [each.cached_tokens for each in again.values()][:4] == [0, 48, 128, 224]
+    for name, options in OPTIONS.items():
+        other = engine(path, kv_cache_dtype=kv, **options)
+        found = tokens(run(other, asked()))
+        if name == "plain PyTorch":
+            assert {key: ids for key, (ids, _) in found.items()} == {key: ids for key, (ids, _) in wanted.items()}
+        else:
+            assert found == wanted, name
+        assert (other.stats.preemptions > 0) == (name == "preempted")
+        assert other.info.page_groups == (1 if name == "tiers" else 4)
+        assert ("keep all tokens, for kv_offload_memory" in " ".join(other.info.notes)) == (name == "tiers")
+
+
+@pytest.mark.usefixtures("four_windows")
+def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pytest.MonkeyPatch) -> None:
+    """The shares of pages held are those of bytes: all pages of a model are of equal size."""
+    path = save_tiny_model(tmp_path, "gemma2", max_position_embeddings=8320, hidden_size=32, intermediate_size=32)
+    prompt = request("long", prompts(8192)[0], max_tokens=20)
+
+    def held(each: Engine) -> tuple[list[int], float, float]:
+        """Its tokens; and the most pages of all layers that it held once it had the first, without and with those that
+        were saved."""
+        found, held, whole = list[int](), 0.0, 0.0
+        each.add(prompt)
+        while each.busy:
+            found += [token for output in each.step() for token in output.new_ids]
+            if found:
+                used, groups = each.stats.used_blocks, each.info.page_groups
+                held, whole = max(held, used / groups), max(whole, (used + each.stats.saved_blocks) / groups)
+        return found, held, whole
+
+    options = {"num_kv_blocks": 540, "max_num_batched_tokens": 512, "max_num_seqs": 2}
+    wanted, every, whole = held(engine(path, **options))
+    as_one.undo()
+    got, fewer, both = held(engine(path, **options))
+    assert got == wanted
+    assert every == whole == both == 514
+    assert fewer < 0.6 * every
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma3-with-images" not in name])
+def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: Path) -> None:
+    config = read_model_config(save_tiny_model(tmp_path, family))
+    assert layer_windows(config.raw, config.num_layers) == decoder_spec(config).windows
+
+
+@pytest.mark.parametrize(
+    ("windows", "longest", "groups", "unused"),
+    [
+        ((None,) * 4, 4096, 1, 0),
+        ((64,) * 4, 4096, 1, 0),
+        ((4096, None) * 13, 4096, 1, 0),  # a window that hides nothing
+        ((4096, None) * 13, 8192, 2, 0),
+        (((512,) * 5 + (None,)) * 4 + (512, 512), 32768, 7, 2),  # Gemma 3 1B
+        ((128, None) * 12, 131072, 2, 0),
+        (tuple(range(10, 30)), 4096, 1, 0),  # more windows than tables
+    ],
+)
+def test_groups_have_one_window_and_layers_of_one_place_are_of_different_groups(
+    windows: tuple[int | None, ...], longest: int, groups: int, unused: int
+) -> None:
+    made = page_groups(windows, longest, 16)
+    assert (made.count, made.unused) == (groups, unused)
+    assert len(set(zip(made.group_of, made.place_of, strict=True))) == len(windows)
+    assert set(made.place_of) == set(range(made.places))
+    for window, group in zip(windows, made.group_of, strict=True):
+        assert made.windows[group] == window or ((made.windows[group] is None and groups == 1) or window >= longest)
+    assert page_groups(windows, longest, 16, keep_all=True) == one_group(len(windows))
+
+
+@pytest.mark.parametrize(("window", "at_once"), [(1, 1), (5, 1), (16, 7), (17, 16), (40, 100)])
+def test_no_sequence_needs_more_pages_than_the_plan_says(window: int, at_once: int) -> None:
+    needs = PageNeeds((window, None), 16, at_once)
+    for length in range(1, 300):
+        held = 0
+        for start in range(length):
+            last = min(start + at_once, length) - 1
+            held = max(held, last // 16 - needs.first_seen(window, start) + 1)
+        assert held <= needs.most(length) - -(-length // 16) <= -(-length // 16)
+        assert needs.longest(needs.most(length), length) == length
+        assert needs.longest(needs.most(length) - 1, length) < length
+
+
+def test_the_plan_is_what_the_engine_allocates(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "gpt_oss")
+    config = EngineConfig(model=str(path), kv_cache_memory=0.004, max_num_seqs=4, max_num_batched_tokens=32)
+    made = Engine(config)
+    assert made.info.page_groups == 3
+    assert sum(each.nbytes for each in made.runner._pages) == made.info.kv_bytes
+    assert made.stats.total_blocks == 3 * made.info.num_blocks
+    assert predicted_tokens(config, Machine("test", memory=4 * GIB, gpu=False)) == made.info.num_blocks * 16
+    assert "windows (3 page tables: 2 of 24 tokens, 1 of all tokens) save" in made.info.arithmetic
+    longest = PageNeeds((24, 24, None), 16, 32)
+    assert made.info.context_pages == longest.most(made.info.max_model_len)

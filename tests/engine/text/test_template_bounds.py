@@ -1,0 +1,60 @@
+"""Templates that would never end do; others do not notice that they are counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.text.chat_template import ChatRenderer
+
+ROUNDS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+TREE = "{% for a in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}"
+
+
+def rendered(template: str, **variables: Any) -> str:
+    return ChatRenderer({"default": template}, {}).render([{"role": "user", "content": "Hi"}], variables=variables)
+
+
+@pytest.mark.parametrize("template", [ROUNDS, CALLS, TREE])
+def test_a_template_that_does_not_end_is_no_model(template: str) -> None:
+    with pytest.raises(ModelError, match=r"chat template 'default' cannot be rendered: .* steps"):
+        rendered(template)
+
+
+@pytest.mark.parametrize("template", [ROUNDS, CALLS, TREE])
+def test_one_that_does_not_end_for_some_requests_refuses_these(template: str) -> None:
+    guarded = "{% if endless %}" + template + "{% endif %}done"
+    assert rendered(guarded) == "done"
+    with pytest.raises(InvalidRequest, match="steps"):
+        rendered(guarded, endless=True)
+
+
+@pytest.mark.parametrize("source", ["'x' * 10 ** 9", "10 ** 9 * [1]", "2 ** (10 ** 9)", "'%0999999999d' % 1"])
+def test_nothing_grows_at_once(source: str) -> None:
+    with pytest.raises(ModelError, match="larger than"):
+        rendered("{{ " + source + " }}")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ '=' * 8 }}{{ 6 * 7 }}{{ 2 ** 8 }}{{ 2 * 1.5 }}{{ 7 % 4 }}", "========422563.03"),
+        ("{{ '%03d %s' % (5, 'a') }}", "005 a"),
+        ("{% for a in 'ab' %}{{ loop.index }}/{{ loop.length }}{{ loop.last }};{% endfor %}", "1/2False;2/2True;"),
+        ("{% for k, v in {'x': 1}.items() %}{{ k }}{{ v }}{{ loop.revindex }}{% endfor %}", "x11"),
+        ("{% for a in nothing %}x{% else %}none{% endfor %}", "none"),
+        ("{% for a in range(9) if a % 2 %}{{ loop.nextitem }}{% if a > 4 %}{% break %}{% endif %}{% endfor %}", "357"),
+        ("{% for a in [[1, [2]], [3]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}", "123"),
+    ],
+)
+def test_others_render_as_ever(template: str, text: str) -> None:
+    assert rendered(template) == text
+
+
+def test_every_rendering_begins_to_count_anew() -> None:
+    renderer = ChatRenderer({"default": "{% for a in range(90000) %}{% endfor %}{{ messages | length }}"}, {})
+    for _ in range(30):
+        assert renderer.render([{"role": "user", "content": "Hi"}]) == "1"

@@ -1,0 +1,107 @@
+"""Tiers and a page mover without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Event, Lock
+
+from quire.engine.tiers.costs import Costs
+from quire.engine.tiers.loads import PATIENCE
+from quire.engine.tiers.tier import Page, Tier
+from quire.engine.tiers.tiers import Tiers
+from tests.engine.fake_device import FakeDevice
+
+assert PATIENCE > 5, "tests wait for slow tiers"
+
+
+class Always(Costs):
+    """Fetching always pays, however fast the machine is."""
+
+    def worthwhile(self, tiers: Sequence[str]) -> int:
+        return len(tiers)
+
+
+class Inline:
+    """A ThreadPoolExecutor without threads: pages are in their tiers at once, however busy the machine is."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function: Callable[..., object], *args: object) -> Future[object]:
+        done: Future[object] = Future()
+        done.set_result(function(*args))
+        return done
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+class FakeMover:
+    """A PageMover of a FakeDevice: 8 bytes stand for what a page holds."""
+
+    page_bytes = 8
+    layout = "fake"
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._contents: list[list[tuple[int, ...] | None]] = []
+        self._lock = Lock()
+
+    def claim(self, pages: Sequence[int]) -> None:
+        assert all(self._device.pages[page] for page in pages)
+
+    def read(self, page: int) -> memoryview:
+        with self._lock:
+            content = list(self._device.pages[page])
+            assert None not in content, "a copy of a page that is not full"
+            self._contents.append(content)
+            return memoryview((len(self._contents) - 1).to_bytes(8, "little"))
+
+    def write(self, page: int, content: bytes | memoryview) -> None:
+        self._device.pages[page] = list(self._contents[int.from_bytes(content, "little")])
+
+
+class Dictionary:
+    """A tier that loses some pages, says it has others that it has not, and can be held up."""
+
+    name = "dictionary"
+
+    def __init__(self) -> None:
+        self.pages: dict[bytes, Page] = {}
+        self.open = Event()
+        """Clear: fetches wait."""
+        self.open.set()
+        self.fetches = 0
+
+    def lookup(self, digest: bytes) -> bool:
+        return digest in self.pages
+
+    def fetch(self, digest: bytes) -> Page | None:
+        self.fetches += 1
+        assert self.open.wait(60)
+        return self.pages.get(digest)
+
+    def put(self, digest: bytes, page: Page) -> None:
+        self.pages[digest] = bytes(page)
+
+    def drop(self, digest: bytes | None) -> None:
+        if digest is None:
+            self.pages.clear()
+        else:
+            self.pages.pop(digest, None)
+
+
+class Unreliable(Dictionary):
+    """Has every page, it says; of some it has not even a copy."""
+
+    def lookup(self, digest: bytes) -> bool:
+        return digest[0] % 4 == 0 or super().lookup(digest)
+
+    def put(self, digest: bytes, page: Page) -> None:
+        if digest[0] % 4 != 1:
+            super().put(digest, page)
+
+
+def tiers_of(device: FakeDevice, tiers: Sequence[Tier]) -> Tiers:
+    return Tiers(tiers, FakeMover(device), Always(device.block))

@@ -1,0 +1,364 @@
+"""Whole engines with tiers: the same tokens to the bit, whatever is where."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.engine.tiers import writer
+from quire.engine.tiers.costs import Costs
+from quire.engine.types import Request
+from quire.kernels.cpu.backend import Cpu
+from tests.engine.harness import Answer, request, run
+from tests.engine.test_heads import METHODS, Recorded, drafter_of, made_head
+from tests.engine.tiers.fakes import Always, Inline
+from tests.tiny_models import VOCAB, save_tiny_model
+from tests.tree import ROOT
+
+MISSING = Cpu().missing
+compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+HOST = {"kv_offload_memory": 0.1}
+CONVERSATIONS, TURNS = 6, 4
+
+
+@pytest.fixture(autouse=True)
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetch whatever is there, though to compute these models' tokens may cost less; and put it there at once."""
+    monkeypatch.setattr(Costs, "worthwhile", Always.worthwhile)
+    monkeypatch.setattr(writer, "ThreadPoolExecutor", Inline)
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 14, "max_model_len": 192} | options))
+
+
+def disk(folder: Path) -> dict[str, object]:
+    return {"kv_offload_dir": str(folder / "pages")}
+
+
+Results = dict[str, tuple[list[int], list[float]]]
+Guesses = list[tuple[list[int], list[int]]]
+"""Texts, and what was guessed after them."""
+
+
+def results(answers: dict[str, Answer]) -> Results:
+    return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in answers.items()}
+
+
+def turn(conversation: int, number: int, history: list[int], **params: object) -> Request:
+    said = [random.Random(conversation * 100 + number).randrange(3, VOCAB) for _ in range(17)]
+    params = {"max_tokens": 8, "logprobs": 0} | params
+    return request(f"{conversation}-{number}", history + said, seed=conversation, temperature=0.8, **params)
+
+
+def converse(made: Engine, turns: range = range(TURNS), **params: object) -> Results:
+    """Conversations in turn, two of them at a time."""
+    histories = {each: list[int]() for each in range(CONVERSATIONS)}
+    found: Results = {}
+    for number in turns:
+        for first in range(0, CONVERSATIONS, 2):
+            asked = [turn(each, number, histories[each], **params) for each in (first, first + 1)]
+            answers = run(made, asked)
+            for each, one in zip((first, first + 1), asked, strict=True):
+                histories[each] = one.prompt_ids + answers[one.id].ids
+            found |= results(answers)
+    return found
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("dtype", "kv", "where"),
+    [
+        *(("float32", "auto", where) for where in ("host", "disk", "both")),
+        *(("bfloat16", kv, "both") for kv in ("auto", "int8", "fp8")),
+    ],
+)
+def test_tokens_are_the_same_and_only_new_ones_are_computed(dtype: str, kv: str, where: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "gemma2" if kv == "auto" else "llama")
+    options = {"dtype": dtype, "kv_cache_dtype": kv}
+    plain = engine(path, **options)
+    wanted = converse(plain)
+    tiers = (HOST if where != "disk" else {}) | (disk(tmp_path) if where != "host" else {})
+    made = engine(path, **options | tiers)
+    assert converse(made) == wanted
+    assert ("below it host 0.1 GiB = " in made.info.arithmetic) == (where != "disk")
+    assert ("disk 10 GiB = " in made.info.arithmetic) == (where != "host")
+    assert made.stats.prompt_tokens < plain.stats.prompt_tokens * 0.75
+    assert made.stats.tiers[0].fetched_pages > 0
+    made.close()
+    if where != "host":
+        again = engine(path, **options | disk(tmp_path))
+        assert converse(again) == wanted
+        assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
+        again.close()
+
+
+@compiled
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_tokens_are_the_same_however_late_the_copies_are(
+    kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "ThreadPoolExecutor", ThreadPoolExecutor)
+    path = save_tiny_model(tmp_path, "llama")
+    wanted = converse(engine(path, kv_cache_dtype=kv))
+    made = engine(path, kv_cache_dtype=kv, **HOST, **disk(tmp_path))
+    assert converse(made) == wanted
+    made.close()
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
+def test_preempted_sequences_come_back(backend: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    asked = [turn(each, 0, [7] * 33, max_tokens=60) for each in range(CONVERSATIONS)]
+    wanted = results(run(engine(path, num_kv_blocks=90, attention_backend=backend), asked))
+    made = engine(path, num_kv_blocks=16, attention_backend=backend, **HOST)
+    assert results(run(made, asked)) == wanted
+    assert made.stats.preemptions > 0
+    assert made.stats.tiers[0].fetched_pages > 0
+
+
+@compiled
+@pytest.mark.parametrize(
+    "speculative", ["ngram", "suffix", {"method": "draft_model", "model": "", "num_speculative_tokens": 3}]
+)
+def test_with_speculation(speculative: str | dict[str, object], tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama")
+    if isinstance(speculative, dict):
+        speculative = speculative | {"model": str(save_tiny_model(tmp_path / "draft", "llama", num_hidden_layers=1))}
+    wanted = converse(engine(path))
+    made = engine(path, speculative_config=speculative, **HOST, **disk(tmp_path))
+    assert converse(made) == wanted
+    assert made.stats.tiers[0].fetched_pages > 0
+    made.close()
+
+
+@compiled
+@pytest.mark.parametrize("method", METHODS)
+def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -> None:
+    """Over a restart they guess as in an engine that never lost a page, and no token changes."""
+    path = save_tiny_model(tmp_path / "model", "llama")
+    head, _ = made_head(tmp_path / "head", method)
+    prompt = list(range(3, 100))
+    first, probe = turn(0, 0, prompt, max_tokens=1), turn(1, 0, prompt, max_tokens=30)
+
+    def opened(**options: object) -> Engine:
+        asked = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+        options = {"num_kv_blocks": 100, "max_model_len": 200, "dtype": "float32"} | options
+        return engine(path, speculative_config=asked, **options)
+
+    def answered(made: Engine) -> tuple[Results, Guesses]:
+        made.scheduler._drafter = recorded = Recorded(drafter_of(made), 3)
+        answers = run(made, [probe])
+        return results(answers), recorded.guesses
+
+    plain = engine(path, num_kv_blocks=100, max_model_len=200, dtype="float32")
+    run(plain, [first])
+    wanted = results(run(plain, [probe]))
+    one = opened(**disk(tmp_path))
+    run(one, [first])
+    tokens, guesses = answered(one)
+    one.close()
+    two = opened(**disk(tmp_path))
+    assert answered(two) == (tokens, guesses)
+    assert two.stats.tiers[0].fetched_pages == 7
+    assert tokens == wanted
+    assert sum(len(guess) for _, guess in guesses) > 30
+    two.close()
+
+
+@compiled
+def test_a_reset_forgets_every_tier(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    made = engine(path, **HOST, **disk(tmp_path))
+    wanted = converse(made)
+    made.reset_prefix_cache()
+    first = turn(0, 0, [])
+    assert run(made, [first])[first.id].cached_tokens == 0
+    made.reset_prefix_cache()
+    made.close()
+    again = engine(path, **disk(tmp_path))
+    assert run(again, [first])[first.id].cached_tokens == 0
+    assert results(run(again, [first]))[first.id] == wanted[first.id]
+    again.close()
+
+
+def salted(name: str, salt: str) -> Request:
+    return request(name, list(range(3, 90)), max_tokens=2, salt=salt)
+
+
+@compiled
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_one_key_s_probe_misses_another_s_prefix_in_every_tier(where: str, tmp_path: Path) -> None:
+    """As tenants' salts are made: server/access/tenants.py."""
+    path = save_tiny_model(tmp_path, "llama")
+    tiers = HOST if where == "host" else disk(tmp_path)
+    made = engine(path, **tiers)
+    run(made, [salted("a", "aa/")])
+    made.scheduler.pool.forget()
+    if where == "disk":
+        made.close()
+        made = engine(path, **tiers)
+    assert run(made, [salted("probe", "bb/")])["probe"].cached_tokens == 0
+    assert run(made, [salted("probe", "")])["probe"].cached_tokens == 0
+    assert made.stats.tiers[0].fetched_pages == 0
+    made.scheduler.pool.forget()
+    assert run(made, [salted("own", "aa/")])["own"].cached_tokens == 80
+    assert made.stats.tiers[0].fetched_pages == 5
+    made.close()
+
+
+def save_other(folder: Path) -> Path:
+    """The model "llama" with one weight in all that differs."""
+    path = save_tiny_model(folder, "llama")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1.0
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@compiled
+def test_pages_of_other_weights_types_and_layouts_are_not_read(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "one", "llama")
+    changed = save_other(tmp_path / "two")
+    first, tiers = turn(0, 0, [5] * 40), disk(tmp_path)
+    one = engine(path, dtype="float32", **tiers)
+    run(one, [first])
+    one.close()
+    others = (
+        {"dtype": "bfloat16"},
+        {"dtype": "float32", "kv_cache_dtype": "int8"},
+        {"dtype": "float32", "quantization": "int8"},
+        {"dtype": "float32", "attention_backend": "reference"},
+        {"dtype": "float32", "weights": str(changed)},
+    )
+    for options in others:
+        other = engine(path, **options, **tiers)
+        assert run(other, [first])[first.id].cached_tokens == 0, options
+        other.close()
+    copied = engine(path, dtype="float32", weights=str(path), **tiers)
+    assert run(copied, [first])[first.id].cached_tokens == 48, "the same content under another name is the same"
+    copied.close()
+
+
+@compiled
+def test_an_overwritten_checkpoint_is_another_one(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama")
+    first, tiers = turn(0, 0, [5] * 40), disk(tmp_path)
+    one = engine(path, **tiers)
+    run(one, [first])
+    one.close()
+    save_other(tmp_path / "model")
+    two = engine(path, **tiers)
+    assert run(two, [first])[first.id].cached_tokens == 0
+    two.close()
+
+
+def corrupt(folder: Path, chance: random.Random) -> None:
+    """Cut a file, or flip one of its bits."""
+    pages = [each for each in folder.rglob("*") if each.is_file() and len(each.name) == 32]
+    file = chance.choice(sorted(each for each in pages if each.stat().st_size))
+    content = bytearray(file.read_bytes())
+    if chance.random() < 0.5:
+        content = content[: chance.randrange(len(content))]
+    else:
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+
+
+@compiled
+@pytest.mark.parametrize("rounds", [30, pytest.param(1000, marks=pytest.mark.slow)])
+def test_whatever_becomes_of_the_files_no_token_is_wrong(rounds: int, tmp_path: Path) -> None:
+    path, chance = save_tiny_model(tmp_path, "llama"), random.Random(rounds)
+    made = engine(path, **disk(tmp_path))
+    asked = [turn(0, 0, list(range(3, 120)))]
+    wanted = results(run(made, asked))
+    for _ in range(rounds):
+        corrupt(tmp_path / "pages", chance)
+        made.scheduler.pool.forget()
+        assert results(run(made, asked)) == wanted
+    assert 0 < made.stats.tiers[0].fetched_pages < rounds * 8
+    made.close()
+
+
+@compiled
+def test_weights_in_no_file_are_kept_in_memory_alone(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    tensors = load_file(path / "model.safetensors")
+    config = EngineConfig(model=str(path), num_kv_blocks=14, max_model_len=192, **HOST, **disk(tmp_path))
+    made = Engine(config, tensors=tensors.items())
+    assert [tier.name for tier in made.stats.tiers] == ["host"]
+    assert any("in no file" in note for note in made.info.notes)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"kv_offload_memory": 1, "enable_prefix_caching": False}, "kv_offload_memory"),
+        ({"kv_offload_dir": "/dev/null/x"}, "kv_offload_dir"),
+        ({"kv_offload_tier": "no.such.module:make"}, "kv_offload_tier"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, object], param: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    with pytest.raises(ConfigError) as refused:
+        engine(path, **options)
+    assert refused.value.param == param
+
+
+@compiled
+def test_a_tier_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of docs/kv_tiers.md: two servers, one folder, and somebody who changes a page in it."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "kv_tiers")
+    monkeypatch.setenv("SHARED_PAGES", str(tmp_path / "shared"))
+    path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
+    one = engine(path, kv_offload_tier="shared_folder:make", **HOST)
+    wanted = results(run(one, [first]))
+    one.close()
+    two = engine(path, kv_offload_tier="shared_folder:make", **HOST)
+    answers = run(two, [first])
+    assert (results(answers), answers[first.id].cached_tokens) == (wanted, 112)
+    assert {tier.name: tier.fetched_pages for tier in two.stats.tiers} == {"host": 0, "shared": 7}
+    two.scheduler.pool.forget()
+    assert run(two, [first])[first.id].cached_tokens == 112
+    assert two.stats.tiers[0].fetched_pages == 7, "what was fetched is at hand in the host's memory"
+    two.close()
+    for file in (tmp_path / "shared").rglob("*"):
+        if file.is_file():
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.write_bytes(content)
+    three = engine(path, kv_offload_tier="shared_folder:make")
+    answers = run(three, [first])
+    assert (results(answers), answers[first.id].cached_tokens) == (wanted, 0)
+    three.close()
+
+
+@compiled
+def test_what_was_fetched_for_nobody_is_not_touched_by_idle_warm_up(tmp_path: Path) -> None:
+    """The warm-up writes to pages that no step has used: see Headroom."""
+    path, first = save_tiny_model(tmp_path, "llama"), turn(0, 0, list(range(3, 100)))
+    one = engine(path, num_kv_blocks=800, **disk(tmp_path))
+    wanted = results(run(one, [first]))
+    one.close()
+    two = engine(path, num_kv_blocks=800, **disk(tmp_path))
+    two.add(first)
+    two.scheduler.schedule()
+    assert two.scheduler.tiers.busy
+    two.abort(first.id)
+    two.scheduler.take_outputs()
+    while two.busy:
+        two.step()
+    while two.prepare():
+        pass
+    answers = run(two, [first])
+    assert answers[first.id].cached_tokens == 112
+    assert results(answers) == wanted
+    two.close()

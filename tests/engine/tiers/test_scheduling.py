@@ -1,0 +1,266 @@
+"""The scheduler with tiers, on a fake device that checks that every token finds its predecessors' KV."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, rule
+
+from quire.engine.scheduler import Scheduler
+from quire.engine.tiers import bounded, loads, writer
+from quire.engine.tiers.bounded import Bounded
+from quire.engine.tiers.host import HostTier
+from quire.engine.tiers.tier import Tier
+from quire.engine.types import Request, SamplingParams
+from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
+from tests.engine.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
+from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of
+
+
+class WithTiers(SchedulerMachine):
+    """Whatever the tiers keep or lose, nobody's tokens change."""
+
+    @initialize(
+        drafts=st.sampled_from(["none", "none", "right", "wrong", "mixed"]),
+        kinds=st.lists(st.sampled_from(["host", "small", "unreliable"]), min_size=1, max_size=2, unique=True),
+    )
+    def start(self, drafts: str, kinds: list[str] = ()) -> None:
+        made = {"host": HostTier(8 * 1000), "small": HostTier(8 * 6), "unreliable": Unreliable()}
+        made["small"].name = "small"
+        self.scheduler = Scheduler(
+            num_blocks=self.num_blocks,
+            block_size=self.block,
+            prefix_piece=self.piece,
+            max_model_len=CONTEXT,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=10,
+            eos_token_ids=(EOS,),
+            drafter=DRAFTERS[drafts],
+            tiers=tiers_of(self.device, [made[kind] for kind in kinds]),
+        )
+
+    @rule()
+    def reset(self) -> None:
+        self.scheduler.pool.forget()
+        self.scheduler.tiers.reset()
+
+    @rule()
+    def wait(self) -> None:
+        if self.scheduler.tiers.busy:
+            self.scheduler.wait()
+
+    def step(self) -> None:
+        self.wait()
+        super().step()
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.scheduler.tiers.close()
+
+
+TestWithTiers = WithTiers.TestCase
+TestWithTiers.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+
+
+class LargePages(WithTiers):
+    block = 12
+    piece = 2
+    num_blocks = 5
+
+
+TestLargePages = LargePages.TestCase
+TestLargePages.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+
+
+def scheduler(device: FakeDevice, tier: Tier, **options: int) -> Scheduler:
+    defaults = {"num_blocks": NUM_BLOCKS, "max_num_seqs": SLOTS, "max_num_batched_tokens": 100}
+    tiers = tiers_of(device, [tier])
+    return Scheduler(block_size=BLOCK, max_model_len=CONTEXT, tiers=tiers, **defaults | options)
+
+
+def request(name: str, prompt: list[int], **params: object) -> Request:
+    salt = str(params.pop("salt", ""))
+    return Request(id=name, prompt_ids=prompt, params=SamplingParams(**params), seed=0, cache_salt=salt)
+
+
+def run(some: Scheduler, device: FakeDevice, *requests: Request) -> dict[str, int]:
+    """To the end: the cached tokens of each."""
+    cached = {}
+    for each in requests:
+        some.add(each)
+    while some.busy:
+        if (batch := some.schedule()) is not None:
+            some.apply(batch, device.execute(batch))
+        else:
+            some.wait()
+        cached |= {output.id: output.cached_tokens for output in some.take_outputs()}
+    return cached
+
+
+def settle(some: Scheduler) -> None:
+    """Let what is on its way to a tier arrive there."""
+    some.tiers._writer._thread.submit(lambda: None).result()
+
+
+A, B, C = ([first] * 4 + [1, 2, 3, 4] * 7 for first in (5, 6, 8))
+
+
+@pytest.fixture
+def inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "ThreadPoolExecutor", Inline)
+
+
+@pytest.mark.usefixtures("inline")
+def test_what_leaves_the_device_comes_back() -> None:
+    device = FakeDevice()
+    some = scheduler(device, HostTier(10_000))
+    assert run(some, device, request("a", A, max_tokens=1)) == {"a": 0}
+    run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))  # which need all pages
+    computed = some.stats().prompt_tokens
+    assert run(some, device, request("again", [*A, 9], max_tokens=1)) == {"again": 32}
+    assert some.stats().prompt_tokens - computed == 1
+    (host,) = some.stats().tiers
+    assert (host.name, host.fetched_pages, host.fetched_tokens) == ("host", 8, 32)
+
+
+def test_another_salt_finds_nothing() -> None:
+    device, tier = FakeDevice(), Dictionary()
+    some = scheduler(device, tier)
+    run(some, device, request("a", A, max_tokens=1, salt="one"))
+    run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))
+    settle(some)
+    assert run(some, device, request("probe", [*A, 9], max_tokens=1, salt="other")) == {"probe": 0}
+    assert tier.fetches == 0
+    assert run(some, device, request("own", [*A, 9], max_tokens=1, salt="one")) == {"own": 32}
+
+
+def test_only_those_wait_whose_pages_are_on_their_way() -> None:
+    device, tier = FakeDevice(), Dictionary()
+    some = scheduler(device, tier, num_blocks=24)
+    device.pages |= {page: [None] * BLOCK for page in range(24)}
+    run(some, device, request("a", A, max_tokens=1))
+    settle(some)
+    some.pool.forget()
+    tier.open.clear()
+    some.add(request("slow", [*A, 9], max_tokens=2))
+    some.add(request("same", [*A, 10], max_tokens=2))
+    some.add(request("other", C[:9], max_tokens=2))
+    ended = []
+    for _ in range(5):
+        if (batch := some.schedule()) is not None:
+            some.apply(batch, device.execute(batch))
+            ended += [output.id for output in some.take_outputs() if output.finish_reason]
+    assert ended == ["other"]
+    assert [seq.status.value for seq in some.sequences()[1]] == ["loading", "loading"]
+    tier.open.set()
+    assert run(some, device) == {"slow": 32, "same": 32}
+    assert tier.fetches == 8
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_an_abort_waits_for_nothing_and_its_pages_wait_for_the_copy(together: int) -> None:
+    device, tier = FakeDevice(), Dictionary()
+    some = scheduler(device, tier)
+    run(some, device, request("a", A, max_tokens=1))
+    settle(some)
+    some.pool.forget()
+    tier.open.clear()
+    names = ["one", "two"][:together]
+    for name in names:
+        some.add(request(name, [*A, 9]))
+    assert some.schedule() is None
+    for name in names:
+        some.abort(name)
+    assert [output.finish_reason for output in some.take_outputs()] == ["abort"] * together
+    assert some.stats().used_blocks == 8
+    tier.open.set()
+    run(some, device)
+    assert some.stats().used_blocks == 0
+
+
+def test_a_tier_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a put, and at a fetch: the engine goes on, nobody waits for the tier again, and a reset ends at once."""
+    monkeypatch.setattr(bounded, "PATIENCE", 0.05)
+    for hangs in ("put", "fetch"):
+        device, tier = FakeDevice(), Dictionary()
+        watched = Bounded(tier)
+        some = scheduler(device, watched)
+        if hangs == "put":
+            monkeypatch.setattr(tier, "put", lambda digest, page, tier=tier: tier.fetch(digest))
+            tier.open.clear()
+        run(some, device, request("a", A, max_tokens=1))
+        settle(some)
+        some.pool.forget()
+        tier.open.clear()
+        run(some, device, request("again", [*A, 9], max_tokens=1))
+        settle(some)
+        assert watched.off
+        assert [each.off for each in some.stats().tiers] == [True]
+        fetches = tier.fetches
+        assert run(some, device, request("later", [*A, 10], max_tokens=1))["later"] == 32, "of the device's cache"
+        some.tiers.reset()
+        settle(some)
+        assert tier.fetches == fetches
+        some.tiers.close()
+        tier.open.set()
+
+
+def test_what_takes_too_long_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, tier = FakeDevice(), Dictionary()
+    some = scheduler(device, tier, num_blocks=24)
+    device.pages |= {page: [None] * BLOCK for page in range(24)}
+    run(some, device, request("a", A, max_tokens=1))
+    settle(some)
+    some.pool.forget()
+    tier.open.clear()
+    monkeypatch.setattr(loads, "PATIENCE", 0.0)
+    assert run(some, device, request("late", [*A, 9], max_tokens=1)) == {"late": 0}
+    assert some.stats().used_blocks == 8, "the pages that may yet be written to are nobody's"
+    assert some.tiers.costs.page_seconds["dictionary"] > 0, "and the next one knows"
+    tier.open.set()
+    while some.stats().used_blocks:
+        some.schedule()
+
+
+@pytest.mark.usefixtures("inline")
+def test_a_preempted_sequence_finds_its_pages_again() -> None:
+    device = FakeDevice()
+    some = scheduler(device, HostTier(10_000), num_blocks=10)
+    long = [request(name, [first] * 4 + [1, 2, 3, 4] * 3, max_tokens=20) for name, first in (("a", 5), ("b", 6))]
+    run(some, device, *long)
+    stats = some.stats()
+    assert stats.preemptions > 0
+    assert stats.tiers[0].fetched_pages > 0
+
+
+def test_a_reset_forgets_what_is_on_its_way_too() -> None:
+    device, tier = FakeDevice(), Dictionary()
+    some = scheduler(device, tier)
+    run(some, device, request("a", A, max_tokens=1))
+    settle(some)
+    some.pool.forget()
+    tier.open.clear()
+    some.add(request("before", [*A, 9], max_tokens=1))
+    assert some.schedule() is None
+    some.pool.forget()
+    some.tiers.reset()
+    tier.open.set()
+    run(some, device)
+    settle(some)
+    some.pool.forget()
+    tier.pages.clear()
+    assert run(some, device, request("after", [*A, 9], max_tokens=1)) == {"after": 0}
+
+
+def test_a_page_is_copied_before_it_is_overwritten() -> None:
+    """The thread is held up, so that the loop must make the copies itself."""
+    device, tier = FakeDevice(), Dictionary()
+    some = scheduler(device, tier)
+    held = some.tiers._writer._putting
+    with held:
+        run(some, device, request("a", A, max_tokens=1))
+        run(some, device, request("b", B, max_tokens=1), request("c", C, max_tokens=1))
+    settle(some)
+    assert some.tiers._writer.waits > 0
+    assert run(some, device, request("again", [*A, 9], max_tokens=1)) == {"again": 32}

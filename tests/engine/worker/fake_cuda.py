@@ -1,0 +1,168 @@
+"""A GPU of which only the shapes are real: PyTorch's FakeTensorMode says which device every tensor is on, and this says
+what would make the host wait for it.
+
+What FakeTensorMode refuses by itself: operators on tensors of two devices, and reading values (`item`, `nonzero`, masks
+as indices). What it lets pass and `Waiting` refuses: copies between host and device that the host would wait for, and
+indices on the host, which PyTorch copies first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from quire.engine.worker import transfer
+
+DEVICE = torch.device("cuda", 0)
+PICKED = 300
+"""The token that every step picks."""
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace {
+c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
+const c10::impl::DeviceGuardImplRegistrar registered(c10::DeviceType::CUDA, &guard);
+}
+"""
+"""Indexing asks which GPU is current even where all tensors are fake, and a PyTorch without CUDA has nobody to ask."""
+
+
+def load_guard(folder: Path) -> None:
+    """Let a PyTorch without CUDA index fake tensors on a GPU, from now on and in this process. Skips the test where
+    there is no compiler."""
+    with FakeTensorMode():
+        try:
+            torch.empty(2, device=DEVICE)[torch.zeros(1, dtype=torch.int64, device=DEVICE)]
+        except RuntimeError:
+            pass
+        else:
+            return
+    if (compiler := shutil.which("c++")) is None:
+        pytest.skip("there is no C++ compiler")
+    at, source, built = Path(torch.__file__).parent, folder / "guard.cpp", folder / "guard.so"
+    source.write_text(GUARD)
+    options = ["-std=c++20", "-shared", "-fPIC", f"-I{at / 'include'}", f"-L{at / 'lib'}"]
+    subprocess.run([compiler, *options, str(source), "-lc10", "-o", str(built)], check=True)
+    torch.ops.load_library(str(built))
+
+
+class Waiting(TorchDispatchMode):
+    """Refuses operators for which the host would wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        pin = kwargs.pop("pin_memory", False)
+        if func in COPIES:
+            self._check_copy(func, args, kwargs)
+        else:
+            kinds = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim}
+            assert len(kinds) < 2, f"{func} of tensors on {kinds}"
+        result = func(*args, **kwargs)
+        if pin:
+            self.pinned.append(result)
+        return result
+
+    def _check_copy(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func == torch.ops.aten.copy_.default:
+            target, source, *more = args
+            where, waits = target.device.type, not (kwargs.get("non_blocking") or any(more))
+        else:
+            (source,) = args
+            target = None
+            where, waits = torch.device(kwargs.get("device") or source.device).type, not kwargs.get("non_blocking")
+        if where == source.device.type:
+            return
+        assert not waits, f"{func} to {where} waits"
+        assert self._is_pinned(source if where == "cuda" else target), f"{func} to {where} of memory that may move"
+
+    def _is_pinned(self, tensor: Tensor | None) -> bool:
+        storages = {each.untyped_storage()._cdata for each in self.pinned}
+        return tensor is not None and tensor.untyped_storage()._cdata in storages
+
+
+class FakeStream:
+    device = DEVICE
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def wait_stream(self, other: FakeStream) -> None:
+        pass
+
+    def record_event(self) -> None:
+        pass
+
+
+class FakeGpu:
+    """What runs inside `never_waits` sees a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        load_guard(folder)
+        self.tensors = FakeTensorMode()
+        self.launched: list[str] = []
+        """The Triton kernels that were started."""
+        for name in ("Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, FakeStream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
+        monkeypatch.setattr(transfer, "fill", self._fill)
+        monkeypatch.setattr(transfer.Download, "wait", lambda download: [real(each) for each in download._tensors])
+        self._replace_triton(monkeypatch)
+
+    @contextlib.contextmanager
+    def allows_waits(self) -> Iterator[None]:
+        """As at the start, when nobody cares."""
+        with self.tensors:
+            yield
+
+    @contextlib.contextmanager
+    def never_waits(self) -> Iterator[None]:
+        with self.tensors, Waiting():
+            yield
+
+    def _fill(self, staged: Tensor, arrays: Sequence[np.ndarray]) -> None:
+        """Fake memory has no bytes to fill."""
+        assert staged.device.type == "cpu"
+        assert staged.nbytes > 0, "an empty upload"
+        assert all(array.dtype != object for array in arrays)
+
+    def _replace_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Kernels are not started; their tensors must be on the GPU."""
+        from triton.runtime.jit import JITFunction
+
+        from quire.kernels.gpu import triton_paged
+
+        def started(kernel: Any, *args: Any, grid: Any, **_: Any) -> None:
+            for each in args:
+                assert not isinstance(each, Tensor) or each.is_cuda, f"{kernel.__name__}: {each}"
+            assert all(isinstance(number, int) and number > 0 for number in grid), f"{kernel.__name__}: {grid}"
+            self.launched.append(kernel.__name__)
+
+        monkeypatch.setattr(
+            JITFunction, "run", lambda kernel, *args, grid, warmup, **_: started(kernel, *args, grid=grid)
+        )
+        monkeypatch.setattr(triton_paged, "_processors", lambda device: 132)
+
+
+def real(tensor: Tensor) -> Tensor:
+    """A real tensor on the host in a fake one's place; as a pick it is PICKED."""
+    assert isinstance(tensor, FakeTensor)
+    assert tensor.device.type == "cpu", "a result that stays on the device"
+    return torch.full(tensor.shape, PICKED, dtype=tensor.dtype)

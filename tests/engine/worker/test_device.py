@@ -1,0 +1,192 @@
+"""What a start computes on, in which type, and where kernels are kept; on fakes of a driver and of folders."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.checkpoint.files import resolve_model
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.worker import device as devices
+from quire.engine.worker.device import choose_device, choose_dtype, keep_kernels, nvidia_driver
+from quire.engine.worker.memory import explained
+
+PROPRIETARY = (
+    "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"
+)
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs-builder)  Sun Jul 27\n"
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def with_driver(root: Path, text: str) -> Path:
+    folder = root / "proc/driver/nvidia"
+    folder.mkdir(parents=True)
+    (folder / "version").write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(("text", "version"), [(PROPRIETARY, "535.104.05"), (OPEN, "580.65.06")])
+def test_the_driver_says_its_version(text: str, version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = with_driver(tmp_path, text)
+    assert nvidia_driver(root) == version
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert nvidia_driver(root) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert nvidia_driver(root) == version
+
+
+def test_a_driver_without_the_file(tmp_path: Path) -> None:
+    assert nvidia_driver(tmp_path) is None
+    tool = tmp_path / "bin/nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
+    tool.chmod(0o755)
+    assert nvidia_driver(tmp_path) is None, "a tool without a driver"
+    tool.write_text("#!/bin/sh\necho 570.86.15\n")
+    assert nvidia_driver(tmp_path) == "570.86.15"
+    tool.unlink()
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert nvidia_driver(tmp_path) == "of unknown version"
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_driver_that_pytorch_cannot_use_ends_the_start(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "nvidia_driver", lambda: "535.104.05")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError) as raised:
+        choose_device(EngineConfig(device=asked))
+    assert raised.value.param == "device"
+    for part in ("(535.104.05)", "2.13.0+cpu was built without CUDA", "--device cpu"):
+        assert part in raised.value.message
+    assert choose_device(EngineConfig(device="cpu")).type == "cpu"
+
+
+def test_an_old_driver_is_told_what_the_build_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).\nPlease update")
+
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert "start a container with --gpus all" in devices._unusable("535.104.05", tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    said = devices._unusable("535.104.05", tmp_path)
+    assert said == (
+        "an NVIDIA driver (535.104.05) is loaded, but PyTorch 2.13.0+cu130, built for CUDA 13.0, cannot use it (The "
+        "NVIDIA driver on your system is too old (found version 12020).); CUDA 13.0 needs driver 580 or later, or a "
+        "PyTorch for an older CUDA"
+    )
+
+
+def test_replicas_on_a_gpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device(EngineConfig()).type == "cuda"
+    assert choose_device(EngineConfig(device="cpu", data_parallel_size=2)).type == "cpu"
+    for asked in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"data_parallel_size.*--device cpu") as raised:
+            choose_device(EngineConfig(device=asked, data_parallel_size=2))
+        assert raised.value.param == "data_parallel_size"
+
+
+def test_without_a_driver_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "nvidia_driver", lambda: None)
+    assert choose_device(EngineConfig()).type == "cpu"
+    with pytest.raises(ConfigError, match="torch finds no NVIDIA GPU"):
+        choose_device(EngineConfig(device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "device", "capability", "chosen"),
+    [
+        ("float32", "auto", "cuda", (8, 0), "bfloat16"),
+        ("float32", "auto", "cuda", (12, 0), "bfloat16"),
+        ("float32", "auto", "cuda", (7, 5), "float32"),
+        ("float32", "float32", "cuda", (9, 0), "float32"),
+        ("float16", "auto", "cuda", (9, 0), "float16"),
+        ("bfloat16", "auto", "cuda", (9, 0), "bfloat16"),
+        ("float32", "auto", "cpu", None, "float32"),
+        ("float16", "auto", "cpu", None, "bfloat16"),
+    ],
+)
+def test_the_type(
+    stored: str, asked: Any, device: str, capability: Any, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    config, model = EngineConfig(dtype=asked), SimpleNamespace(dtype=stored)
+    dtype, note = choose_dtype(config, model, torch.device(device))  # type: ignore[arg-type]
+    assert dtype == getattr(torch, chosen)
+    assert note == (None if stored == chosen else f"bfloat16 of the checkpoint's {stored}; --dtype {stored} keeps it")
+
+
+def test_kernels_stay_where_they_can_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "models/triton"))
+    assert keep_kernels() is None
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "models/triton")
+    assert list((tmp_path / "models/triton").iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
+def test_kernels_go_elsewhere_from_a_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")  # nobody may write there, root included
+    own = tmp_path / f"quire-triton-{os.getuid()}"
+    note = keep_kernels()
+    assert note is not None
+    assert note.startswith(
+        f"Triton's kernels are kept in {own}, for uid {os.getuid()} cannot write to /proc/self/models"
+    )
+    assert os.environ["TRITON_CACHE_DIR"] == str(own)
+    assert own.stat().st_mode & 0o777 == 0o700
+    knobs = pytest.importorskip("triton.knobs", reason="there is no Triton for this platform")
+    assert knobs.cache.dir == str(own), "Triton reads the variable when it needs the folder"
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self"), reason="there is no /proc here to stand for a read-only folder")
+def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(devices.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/proc/self/models/triton")
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    (tmp_path / f"quire-triton-{uid + 1}").mkdir()
+    with pytest.raises(ConfigError, match=r"it is another user's\); set TRITON_CACHE_DIR"):
+        keep_kernels()
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_a_models_folder_that_cannot_be_written_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise OSError(number, os.strerror(number), "/models/hub")
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelError) as raised:
+        resolve_model("owner/name")
+    assert f"/models/hub cannot be written by uid {os.getuid()} ({os.strerror(number).lower()})" in raised.value.message
+    assert "HF_HOME" in raised.value.message
+
+
+def test_no_compiler_in_a_measured_step_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="Triton needs a C compiler"), explained("a step", "x", "Lower it"):
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+    with pytest.raises(OSError, match="else"), explained("a step", "x", "Lower it"):
+        raise OSError("something else")

@@ -1,0 +1,361 @@
+"""Launching a step on a GPU: no operator mixes host and device, and nothing makes the host wait. No number is right
+here; tests/engine/test_steps.py and tests/kernels are about those."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.client.heartbeat import NoHeartbeat
+from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.drafting.drafter import Asked, Drafter, Guess
+from quire.engine.layers.adapters import EMBEDDING, HEAD, LowRank
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.loop import Engine
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.steps import Steps
+from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
+from quire.engine.worker import device, draft_runner, startup
+from quire.engine.worker.draft_runner import DraftRunner
+from quire.engine.worker.heads import Heads
+from quire.engine.worker.loading import draft_head, draft_model
+from quire.engine.worker.loading import model as loading_model
+from quire.engine.worker.runner import Runner
+from quire.kernels.gpu import flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.gpu.quantization import quantized
+from tests.engine.harness import request, run
+from tests.engine.test_heads import drafter_of, made_head
+from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu
+from tests.tiny_models import VOCAB, save_tiny_model
+
+pytest.importorskip("triton", reason="there is no Triton for this platform")
+
+KINDS: dict[str, dict[str, object]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.8},
+    "filtered": {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1},
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
+    "biased": {"temperature": 1.0, "logit_bias": {5: 2.0, 7: -100.0}, "min_tokens": 4, "stop_token_ids": (3, 4)},
+    "allowed": {"allowed_token_ids": (0, 5, 6, 7)},
+    "bans": {"temperature": 1.0, "bad_words_ids": ((11, 12), (30,), (5, 6, 7))},
+    "thinking": {"thinking": ThinkingBudget(4, end_id=3, begin_id=None)},
+    "thinking from": {"thinking": ThinkingBudget(4, end_id=3, begin_id=6)},
+    "logprobs": {"logprobs": 3},
+    "only its own logprob": {"logprobs": 0},
+    "listed": {"logprob_token_ids": (7, 3, 200, 11)},
+    "prompt logprobs": {"prompt_logprobs": 2},
+    "all": {
+        "temperature": 1.0, "top_p": 0.5, "repetition_penalty": 1.1, "logit_bias": {5: 1.0}, "logprobs": 1,
+        "bad_words_ids": ((5, 6),), "min_tokens": 2, "prompt_logprobs": 0,
+    },
+}  # fmt: skip
+"""By what is asked for."""
+
+
+class Shapes:
+    """Stands for flash-attn's functions and PyTorch's: results of the right shape, arguments on the GPU."""
+
+    __version__ = "2.8.3"
+
+    def flash_attn_varlen_func(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> Tensor:
+        assert all(each.is_cuda for each in (q, k, v, *others.values()) if isinstance(each, Tensor))
+        return torch.empty_like(q)
+
+    flash_attn_with_kvcache = flash_attn_varlen_func
+
+    def cute(self, q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, None]:
+        return self.flash_attn_varlen_func(q, k, v, **others), None
+
+    def varlen_attn(self, q: Tensor, k: Tensor, v: Tensor, *others: Any, **named: Any) -> Tensor:
+        return self.flash_attn_varlen_func(q, k, v, **dict(enumerate_names(others)), **named)
+
+
+def enumerate_names(values: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    return [(f"argument_{index}", value) for index, value in enumerate(values)]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
+    made = FakeGpu(monkeypatch, tmp_path_factory.mktemp("guard"))
+    library = Shapes()
+    monkeypatch.setattr(flash, "_load", lambda: library)
+    monkeypatch.setattr(flash3, "_load", lambda: library)
+    monkeypatch.setattr(flash4, "_load", lambda: library.cute)
+    monkeypatch.setattr(flash4, "_splits", lambda device: True)
+    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: library.varlen_attn)
+    monkeypatch.setattr(FlashPages, "cannot_serve", lambda *_: None)
+    for each in (flash3.Flash3, flash4.Flash4, torch_varlen.TorchVarlen):
+        monkeypatch.setattr(each, "cannot_serve", lambda *_: None)
+    for each in (startup, device):
+        monkeypatch.setattr(each, "choose_device", lambda config: DEVICE)
+    monkeypatch.setattr(device, "choose_trials", lambda *_: [])
+    monkeypatch.setattr(startup, "measure_step", lambda *_: 0)
+    monkeypatch.setattr(startup, "measure_costs", lambda *_: [(1, 1.0), (64, 2.0)])
+    monkeypatch.setattr(startup, "kv_budget", lambda *_: 2**30)
+    monkeypatch.setattr(loading_model, "fill", lambda checkpoint, *_: empty_weights(checkpoint.table))
+    monkeypatch.setattr(startup, "keep_kernels", lambda: None)
+    return made
+
+
+def empty_weights(table: ParameterTable) -> int:
+    for parameter in table.values():
+        parameter.put(torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE))
+    return 0
+
+
+def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    return lambda: None, function()
+
+
+def start(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, **options: Any) -> Engine:
+    """An engine whose steps are launched on the fake GPU; what they pick is always PICKED."""
+    monkeypatch.setattr(startup, "choose_capture", lambda *_: capture if graphs else None)
+    options = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
+    with gpu.allows_waits():
+        engine = Engine(EngineConfig(num_kv_blocks=400, warmup_seconds=0, **options))
+    launch = Runner.launch
+
+    def launched(runner: Runner, batch: Any) -> Any:
+        with gpu.never_waits():
+            return launch(runner, batch)
+
+    monkeypatch.setattr(Runner, "launch", launched)
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    return engine
+
+
+def traffic(kinds: dict[str, dict[str, object]]) -> list[Request]:
+    """Each kind alone in a step, and beside others."""
+    rng = random.Random(7)
+    return [
+        request(f"{name} {count}", [rng.randrange(3, 300) for _ in range(count)], max_tokens=6, **kind)
+        for (name, kind), count in product(kinds.items(), (3, 90))
+    ]
+
+
+def test_each_kind_alone(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(gpu, monkeypatch, graphs=False, attention_backend="triton")
+    for each in traffic(KINDS):
+        assert run(engine, [each])[each.id].finish_reason == "length", each.id
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash", "flash3", "flash4", "torch_varlen"])
+def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
+    answers = run(engine, traffic(KINDS))
+    assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    assert set(gpu.launched) >= {"pick_tokens", "_rope_kernel", "add_at", "ban_words", "count_tokens"}
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
+    grammar = {"grammar": Grammar("regex", "(.|\\n)*")}
+    kinds = {f"grammar {index}": kind | grammar for index, kind in enumerate(KINDS.values())}
+    for name, answer in run(engine, [*traffic(KINDS), *traffic(kinds)]).items():
+        assert answer.finish_reason == "length", name
+    assert engine.stats.draft_tokens == 0, "nobody asked for guesses"
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
+
+    class Two(Drafter):
+        def propose(self, asked: Asked, tokens: int) -> list[Guess]:
+            return [Guess([PICKED, PICKED, 9][: min(len(seq.tokens) % 4, most)]) for seq, most in asked]
+
+    engine.scheduler._drafter = Two()
+    answers = run(engine, traffic(KINDS))
+    assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    assert sum(engine.stats.accepted_drafts) > 20
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, graphs: bool) -> None:
+    """Following a step and guessing, but for the one wait for the guesses."""
+    path = save_tiny_model(tmp_path / "model", "llama")
+    head, tensors = made_head(tmp_path / "head", method)
+    tensors.pop("d2t", None)
+    monkeypatch.setattr(draft_head, "read_tensors", lambda path: tensors)
+    monkeypatch.setattr(draft_head, "load_weights", lambda table, *_, **__: empty_weights(table))
+    speculative = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=3)
+    options = {"model": str(path), "speculative_config": speculative, "attention_backend": "triton"}
+    engine = start(gpu, monkeypatch, graphs=graphs, **options)
+    drafter_of(engine)
+    guess = Heads._guess
+
+    def guessed(heads: Heads, rows: Any) -> Any:
+        with gpu.never_waits():
+            return guess(heads, rows)
+
+    monkeypatch.setattr(Heads, "_guess", guessed)
+    answers = run(engine, traffic(KINDS))
+    assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    assert sum(engine.stats.accepted_drafts) > 20, "all picks are the same"
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graphs: bool) -> None:
+    """All that it does until its guesses are waited for: catching up, and token by token."""
+    drafted = draft_runner._drafted
+    monkeypatch.setattr(draft_runner, "_drafted", lambda found: found)
+    monkeypatch.setattr(draft_model, "load_weights", lambda table, *_, **__: empty_weights(table))
+    served, small = (save_tiny_model(tmp_path / str(n), "llama", num_hidden_layers=n) for n in (2, 1))
+    speculative = SpeculativeConfig(method="draft_model", model=str(small), num_speculative_tokens=3)
+    options = {"model": str(served), "speculative_config": speculative, "attention_backend": "triton"}
+    engine = start(gpu, monkeypatch, graphs=graphs, **options)
+    calls = []
+
+    def unwaited(name: str) -> Callable[[DraftRunner, Any], Any]:
+        whole = getattr(DraftRunner, name)
+
+        def guessed(runner: DraftRunner, asked: Any) -> Any:
+            calls.append(name)
+            with gpu.never_waits():
+                found = whole(runner, asked)
+            return drafted(found)
+
+        return guessed
+
+    for name in ("begin", "another"):
+        monkeypatch.setattr(DraftRunner, name, unwaited(name))
+    answers = run(engine, traffic({name: KINDS[name] for name in ("greedy", "drawn", "penalties", "biased", "all")}))
+    assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    assert sum(engine.stats.accepted_drafts) > 10, "all picks are the same"
+    assert set(calls) == {"begin", "another"}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3", "mistral-window"])
+def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
+    """Norms of heads, windows, softcaps."""
+    path = save_tiny_model(tmp_path, family)
+    engine = start(gpu, monkeypatch, graphs=False, attention_backend="triton", model=str(path))
+    kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
+    assert VOCAB > 300
+    assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "native", "kernels"),
+    [
+        ("int8", True, {"round_rows", "multiply_codes", "look_up"}),
+        ("fp8", True, {"round_rows", "multiply_codes"}),
+        ("fp8", False, {"multiply_whole"}),
+    ],
+)
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_weights_of_few_bits(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str, quantization: str, native: bool, kernels: set[str]
+) -> None:
+    """native: the GPU multiplies 8-bit floats."""
+    monkeypatch.setattr(quantized, "has_float8", lambda codes: native)
+    engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend, quantization=quantization)
+    assert "held in" not in engine.info.quantization
+    run(engine, traffic({"all": KINDS["all"]}))
+    assert set(gpu.launched) >= kernels
+
+
+def test_pages_are_copied(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that begin alike share the beginning of a large page."""
+    engine = start(gpu, monkeypatch, graphs=True, attention_backend="flash", max_num_batched_tokens=512)
+    prompt = list(range(3, 103))
+    run(engine, [request("first", prompt, max_tokens=2)])
+    assert run(engine, [request("second", [*prompt, 7], max_tokens=2)])["second"].cached_tokens == 96
+
+
+class Loaded:
+    """An AdapterLoader that has put every adapter there already."""
+
+    def __init__(self) -> None:
+        self.slots: list[tuple[int, None]] = []
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        self.slots.append((slot, None))
+
+    def loaded(self) -> list[tuple[int, None]]:
+        found, self.slots = self.slots, []
+        return found
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, graphs: bool) -> None:
+    """Putting them into slots, prompts and decodes; rows without one launch none of their kernels."""
+    path = save_tiny_model(tmp_path, "llama")
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(path)}
+    engine = start(gpu, monkeypatch, graphs=graphs, attention_backend=backend, **lora)
+    model, engine.scheduler._waiting._loader = engine.runner._model, Loaded()
+    modules = adaptable_modules(read_model_config(path))
+    with gpu.never_waits():
+        parts = {
+            name: LowRank(torch.empty((5, inner), device="cpu"), torch.empty((outs, 5), device="cpu"))
+            for name, (inner, outs) in modules.items()
+            if name != EMBEDDING and "up_proj" not in name
+        }
+        model.adapters.put(1, model.adapters.pack(parts))
+        model.adapters.put(2, model.adapters.pack({HEAD: parts[HEAD]}))
+    kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
+    run(engine, traffic(kinds))
+    assert "_shrink_kernel" not in gpu.launched
+    mixed = [
+        msgspec.structs.replace(each, adapter=[None, Adapter("a", "aa", "/a"), Adapter("b", "bb", "/b")][index % 3])
+        for index, each in enumerate(traffic(kinds))
+    ]
+    assert {answer.finish_reason for answer in run(engine, mixed).values()} == {"length"}
+    assert gpu.launched.count("_shrink_kernel") == gpu.launched.count("_expand_kernel") > 0
+
+
+def test_warm_up(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(gpu, monkeypatch, graphs=True, attention_backend="flash")
+    with gpu.never_waits():
+        engine.runner.warm_sampler()
+        engine.runner.warm_prompts()
+        while engine.runner.warm_up():
+            pass
+
+
+def test_a_fake_that_can_tell(gpu: FakeGpu) -> None:
+    with gpu.allows_waits():
+        host, table, there = torch.zeros(3, dtype=torch.int64), torch.zeros(3), torch.zeros(3, 4, device=DEVICE)
+        pinned = torch.zeros(3)
+    waiting: list[Callable[[], object]] = [
+        lambda: there.sum().item(),
+        lambda: there.tolist(),
+        lambda: there.cpu(),
+        lambda: there.to("cpu", non_blocking=True),
+        lambda: bool(there[0, 0] > 0),
+        lambda: there[there > 0],
+        lambda: there[host],
+        lambda: there[[0, 2]],
+        lambda: there + table[:, None],
+        lambda: host.to(DEVICE),
+        lambda: host.to(DEVICE, non_blocking=True),
+        lambda: torch.tensor([1, 2], device=DEVICE),
+        lambda: there.__setitem__((0, slice(None, 3)), table),
+        lambda: there.repeat_interleave(there[0].long(), 1),
+        lambda: torch.empty(3).copy_(there[:, 0]),
+    ]
+    for function in waiting:
+        with pytest.raises((AssertionError, RuntimeError)), gpu.never_waits():  # FakeTensorMode raises the latter
+            function()
+    with gpu.never_waits():
+        pinned = torch.empty(3, pin_memory=True)
+        pinned.to(DEVICE, non_blocking=True)
+        torch.empty(3, 4, pin_memory=True).copy_(there, non_blocking=True)
+        there[0] = 1.0
+        there[there.new_zeros(2, dtype=torch.int64)] += 1

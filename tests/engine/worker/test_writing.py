@@ -1,0 +1,194 @@
+"""Checkpoints that `quire quantize` writes: Quire serves them as it serves what it quantizes at load, and others read
+the same numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.quantize import float8, int8
+from quire.engine.loop import Engine
+from quire.engine.worker.writing.quantize import quantize_folder
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
+from tests.engine.harness import Answer, request, run
+from tests.tiny_models import VOCAB, save_tiny_model
+
+PROMPTS = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(length)] for i, length in enumerate((1, 17, 40))]
+FORMATS = ("int8", "int4", "fp8")
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def answers(path: Path, **options: Any) -> dict[str, tuple[list[int], list[float]]]:
+    config = EngineConfig(model=str(path), num_kv_blocks=64, **options)
+    requests = [request(str(i), prompt, max_tokens=8, logprobs=2) for i, prompt in enumerate(PROMPTS)]
+    found: dict[str, Answer] = run(Engine(config), requests)
+    return {name: (each.ids, [one.logprob for one in each.logprobs]) for name, each in found.items()}
+
+
+def model(folder: Path, family: str, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    layers = {} if family.startswith("gemma") else {"num_hidden_layers": 2}
+    return save_tiny_model(folder / "model", family, dtype=dtype, **layers, **options)
+
+
+def words(packed: Tensor) -> Tensor:
+    """[n, m] int32 words as [n, 8 m] half bytes, the lowest first."""
+    whole = packed.numpy().astype(np.int64)
+    return torch.from_numpy(np.stack([whole >> shift & 15 for shift in range(0, 32, 4)], -1).reshape(len(whole), -1))
+
+
+def meant(tensors: dict[str, Tensor], linear: str) -> Tensor:
+    """The weights [out, in] of a linear that was written, number by number."""
+    scales = tensors[f"{linear}.weight_scale"].double()
+    if (packed := tensors.get(f"{linear}.weight_packed")) is None:
+        return tensors[f"{linear}.weight"].double() * scales
+    outs, inner = tensors[f"{linear}.weight_shape"].tolist()
+    zeros = words(tensors[f"{linear}.weight_zero_point"].T).T[:outs]
+    codes = words(packed)[:, :inner].view(outs, -1, 32)
+    return ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "gemma3", "qwen3", "qwen3-moe"])
+def test_the_tokens_are_those_of_quantizing_at_load(name: str, family: str, backend: str, tmp_path: Path) -> None:
+    if backend == "cpu" and Cpu().missing is not None:
+        pytest.skip(str(Cpu().missing))
+    path = model(tmp_path, family)
+    quantize_folder(path, tmp_path / "out", name, Reference())
+    for whole in (False, True):
+        options = {"attention_backend": backend, "quantize_embedding": whole}
+        assert answers(tmp_path / "out", **options) == answers(path, quantization=name, **options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_tensors_stand_for_the_nearest_weights_and_quire_computes_with_them(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = model(tmp_path, "llama", dtype=dtype, intermediate_size=160)
+    said = quantize_folder(path, tmp_path / "out", name, Reference())
+    assert said.startswith("14 linears")
+    written, given = load_file(tmp_path / "out/model.safetensors"), load_file(path / "model.safetensors")
+    dense = {}
+    for stored, tensor in given.items():
+        linear = stored.removesuffix(".weight")
+        if f"{linear}.weight_scale" not in written:
+            assert torch.equal(written[stored], tensor)
+            dense[stored] = tensor
+            continue
+        dense[stored] = meant(written, linear).float()
+        change = (dense[stored] - tensor.float()).square().mean() / tensor.float().square().mean()
+        assert change < {"int8": 1e-4, "fp8": 1e-3, "int4": 7e-3}[name]
+    assert {key for key in dense if key not in written} == (
+        set() if name != "int4" else {key for key in given if "_proj" in key}
+    )
+    shutil.copytree(path, tmp_path / "dense")
+    save_file({key: tensor.float() for key, tensor in dense.items()}, tmp_path / "dense/model.safetensors")
+    options = {"attention_backend": "reference", "dtype": "float32"}
+    ours, theirs = answers(tmp_path / "out", **options), answers(tmp_path / "dense", **options)
+    for key, (ids, logprobs) in theirs.items():
+        assert ours[key][0] == ids
+        assert ours[key][1] == pytest.approx(logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_compressed_tensors_and_transformers_read_it(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="the package compressed-tensors is not installed")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    path = model(tmp_path, "llama", dtype=torch.float32)
+    quantize_folder(path, tmp_path / "out", name, Reference())
+    # Unpacked as it loads: compressed-tensors 0.20 loads zero points, its own too, in no other way.
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if name == "int4" else {}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, **options)
+    ids = torch.tensor([PROMPTS[2]])
+    with torch.inference_mode():
+        loaded(ids)  # what is not unpacked yet is, now
+    written = load_file(tmp_path / "out/model.safetensors")
+    for layer in range(2):
+        for part in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"):
+            linear = f"model.layers.{layer}.{part}"
+            wanted = meant(written, linear).to(torch.bfloat16 if options else torch.float32)  # as scales are, then
+            assert torch.equal(loaded.get_submodule(linear).weight, wanted.float())
+    assert torch.equal(loaded.lm_head.weight, written["lm_head.weight"])
+
+
+def test_files_of_several_parts_and_with_images(tmp_path: Path) -> None:
+    path = model(tmp_path, "gemma3-with-images")
+    tensors = load_file(path / "model.safetensors")
+    parts: list[dict[str, Tensor]] = [{}, {}, {}]
+    for at, (name, tensor) in enumerate(tensors.items()):
+        parts[at % 3][name] = tensor
+    (path / "model.safetensors").unlink()
+    index = {}
+    for at, part in enumerate(parts):
+        save_file(part, path / f"model-{at}.safetensors")
+        index |= dict.fromkeys(part, f"model-{at}.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (path / "tokenizer.json").write_text("{}")
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling/config.json").write_text("{}")
+    quantize_folder(path, tmp_path / "out", "int8", Reference())
+    shutil.rmtree(path / "1_Pooling")
+    (path / "tokenizer.json").unlink()
+    out = tmp_path / "out"
+    assert (out / "tokenizer.json").read_text() == (out / "1_Pooling/config.json").read_text() == "{}"
+    config = json.loads((out / "config.json").read_text())
+    assert "re:.*vision_tower.*" in config["quantization_config"]["ignore"]
+    assert config["text_config"] == json.loads((path / "config.json").read_text())["text_config"]
+    written: dict[str, Tensor] = {}
+    for at in range(3):
+        written |= load_file(out / f"model-{at}.safetensors")
+    kept = {name for name in tensors if "vision_tower" in name}
+    assert kept
+    assert all(torch.equal(written[name], tensors[name]) for name in kept)
+    (out / "tokenizer.json").unlink()
+    shutil.rmtree(out / "1_Pooling")
+    options = {"attention_backend": "reference", "quantize_embedding": False}
+    assert answers(out, **options) == answers(path, quantization="int8", **options)
+
+
+def test_what_cannot_be_grouped_stays_as_it_is(tmp_path: Path) -> None:
+    path = model(tmp_path, "llama", intermediate_size=150)
+    quantize_folder(path, tmp_path / "out", "int4", Reference())
+    written = load_file(tmp_path / "out/model.safetensors")
+    down = "model.layers.0.mlp.down_proj"
+    assert torch.equal(written[f"{down}.weight"], load_file(path / "model.safetensors")[f"{down}.weight"])
+    assert f"{Q}.weight_packed" in written
+    assert down in json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["ignore"]
+    assert answers(tmp_path / "out", attention_backend="reference")
+
+
+def broken(path: Path) -> None:
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-100])
+
+
+def missing(path: Path) -> None:
+    (path / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("spoil", [broken, missing])
+def test_what_was_begun_is_removed(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    path = model(tmp_path, "llama")
+    spoil(path)
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        quantize_folder(path, tmp_path / "out", "int8", Reference())
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("make", [int8, float8])
+def test_scales_are_what_bfloat16_holds(make: Callable[[Tensor], Any]) -> None:
+    scales = make(torch.randn((70, 96), generator=torch.Generator().manual_seed(1))).scales
+    assert torch.equal(scales, scales.bfloat16().float())

@@ -1,0 +1,181 @@
+"""GGUF files made of transformers' checkpoints, by the package of llama.cpp: what our reader is compared with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.texts import BYTES, CHATML
+
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+_OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_INSIDE = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+}
+_ARCHS = {"gemma3_text": "gemma3", "mistral": "llama"}
+TypeOf = Callable[[str], str]
+"""The type in which a matrix is stored, by its GGUF name."""
+
+
+def stored_name(name: str, model_type: str) -> str:
+    """What llama.cpp calls a checkpoint's tensor."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _OUTSIDE:
+        return f"{_OUTSIDE[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    own = dict(_INSIDE)
+    if model_type in ("gemma2", "gemma3_text"):
+        own |= {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
+        own |= {"post_feedforward_layernorm": "post_ffw_norm"}
+    else:
+        own["post_attention_layernorm"] = "ffn_norm"
+    return f"blk.{layer}.{own[part]}.{kind}"
+
+
+def permuted(weights: Tensor, heads: int) -> Tensor:
+    """As llama.cpp's converter orders the rows of queries and keys."""
+    halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+def quantized(weights: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of blocks. Of types that the package cannot make, random blocks, with scales that keep numbers small."""
+    type_ = gguf.GGMLQuantizationType[kind]
+    try:
+        return gguf.quants.quantize(weights.astype(np.float32), type_)
+    except NotImplementedError:
+        return random_blocks(kind, weights.shape, np.random.default_rng(weights.shape[0]))
+
+
+_HALVES = {
+    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,)},
+    **{"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()},
+}
+"""Where a block's float16 numbers are."""
+
+
+def random_blocks(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    blocks = generator.integers(0, 256, (shape[0], shape[1] // numbers, size), dtype=np.uint8)
+    for at in _HALVES[kind]:
+        scales = generator.uniform(0.2, 1, (*blocks.shape[:2], 1)) * 2e-4
+        blocks[:, :, at : at + 2] = scales.astype(np.float16).view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, :, 0] = generator.integers(115, 122, blocks.shape[:2])
+    return blocks.reshape(shape[0], -1)
+
+
+def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **changed: Any) -> Path:
+    """A checkpoint of transformers as a GGUF file, and in `folder` the weights that the file stands for.
+
+    changed: keys of the metadata with _ for each dot but the last parts; None leaves a key out.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    kind = config["model_type"]
+    arch = _ARCHS.get(kind, kind)
+    writer = gguf.GGUFWriter(str(out), arch)
+    write_shape(writer, arch, config)
+    write_bytes_tokenizer(writer, config["vocab_size"])
+    tensors = load_file(folder / "model.safetensors")
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    if config["tie_word_embeddings"]:
+        tensors.pop("lm_head.weight", None)
+    for name, tensor in list(tensors.items()):
+        stored = stored_name(name, kind)
+        count = heads.get(stored.split(".")[-2]) if arch in ("llama", "smollm3") else None
+        rows = tensor.float() if count is None else permuted(tensor.float(), count)
+        rows = rows + 1 if arch.startswith("gemma") and stored.endswith("norm.weight") else rows
+        wanted = type_of(stored) if tensor.ndim == 2 else "F32"
+        if wanted == "F32":
+            writer.add_tensor(stored, rows.numpy())
+            continue
+        type_ = gguf.GGMLQuantizationType[wanted]
+        blocks = quantized(rows.numpy(), wanted)
+        writer.add_tensor(stored, blocks, raw_dtype=type_)
+        back = torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(blocks, type_)))
+        tensors[name] = back if count is None else back.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+    if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
+        size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        writer.add_tensor("rope_freqs.weight", llama3_factors(config["rope_parameters"], size))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
+    """The metadata that llama.cpp's converter writes of a config.json."""
+    rope = config.get("rope_parameters") or {}
+    full = rope.get("full_attention") or rope
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if full.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(full["factor"])
+    if config.get("sliding_window") and arch.startswith("gemma"):
+        writer.add_sliding_window(config["sliding_window"])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if "sliding_attention" in rope:
+        writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+
+
+def write_bytes_tokenizer(writer: Any, vocab_size: int, **roles: int) -> None:
+    """A token per byte behind three special ones; the rest of the vocabulary is unused."""
+    tokens = ["<pad>", "<bos>", "<|im_end|>", *BYTES]
+    tokens += [f"[PAD{index}]" for index in range(len(tokens), vocab_size)]
+    types = [3, 3, 3, *[1] * 256, *[5] * (vocab_size - 259)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(CHATML)
+
+
+def llama3_factors(rope: Mapping[str, float], head_dim: int) -> np.ndarray:
+    """What llama.cpp's converter stores of Llama 3.1's scaling: by how much each frequency is divided."""
+    found = []
+    for index in range(0, head_dim, 2):
+        wavelength = 2 * math.pi * rope["rope_theta"] ** (index / head_dim)
+        old, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+        if wavelength < old / high:
+            found.append(1.0)
+        elif wavelength > old / low:
+            found.append(rope["factor"])
+        else:
+            smooth = (old / wavelength - low) / (high - low)
+            found.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return np.array(found, dtype=np.float32)

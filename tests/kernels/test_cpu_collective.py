@@ -1,0 +1,114 @@
+"""Sums and gathers over ranks, here threads that map the same memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.collective import Collective, RankEnded
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
+
+MISSING = Cpu().missing
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+def together(count: int, work: Callable[[Collective], Any], row_bytes: int = 0) -> list[Any]:
+    """What `work` gives on each of so many ranks."""
+    backend = Cpu()
+    descriptor = backend.ranks_memory(count, row_bytes)
+    groups = [backend.collective(descriptor, rank, count) for rank in range(count)]
+    os.close(descriptor)
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(work, groups))
+
+
+def parts(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(shape) + count)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
+
+
+def in_order(each: list[Tensor]) -> Tensor:
+    total = each[0].float()
+    for one in each[1:]:
+        total = total + one.float()
+    return total.to(each[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_sums_are_those_of_the_ranks_in_order(count: int, dtype: torch.dtype) -> None:
+    """Of all sizes, one after another: shorter than a vector, and longer than a buffer."""
+    shapes = [(1, 1), (3, 7), (5, 64), (1, 1000), (600, 1031), (2, 16)]
+    given = [parts(count, shape, dtype) for shape in shapes]
+    found = together(count, lambda group: [group.sum(each[group.rank].clone()) for each in given])
+    for index, each in enumerate(given):
+        for rank in range(count):
+            assert torch.equal(found[rank][index], in_order(each))
+
+
+def test_a_rows_sum_does_not_depend_on_other_rows() -> None:
+    given = parts(3, (700, 513), torch.float32)
+    (whole, *_) = together(3, lambda group: group.sum(given[group.rank].clone()))
+    (some, *_) = together(3, lambda group: group.sum(given[group.rank][650:651].clone()))
+    assert torch.equal(whole[650:651], some)
+
+
+@pytest.mark.parametrize("widths", [[5], [5, 5, 4], [1, 0, 300_001]])
+@pytest.mark.parametrize("rows", [0, 1, 4, 300])
+def test_columns_side_by_side(widths: list[int], rows: int) -> None:
+    if rows * sum(widths) > 2_000_000:
+        rows = 6
+    given = [torch.randn(rows, width) for width in widths]
+    first, *others = together(len(widths), lambda g: g.gather(given[g.rank], widths), 4 * max(widths))
+    assert torch.equal(first, torch.cat(given, dim=1))
+    assert all(torch.equal(each, own) for each, own in zip(others, given[1:], strict=True))
+
+
+def test_many_steps_with_ranks_that_lag() -> None:
+    """A buffer is not overwritten before all have read it."""
+
+    def work(group: Collective) -> list[float]:
+        found = []
+        for step in range(2000):
+            if step % 97 == group.rank:
+                threading.Event().wait(0.0005)
+            found.append(float(group.sum(torch.full((3,), float(step * (group.rank + 1))))[2]))
+        return found
+
+    expected = [float(step * 10) for step in range(2000)]
+    assert together(4, work) == [expected] * 4
+
+
+def test_nobody_waits_for_a_rank_that_has_ended() -> None:
+    backend = Cpu()
+    descriptor = backend.ranks_memory(2, 0)
+    first = backend.collective(descriptor, 0, 2)
+    os.close(descriptor)
+    threading.Timer(0.05, first.close).start()
+    with pytest.raises(RankEnded):
+        first.sum(torch.ones(3))
+    with pytest.raises(RankEnded):
+        first.gather(torch.ones(2, 3), [3, 3])
+
+
+def test_a_rank_ends_with_its_parent() -> None:
+    backend = Cpu()
+    descriptor = backend.ranks_memory(2, 0)
+    orphan = backend.collective(descriptor, 1, 2, parent=1)
+    os.close(descriptor)
+    assert os.getppid() != 1
+    with pytest.raises(RankEnded):
+        orphan.sum(torch.ones(3))
+
+
+def test_plain_pytorch_says_that_it_cannot() -> None:
+    with pytest.raises(ValueError, match="compiled CPU kernels alone"):
+        Reference().ranks_memory(2, 0)

@@ -1,0 +1,220 @@
+"""Quantized linears of the CPU backend: right to the rounding of x to 8 bits, and the same bits for a row in every
+batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.cpu import native
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.quantized import QuantizedLinear
+from quire.kernels.quantized import GroupedWeight
+from quire.kernels.reference import Reference
+from tests.kernels.ragged import error
+
+SHAPES = [(64, 64, 64), (130, 192, 32), (65, 768, 16), (200, 256, 128), (17, 30, 30), (96, 576, 64), (1, 2, 2)]
+"""Outputs, inputs, inputs that share a scale."""
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def made(
+    outs: int, inner: int, group: int, *, bits: int, generator: torch.Generator, offsets: bool = False
+) -> GroupedWeight:
+    """Scales and offsets are half floats, as in most formats: no rounding but that of x is expected."""
+    if bits == 8:
+        codes = torch.randint(-128, 128, (outs, inner), generator=generator, dtype=torch.int8)
+    else:
+        codes = torch.randint(0, 256, (outs, inner // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.rand((outs, inner // group), generator=generator) * 0.01 + 0.001
+    given = torch.randn((outs, inner // group), generator=generator) * 0.02
+    return GroupedWeight(codes, scales.half().float(), given.half().float() if offsets else None)
+
+
+def rounded(x: Tensor, block: int) -> Tensor:
+    """x in float64, as 8 bits hold it: whole multiples of the 127th part of a block's largest number."""
+    inner = x.shape[1]
+    blocks = F.pad(x.float(), (0, -inner % block)).unflatten(1, (-1, block))
+    peak = blocks.abs().amax(2, keepdim=True)
+    codes = (blocks * torch.where(peak > 1e-30, torch.tensor(127.0) / peak, 0.0)).round()
+    return (codes.double() * (peak / 127).double()).flatten(1)[:, :inner]
+
+
+def expected(x: Tensor, weight: GroupedWeight, block: int) -> Tensor:
+    order = torch.arange(x.shape[1]) if weight.order is None else weight.order
+    return rounded(x[:, order], block) @ replace(weight, order=None).dequantized().double().T
+
+
+def packed(cpu: Cpu, weights: list[GroupedWeight], bias: Tensor | None = None, *, wide: bool = True) -> QuantizedLinear:
+    linear = cpu.pack_quantized(weights, bias, dtype=torch.bfloat16, wide=wide)
+    assert isinstance(linear, QuantizedLinear)
+    return linear
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("outs", "inner", "group"), SHAPES)
+def test_integer_products(
+    cpu: Cpu, outs: int, inner: int, group: int, offsets: bool, bits: int, generator: torch.Generator
+) -> None:
+    weight = made(outs, inner, group, bits=bits, generator=generator, offsets=offsets)
+    bias = torch.randn(outs, generator=generator).bfloat16()
+    linear = packed(cpu, [weight], bias)
+    for rows in (0, 1, 2, 5, 6, 7, 33, 200):
+        x = torch.randn((rows, inner), generator=generator).bfloat16()
+        got, wanted = linear(x, NO_ADAPTERS), expected(x, weight, linear.block) + bias.double()
+        assert got.shape == (rows, outs)
+        assert rows == 0 or error(got, wanted) < 2e-5
+        assert rows == 0 or error(got, F.linear(x.double(), weight.dequantized().double(), bias.double())) < 2e-2
+        narrow = packed(cpu, [weight], bias, wide=False)(x, NO_ADAPTERS)
+        assert torch.equal(narrow, got.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [16, 32, 64])
+def test_table_and_order(cpu: Cpu, group: int, dtype: torch.dtype, generator: torch.Generator) -> None:
+    weight = made(70, 192, group, bits=4, generator=generator)
+    weight = replace(weight, values=TABLE, order=torch.randperm(192, generator=generator))
+    linear = cpu.pack_quantized([weight], None, dtype=dtype)
+    assert isinstance(linear, QuantizedLinear)
+    x = torch.randn((9, 192), generator=generator).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    assert error(linear(x, NO_ADAPTERS), expected(x, weight, linear.block)) < tolerance
+
+
+def test_parts_of_different_forms_are_one_linear(cpu: Cpu, generator: torch.Generator) -> None:
+    """As query, key and value of one file may be: two of 4 bits, one of 8."""
+    parts = [
+        made(130, 192, 32, bits=4, generator=generator),
+        made(64, 192, 32, bits=4, generator=generator),
+        made(70, 192, 16, bits=8, generator=generator),
+        made(5, 192, 192, bits=8, generator=generator),
+    ]
+    bias = torch.randn(269, generator=generator)
+    linear = packed(cpu, parts, bias)
+    for rows in (1, 7, 40):
+        x = torch.randn((rows, 192), generator=generator).bfloat16()
+        wanted = torch.cat([expected(x, part, 16) for part in parts], 1) + bias.double()
+        assert error(linear(x, NO_ADAPTERS), wanted) < 2e-5
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.parametrize(("bits", "inner", "group", "outs"), [(8, 576, 576, 320), (4, 576, 32, 512), (8, 256, 16, 200)])
+def test_a_row_has_the_same_bits_in_every_batch(
+    cpu: Cpu, bits: int, inner: int, group: int, outs: int, generator: torch.Generator
+) -> None:
+    linear = packed(cpu, [made(outs, inner, group, bits=bits, generator=generator, offsets=bits == 4)])
+    x = torch.randn((400, inner), generator=generator).bfloat16()
+    whole = linear(x, NO_ADAPTERS)
+    for begin, rows in [(0, 1), (3, 1), (399, 1), (7, 2), (50, 3), (20, 6), (1, 7), (11, 64), (200, 193)]:
+        assert torch.equal(linear(x[begin : begin + rows], NO_ADAPTERS), whole[begin : begin + rows]), (begin, rows)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(linear(x, NO_ADAPTERS), whole), threads
+        assert torch.equal(linear(x[:90], NO_ADAPTERS), whole[:90]), threads
+
+
+_LIBRARIES = [] if isinstance(native.load(), str) else [Cpu(native.Native(isa)) for isa in native.runnable()]
+
+
+@pytest.mark.skipif(not _LIBRARIES, reason=str(native.load()))
+@settings(max_examples=60, deadline=None)
+@given(
+    bits=st.sampled_from([4, 8]),
+    group=st.sampled_from([16, 32, 64, 128, 0]),
+    groups=st.integers(1, 5),
+    outs=st.integers(1, 150),
+    rows=st.integers(1, 30),
+    offsets=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_on_every_instruction_set(
+    bits: int, group: int, groups: int, outs: int, rows: int, offsets: bool, seed: int
+) -> None:
+    """Right, each row alone as in the batch, and the same 8-bit rows on every instruction set."""
+    generator = torch.Generator().manual_seed(seed)
+    inner = group * groups or 2 * groups
+    weight = made(outs, inner, group or inner, bits=bits, generator=generator, offsets=offsets)
+    x = torch.randn((rows, inner), generator=generator).bfloat16()
+    for cpu in _LIBRARIES:
+        linear = packed(cpu, [weight])
+        got = linear(x, NO_ADAPTERS)
+        wanted = expected(x, weight, linear.block)
+        size = rounded(x, linear.block).abs() @ weight.dequantized().double().abs().T
+        assert ((got.double() - wanted).abs() <= 1e-5 * size + 1e-9).all(), cpu.isa
+        row = seed % rows
+        assert torch.equal(linear(x[row : row + 1], NO_ADAPTERS)[0], got[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_gives_its_rows_as_they_are(
+    cpu: Cpu, tied: bool, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    for weight in (
+        made(150, 30, 30, bits=8, generator=generator),
+        made(150, 64, 16, bits=4, generator=generator, offsets=True),
+        replace(made(150, 64, 32, bits=4, generator=generator), order=torch.randperm(64, generator=generator)),
+    ):
+        table = cpu.pack_table(weight, dtype=dtype, tied=tied)
+        ids = torch.tensor([149, 0, 64, 63, 64], dtype=torch.int32)
+        assert torch.equal(table.look_up(ids), weight.dequantized()[ids].to(dtype))
+        assert (table.project is not None) == tied
+        if table.project is not None:
+            logits = table.project(torch.ones((2, weight.shape[1]), dtype=dtype), NO_ADAPTERS)
+            assert logits.dtype == torch.float32
+            assert error(logits[0], weight.dequantized().double().sum(1)) < 1e-2
+
+
+def test_rows_that_are_zero_tiny_or_not_finite(cpu: Cpu, generator: torch.Generator) -> None:
+    linear = packed(cpu, [made(70, 96, 96, bits=8, generator=generator)])
+    x = torch.randn((5, 96), generator=generator).bfloat16()
+    x[0] = 0
+    x[1] = 1e-38
+    x[2, 50], x[3, 7] = torch.nan, -torch.inf
+    got = linear(x, NO_ADAPTERS)
+    assert (got[0] == 0).all()
+    assert (got[1] == 0).all()
+    assert got[2:4].isnan().all()
+    assert torch.equal(got[4], linear(x[4:], NO_ADAPTERS)[0])
+
+
+def test_weights_may_be_dropped_and_take_their_bits(cpu: Cpu, generator: torch.Generator) -> None:
+    weight = made(128, 512, 32, bits=4, generator=generator)
+    linear = packed(cpu, [weight])
+    assert linear.nbytes == 128 * 512 * 4.5 / 8 + 128 * 4
+    x = torch.ones((3, 512), dtype=torch.bfloat16)
+    before = linear(x, NO_ADAPTERS)
+    weight.codes.zero_()
+    weight.scales.zero_()
+    assert torch.equal(linear(x, NO_ADAPTERS), before)
+
+
+def test_what_has_no_integer_kernel_is_dequantized(cpu: Cpu, generator: torch.Generator) -> None:
+    odd = made(20, 60, 12, bits=8, generator=generator)
+    one, other = (
+        replace(made(20, 64, 32, bits=4, generator=generator), order=torch.randperm(64, generator=generator))
+        for _ in range(2)
+    )
+    for weights in ([odd], [one, other]):
+        linear = cpu.pack_quantized(weights, None, dtype=torch.float32)
+        x = torch.randn((7, weights[0].shape[1]), generator=generator)
+        wanted = F.linear(x.double(), torch.cat([each.dequantized() for each in weights]).double())
+        assert error(linear(x, NO_ADAPTERS), wanted) < 2e-6
+        assert not isinstance(linear, QuantizedLinear)
+
+
+def test_the_reference_agrees(cpu: Cpu, generator: torch.Generator) -> None:
+    weight = made(70, 192, 32, bits=4, generator=generator, offsets=True)
+    x = torch.randn((5, 192), generator=generator)
+    ours = cpu.pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS)
+    assert error(ours, Reference().pack_quantized([weight], None, dtype=torch.float32)(x, NO_ADAPTERS).double()) < 2e-2
+    with pytest.raises(TypeError, match="from 192 to 70"):
+        cpu.pack_quantized([weight], None, dtype=torch.float32)(x[:, 1:], NO_ADAPTERS)

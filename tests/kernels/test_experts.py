@@ -1,0 +1,139 @@
+"""Mixtures of experts: what they compute, what they read, and that a row's bits depend on nothing but the row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.layers.quantize import int4, int8
+from quire.kernels.backend import NO_ADAPTERS, Backend, Clamp, Experts, Linear
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.decoder.experts import CompiledMixture
+from quire.kernels.quantized import GroupedWeight
+from quire.kernels.reference import Reference
+from tests.kernels.ragged import error
+
+HIDDEN, INNER, COUNT, CHOSEN = 64, 96, 7, 3
+CLAMP = Clamp(1.702, 1.5)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.5e-2}
+
+
+def weights(dtype: torch.dtype, generator: torch.Generator) -> dict[str, Tensor]:
+    def draw(*shape: int, size: float) -> Tensor:
+        return (torch.randn(shape, generator=generator) * size).to(dtype)
+
+    return {
+        "router": draw(COUNT, HIDDEN, size=HIDDEN**-0.5),
+        "router_bias": draw(COUNT, size=0.5),
+        "gate_up": draw(COUNT, 2 * INNER, HIDDEN, size=1.5 * HIDDEN**-0.5),
+        "gate_up_bias": draw(COUNT, 2 * INNER, size=0.5),
+        "down": draw(COUNT, HIDDEN, INNER, size=INNER**-0.5),
+        "down_bias": draw(COUNT, HIDDEN, size=0.5),
+    }
+
+
+def experts(
+    backend: Backend,
+    given: dict[str, Tensor],
+    *,
+    normalized: bool = True,
+    clamp: Clamp | None = CLAMP,
+    form: Callable[[Tensor], GroupedWeight] | None = None,
+) -> Experts:
+    def linear(name: str, expert: int) -> Linear:
+        weight, bias = given[name][expert], given[f"{name}_bias"][expert]
+        if form is None:
+            return backend.pack_linear(weight, bias)
+        return backend.pack_quantized([form(weight)], bias, dtype=weight.dtype)
+
+    router = backend.pack_linear(given["router"], given["router_bias"], wide=True)
+    parts = [[linear(name, expert) for expert in range(COUNT)] for name in ("gate_up", "down")]
+    return Experts(router, *parts, CHOSEN, normalized, clamp)
+
+
+def wanted(x: Tensor, given: dict[str, Tensor], *, normalized: bool, clamp: Clamp | None) -> Tensor:
+    """Every expert of every token in float64, token by token."""
+    w = {name: tensor.double() for name, tensor in given.items()}
+    rows = []
+    for row in x.double():
+        scores = w["router"] @ row + w["router_bias"]
+        chosen = scores.topk(CHOSEN).indices
+        shares = scores[chosen].softmax(-1) if normalized else scores.softmax(-1)[chosen]
+        total = torch.zeros(HIDDEN, dtype=torch.float64)
+        for expert, share in zip(chosen.tolist(), shares, strict=True):
+            gate, up = (w["gate_up"][expert] @ row + w["gate_up_bias"][expert]).chunk(2)
+            if clamp is None:
+                gated = torch.nn.functional.silu(gate) * up
+            else:
+                gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+                gated = gate * (1 / (1 + (-clamp.alpha * gate).exp())) * (up + 1)
+            total += share * (w["down"][expert] @ gated + w["down_bias"][expert])
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("normalized", "clamp"), [(True, CLAMP), (False, None)])
+def test_every_row_is_the_weighed_sum_of_its_experts(
+    cpu: Cpu, normalized: bool, clamp: Clamp | None, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    given, x = weights(dtype, generator), torch.randn((50, HIDDEN), generator=generator).to(dtype)
+    judge = wanted(x, given, normalized=normalized, clamp=clamp)
+    for backend in (cpu, Reference()):
+        mixture = backend.mixture(experts(backend, given, normalized=normalized, clamp=clamp))
+        assert error(mixture(x), judge) < TOLERANCE[dtype]
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("form", ["whole", "int8", "int4"])
+def test_a_row_has_the_same_bits_in_every_batch(
+    cpu: Cpu, form: str, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    forms = {"whole": None, "int8": int8, "int4": lambda weight: int4(weight, cpu)}
+    given, x = weights(dtype, generator), torch.randn((300, HIDDEN), generator=generator).to(dtype)
+    mixture = cpu.mixture(experts(cpu, given, form=forms[form]))
+    whole = mixture(x)
+    for rows in ([0], [299], [17, 4], list(range(30, 61)), list(range(299, -1, -1))):
+        assert torch.equal(mixture(x[rows]), whole[rows])
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(mixture(x), whole)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_experts_that_nobody_chose_are_not_read(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> None:
+    given, x = weights(dtype, generator), torch.randn((4, HIDDEN), generator=generator).to(dtype)
+    given["router_bias"][:] = torch.tensor([9.0, 0.0, 9.0, 0.0, 9.0, 0.0, 0.0])
+    for expert in (1, 3, 5, 6):
+        given["gate_up"][expert] = given["down"][expert] = torch.nan
+    for backend in (cpu, Reference()):
+        assert backend.mixture(experts(backend, given))(x).isfinite().all()
+
+
+def test_of_equal_scores_the_first_are_chosen_and_nan_stays_inside(cpu: Cpu, generator: torch.Generator) -> None:
+    given, x = weights(torch.float32, generator), torch.randn((3, HIDDEN), generator=generator)
+    given["router"][:] = given["router_bias"][:] = 0
+    first = {name: tensor.clone() for name, tensor in given.items()}
+    for name in ("gate_up", "down"):
+        first[name][CHOSEN:] = torch.nan
+    for backend in (cpu, Reference()):
+        assert torch.equal(backend.mixture(experts(backend, first))(x), backend.mixture(experts(backend, given))(x))
+    given["router"][2] = torch.nan
+    assert cpu.mixture(experts(cpu, given))(x).isnan().all()
+
+
+def test_other_shapes_and_linears_are_told_apart(cpu: Cpu, generator: torch.Generator) -> None:
+    mixture = cpu.mixture(experts(cpu, weights(torch.bfloat16, generator)))
+    assert isinstance(mixture, CompiledMixture)
+    for x in (torch.zeros(2, HIDDEN + 2, dtype=torch.bfloat16), torch.zeros(2, HIDDEN)):
+        with pytest.raises(TypeError, match="cannot take"):
+            mixture(x)
+    made = experts(cpu, given := weights(torch.bfloat16, generator))
+    plain = Experts(lambda x, context: made.router(x, NO_ADAPTERS), made.gate_up, made.down, CHOSEN, True, CLAMP)
+    x = torch.randn((9, HIDDEN), generator=generator).bfloat16()
+    assert not isinstance(cpu.mixture(plain), CompiledMixture)
+    assert error(cpu.mixture(plain)(x), wanted(x, given, normalized=True, clamp=CLAMP)) < TOLERANCE[torch.bfloat16]

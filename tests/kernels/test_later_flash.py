@@ -1,0 +1,204 @@
+"""The adapters to flash-attn 3 and 4, on fakes of their documented functions: what is asked for is what the reference
+says; where they serve, and in which order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels.backend import Backend
+from quire.kernels.gpu import flash, flash3, flash4, torch_varlen
+from quire.kernels.gpu.flash3 import Flash3
+from quire.kernels.gpu.flash4 import Flash4
+from quire.kernels.gpu.paged import FlashPages
+from quire.kernels.probe import Probe
+from quire.kernels.select import select_backend
+from tests.kernels.fake_capture import FakeCapture
+from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
+from tests.kernels.fake_later_flash import FakeFlash3, FakeFlash4
+from tests.kernels.test_flash import CASES, DECODES, MIXED, WHOLE, Spy, check, gpu
+from tests.tree import ROOT
+
+Made = tuple[Backend, FakeFlash3 | FakeFlash4]
+KINDS = {"flash3": 9, "flash4": 9, "flash4 on Blackwell": 10}
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Made]:
+    def made(kind: str) -> Made:
+        major = KINDS[kind]
+        three, four = FakeFlash3(), FakeFlash4(major)
+        monkeypatch.setattr(flash3, "_load", lambda: three)
+        monkeypatch.setattr(flash4, "_load", lambda: four.flash_attn_varlen_func)
+        monkeypatch.setattr(flash4, "_splits", lambda device: major == 10)
+        return (Flash3(), three) if kind == "flash3" else (Flash4(), four)
+
+    return made
+
+
+@pytest.mark.parametrize("mix", [DECODES, MIXED, WHOLE], ids=["decode", "mixed", "prefill"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments(make: Callable[[str], Made], kind: str, case: dict, mix: tuple) -> None:
+    if KINDS[kind] == 10 and case.get("dim", 0) > 128:
+        pytest.skip("refused there")
+    check(make(kind)[0], "cpu", mix, **case)
+
+
+def test_splits(make: Callable[[str], Made]) -> None:
+    """As many as fill the GPU for one query each, where they are supported; else one."""
+    for kind, splits in (("flash3", 0), ("flash4", 1), ("flash4 on Blackwell", 0)):
+        backend, library = make(kind)
+        check(backend, "cpu", DECODES)
+        check(backend, "cpu", MIXED, window=700)
+        none = (None, None) if kind.startswith("flash4") else (-1, -1)
+        assert library.calls == [
+            {"q": 4, "num_splits": splits, "window_size": none},
+            {"q": 3, "num_splits": 1, "window_size": none},
+        ]
+
+
+@pytest.mark.parametrize("kind", ["flash4", "flash4 on Blackwell"])
+def test_without_splits_steps_of_one_query_each_are_triton_s(
+    make: Callable[[str], Made], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, library = make(kind)
+    spy = Spy()
+    monkeypatch.setattr(FlashPages, "_for", lambda *_: spy)
+    check(backend, "cpu", DECODES)
+    check(backend, "cpu", MIXED)
+    assert spy.queries == ([1] if kind == "flash4" else [])
+    assert len(library.calls) == 2 - len(spy.queries)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trial_passes(make: Callable[[str], Made], kind: str) -> None:
+    probe = Probe(torch.device("cpu"), torch.bfloat16, 8, 2, 64, 30.0)
+    assert probe(make(kind)[0]) is None
+    assert replace(probe, capture=FakeCapture())(make(kind)[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "order"),
+    [
+        ((8, 0), ["flash", "torch_varlen"]),
+        ((8, 9), ["flash", "torch_varlen"]),
+        ((9, 0), ["flash3", "flash4", "flash", "torch_varlen"]),
+        ((10, 0), ["flash4", "flash", "torch_varlen"]),
+        ((10, 3), ["flash4", "flash", "torch_varlen"]),
+        ((12, 0), ["flash", "torch_varlen"]),
+    ],
+)
+def test_the_order_by_architecture(
+    make: Callable[[str], Made], capability: tuple[int, int], order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With everything installed: each is chosen where those before it fail their trial, and says so."""
+    make("flash3")
+    monkeypatch.setattr(flash, "_load", lambda: FakeFlashAttn())
+    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: fake_varlen_attn)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: [])
+    device = gpu(monkeypatch, capability)
+    for index, name in enumerate(order):
+        failing = set(order[:index])
+        backend, why = select_backend(device, torch.bfloat16, 64, trials=[partial(fails, failing)])
+        assert backend.name == name
+        assert [part for part in why.split("; ") if part.endswith(": fails")] == [
+            f"{each}: fails" for each in order[:index]
+        ]
+
+
+def fails(names: set[str], backend: Backend) -> str | None:
+    return "fails" if backend.name in names else None
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "head_dim", "message"),
+    [
+        ("flash3", (8, 0), 64, "needs compute capability 9.x, this GPU has 8.0"),
+        ("flash3", (10, 0), 64, "needs compute capability 9.x, this GPU has 10.0"),
+        ("flash4", (8, 9), 64, "needs compute capability 9.x or 10.x, this GPU has 8.9"),
+        ("flash4", (12, 0), 64, "needs compute capability 9.x or 10.x, this GPU has 12.0"),
+        ("flash4", (10, 0), 256, "takes heads up to 128 on this GPU, not 256"),
+    ],
+)
+def test_what_they_refuse(
+    make: Callable[[str], Made],
+    name: str,
+    capability: tuple[int, int],
+    head_dim: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make("flash4 on Blackwell" if capability[0] == 10 else "flash4")
+    with pytest.raises(ValueError, match=f"{name}: {message}"):
+        select_backend(gpu(monkeypatch, capability), torch.bfloat16, head_dim, name)
+
+
+@pytest.mark.parametrize("name", ["flash3", "flash4"])
+def test_they_promise_no_bits(make: Callable[[str], Made], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(name)
+    monkeypatch.setattr(flash, "_load", lambda: FakeFlashAttn())
+    device = gpu(monkeypatch, (9, 0))
+    assert select_backend(device, torch.bfloat16, 64, deterministic=True)[0].name == "flash"
+    with pytest.raises(ValueError, match="--deterministic takes another backend"):
+        select_backend(device, torch.bfloat16, 64, name, deterministic=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(isinstance(flash4._load(), str), reason="flash-attn 4 is not installed")
+@pytest.mark.parametrize(("architecture", "processors"), [("sm_90a", "132"), ("sm_100a", "148")])
+def test_flash_attn_4_itself_compiles_what_is_asked_of_it(architecture: str, processors: str, tmp_path: Path) -> None:
+    """Its compiler needs no GPU, but for few queries on Blackwell: there it asks the driver for one."""
+    asked = {"FLASH_ATTENTION_ARCH": architecture, "CUTE_DSL_ARCH": architecture, "FLASH_ATTENTION_NUM_SMS": processors}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_flash4", str(tmp_path)],
+        env=os.environ | asked,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=290,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    cases = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(cases) == 24
+    for each in cases:
+        assert each["error"] is None or "NVIDIA driver library" in each["error"], each
+    assert sum(each["error"] is None for each in cases) >= 18
+
+
+def test_what_is_not_installed_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    for module in ("flash_attn_interface", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not there
+    for name, advice in (("flash3", flash3.INSTALL), ("flash4", flash4.INSTALL)):
+        with pytest.raises(ValueError, match=f"{name}: flash-attn {name[-1]} is not installed") as raised:
+            select_backend(gpu(monkeypatch, (9, 0)), torch.bfloat16, 64, name)
+        assert advice in str(raised.value)
+
+
+def test_what_is_installed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn 2 has the folder flash_attn, and flash-attn 3 needs a library built for this PyTorch."""
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    for module in ("flash_attn.cute", "flash_attn_interface"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert flash4._load() == f"flash-attn 4 is not installed ({flash4.INSTALL})"
+    broken: Any = type("Broken", (), {"find_spec": staticmethod(raise_import)})
+    monkeypatch.setattr(sys, "meta_path", [broken, *sys.meta_path])
+    assert flash3._load() == ("flash-attn 3 cannot be loaded, install it for this PyTorch (undefined symbol: _ZN3c10)")
+
+
+def raise_import(name: str, path: object = None, target: object = None) -> None:
+    if name == "flash_attn_interface":
+        raise ImportError("undefined symbol: _ZN3c10")

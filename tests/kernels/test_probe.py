@@ -1,0 +1,206 @@
+"""Backends are tried before they are chosen: on fakes with the faults that real libraries have had."""
+
+from __future__ import annotations
+
+import subprocess
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import Backend
+from quire.kernels.gpu import faults, flash, torch_varlen
+from quire.kernels.gpu.faults import fault
+from quire.kernels.gpu.flash import Flash
+from quire.kernels.gpu.torch_varlen import TorchVarlen
+from quire.kernels.probe import Probe
+from quire.kernels.reference import Reference
+from quire.kernels.select import select_backend
+from tests.kernels.fake_capture import FakeCapture
+from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
+
+CPU = torch.device("cpu")
+PROBE = Probe(CPU, torch.bfloat16, 8, 2, 64)
+EMPTY_OF_KERNELS = "CUDA error: no kernel image is available for execution on the device\nCUDA kernel errors might be"
+
+
+class Faulty(FakeFlashAttn):
+    """A flash-attn whose functions change what they return."""
+
+    def __init__(self, prompt: Any = None, decode: Any = None) -> None:
+        super().__init__()
+        self.changes = {"prompt": prompt, "decode": decode}
+
+    def flash_attn_varlen_func(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.changed("prompt", super().flash_attn_varlen_func(*args, **kwargs))
+
+    def flash_attn_with_kvcache(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.changed("decode", super().flash_attn_with_kvcache(*args, **kwargs))
+
+    def changed(self, kind: str, out: Tensor) -> Tensor:
+        change = self.changes[kind]
+        return out if change is None else change(out)
+
+
+def refuse(out: Tensor) -> Tensor:
+    raise RuntimeError(EMPTY_OF_KERNELS)
+
+
+def wait(out: Tensor) -> Tensor:
+    """As flash-attn after 2.8.3, which reads the longest context on the host."""
+    out.float().max().item()
+    return out
+
+
+def unwritten(out: Tensor) -> Tensor:
+    """Rows after the first, as PyTorch leaves them when it splits paged keys."""
+    out[1:] = torch.nan
+    return out
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
+    return made(monkeypatch, FakeFlashAttn())
+
+
+def made(monkeypatch: pytest.MonkeyPatch, library: FakeFlashAttn) -> Backend:
+    monkeypatch.setattr(flash, "_load", lambda: library)
+    return Flash()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(8, 2, 64), (3, 3, 128), (4, 1, 256), (9, 3, 96)], ids=str)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_a_backend_that_computes_passes(
+    backend: Backend, dtype: torch.dtype, shape: tuple[int, int, int], softcap: float | None
+) -> None:
+    probe = Probe(CPU, dtype, *shape, softcap, FakeCapture())
+    assert probe(backend) is None
+    assert Probe(CPU, dtype, *shape, softcap)(Reference()) is None
+
+
+def test_pytorchs_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: fake_varlen_attn)
+    assert PROBE(TorchVarlen()) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decode", "reason"),
+    [
+        (refuse, None, "was not built for this GPU (CUDA error: no kernel image is available"),
+        (None, refuse, "was not built for this GPU (CUDA error: no kernel image is available"),
+        (unwritten, None, "computes something else than the reference for a prompt"),
+        (torch.zeros_like, None, "computes something else than the reference for a prompt"),
+        (None, unwritten, "computes something else than the reference for a decode"),
+        (None, lambda out: out.roll(1, 2), "computes something else than the reference for a decode"),
+    ],
+)
+def test_what_fails(prompt: Any, decode: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = PROBE(made(monkeypatch, Faulty(prompt, decode)))
+    assert said is not None
+    assert said.startswith(reason)
+    assert "\n" not in said
+
+
+def test_a_library_that_was_built_without_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unwindowed(FakeFlashAttn):
+        def flash_attn_varlen_func(self, *args: Any, **kwargs: Any) -> Tensor:
+            if kwargs["window_size"] != (-1, -1):
+                raise RuntimeError("This flash attention build does not support local attention.")
+            return super().flash_attn_varlen_func(*args, **kwargs)
+
+    backend = made(monkeypatch, Unwindowed())
+    assert PROBE(backend) is None
+    said = replace(PROBE, windowed=True)(backend)
+    assert said == "RuntimeError: This flash attention build does not support local attention."
+    assert replace(PROBE, windowed=True, capture=FakeCapture())(made(monkeypatch, FakeFlashAttn())) is None
+
+
+def test_a_decode_that_no_graph_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = made(monkeypatch, Faulty(decode=wait))
+    assert PROBE(waiting) is None
+    said = replace(PROBE, capture=FakeCapture())(waiting)
+    assert said is not None
+    assert said.startswith("a CUDA graph cannot hold its decodes; --enforce-eager does without (")
+
+
+def test_the_choice_falls_through_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Faulty(prompt=refuse)
+    made(monkeypatch, library)
+    monkeypatch.setattr(torch_varlen, "_varlen_attn", lambda: fake_varlen_attn)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    device = torch.device("cuda")
+    backend, why = select_backend(device, torch.bfloat16, 64, trials=[PROBE])
+    assert backend.name == "torch_varlen"
+    assert "flash: was not built for this GPU (CUDA error: no kernel image" in why
+    with pytest.raises(ValueError, match=r"flash: was not built for this GPU .* install a build for it"):
+        select_backend(device, torch.bfloat16, 64, "flash", trials=[PROBE])
+
+
+def test_without_any_graph_the_fastest_that_computes_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that captures nothing must not leave the reference, whose steps take a hundred times as long."""
+    made(monkeypatch, FakeFlashAttn())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def refused(function: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    trials = [replace(PROBE, capture=refused), PROBE]
+    backend, why = select_backend(torch.device("cuda"), torch.bfloat16, 64, trials=trials)
+    assert backend.name == "flash"
+    assert "flash: a CUDA graph cannot hold its decodes" in why
+    with pytest.raises(ValueError, match="--enforce-eager"):
+        select_backend(torch.device("cuda"), torch.bfloat16, 64, "flash", trials=trials)
+
+
+def test_where_nothing_computes_the_start_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    made(monkeypatch, FakeFlashAttn())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"nothing computes here; flash: lost; .*reference: lost"):
+        select_backend(torch.device("cuda"), torch.bfloat16, 64, trials=[lambda backend: "lost"])
+
+
+def test_a_cpu_is_not_probed() -> None:
+    from quire.engine.config import EngineConfig
+    from quire.engine.worker.device import choose_trials
+
+    assert choose_trials(EngineConfig(), CPU, torch.bfloat16, None) == []  # type: ignore[arg-type]
+
+
+def build(monkeypatch: pytest.MonkeyPatch, folder: Path) -> BaseException:
+    """What Triton's own build of a launcher raises here."""
+    triton_build = pytest.importorskip("triton.runtime.build", reason="there is no Triton for this platform")
+    if hasattr(triton_build, "_find_compiler"):  # from 3.8 on Triton looks for one only once
+        triton_build._find_compiler.cache_clear()
+    source = folder / "launcher.c"
+    source.write_text("#include <Python.h>\n#error no\n")
+    with pytest.raises((RuntimeError, OSError, subprocess.SubprocessError)) as raised:
+        triton_build._build("launcher", str(source), str(folder), [], [], [], [])
+    return raised.value
+
+
+def test_no_c_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = fault(build(monkeypatch, tmp_path))
+    assert said.startswith("Triton needs a C compiler to start its kernels and finds none: install gcc")
+    monkeypatch.setenv("CC", "not-a-compiler")
+    said = fault(build(monkeypatch, tmp_path))
+    assert said == "Triton needs a C compiler, and 'not-a-compiler', which CC names, is not there"
+
+
+def test_no_python_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\nexit 3\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    error = build(monkeypatch, tmp_path)
+    monkeypatch.setattr(faults.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    assert fault(error).startswith(f"Triton compiles against Python.h, which is not in {tmp_path}: install")
+    (tmp_path / "Python.h").touch()
+    assert fault(error).startswith(f"the compiler that Triton called failed with status 3: {compiler} ")
+    assert sysconfig.get_paths()["include"] == str(tmp_path)

@@ -1,0 +1,130 @@
+"""Adapters behind linears in Triton: right, and the same bits for a row whatever other rows and adapters share its
+batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, Delta, LinearContext
+from quire.kernels.gpu import triton_lora
+from quire.kernels.gpu.triton_linear import pack_linear
+from quire.kernels.gpu.triton_lora import TritonAdaptedLinear
+from tests.kernels.ragged import error
+
+PARTS = (48, 16, 130)
+"""Outputs: less than a block, and more than two."""
+RANKS = (1, 5, 16, 64, 256)
+SLOTS = len(RANKS) + 1
+"""The last stays empty."""
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def deltas(rank: int, inner: int, dtype: torch.dtype, generator: torch.Generator) -> list[Delta]:
+    """Of the first part and the last; the one between has none."""
+    found = []
+    for first, outs in ((0, PARTS[0]), (PARTS[0] + PARTS[1], PARTS[2])):
+        down, up = (torch.randn(s, generator=generator) * s[1] ** -0.5 for s in ((rank, inner), (outs, rank)))
+        found.append(Delta(first, down.to(dtype), up.to(dtype)))
+    return found
+
+
+class Made:
+    def __init__(
+        self, inner: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, *, wide: bool = False
+    ) -> None:
+        self.weight = torch.randn((sum(PARTS), inner), generator=generator).to(device, dtype)
+        self.plain = pack_linear(self.weight, None, wide=wide)
+        slots = AdapterSlots(SLOTS, inner, PARTS, max(RANKS), dtype, wide, device)
+        self.linear = TritonAdaptedLinear(self.plain, slots)
+        self.deltas = [deltas(rank, inner, dtype, generator) for rank in RANKS]
+        for slot, own in enumerate(self.deltas, 1):
+            self.linear.put(slot, self.linear.pack(own))
+
+    def expected(self, x: Tensor, adapters: Tensor) -> Tensor:
+        """float64, with the weights merged."""
+        out = []
+        for row, slot in zip(x.cpu().double(), adapters.tolist(), strict=True):
+            merged = self.weight.cpu().double()
+            for delta in self.deltas[slot - 1] if 0 < slot <= len(self.deltas) else []:
+                merged[delta.first : delta.first + len(delta.up)] += delta.up.double() @ delta.down.double()
+            out.append(merged @ row)
+        return torch.stack(out)
+
+
+def of(adapters: Tensor) -> LinearContext:
+    return LinearContext(adapters, torch.argsort(adapters, stable=True))
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [*((dtype, False) for dtype in TOLERANCE), (torch.bfloat16, True)])
+@pytest.mark.parametrize("inner", [70, 64])
+def test_merged(inner: int, dtype: torch.dtype, wide: bool, device: torch.device, generator: torch.Generator) -> None:
+    made = Made(inner, dtype, device, generator, wide=wide)
+    x = torch.randn((53, inner), generator=generator).to(device, dtype)
+    adapters = torch.randint(0, SLOTS + 1, (53,), generator=generator).to(device)
+    got = made.linear(x, of(adapters))
+    assert got.dtype == (torch.float32 if wide else dtype)
+    assert error(got.cpu(), made.expected(x, adapters)) < TOLERANCE[dtype]
+
+
+def test_split_inputs(device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial sums over 64 inputs, the last over fewer."""
+    monkeypatch.setattr(triton_lora, "_SPLIT", 64)
+    made = Made(200, torch.float32, device, generator)
+    x = torch.randn((9, 200), generator=generator).to(device)
+    adapters = torch.tensor([4, 1, 0, 2, 2, 6, 3, 5, 4], device=device)
+    assert error(made.linear(x, of(adapters)).cpu(), made.expected(x, adapters)) < 3e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_alone(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """Bit by bit: in a batch, in another order, alone; and rows without an adapter as the linear itself."""
+    made = Made(70, dtype, device, generator)
+    x = torch.randn((19, 70), generator=generator).to(device, dtype)
+    adapters = torch.randint(0, SLOTS + 1, (19,), generator=generator).to(device)
+    alone = torch.cat([made.linear(x[i : i + 1], of(adapters[i : i + 1])) for i in range(19)])
+    order = torch.randperm(19, generator=generator).to(device)
+    assert torch.equal(made.linear(x, of(adapters)), alone)
+    assert torch.equal(made.linear(x[order], of(adapters[order])), alone[order])
+    plain = made.plain(x, NO_ADAPTERS)
+    none = (adapters == 0) | (adapters == SLOTS)
+    assert none.any()
+    assert torch.equal(alone[none], plain[none])
+    assert not torch.equal(alone, plain)
+    assert torch.equal(made.linear(x, NO_ADAPTERS), plain)
+    assert made.linear(x[:0], of(adapters[:0])).shape == (0, sum(PARTS))
+
+
+def test_every_row_an_adapter_of_its_own(device: torch.device, generator: torch.Generator) -> None:
+    """More adapters than a tile has rows."""
+    inner, count = 32, 20
+    weight = torch.randn((48, inner), generator=generator).to(device)
+    slots = AdapterSlots(count, inner, (48,), 8, torch.float32, False, device)
+    linear = TritonAdaptedLinear(pack_linear(weight, None), slots)
+    halves = []
+    for slot in range(1, count + 1):
+        down, up = torch.randn((8, inner), generator=generator), torch.randn((48, 8), generator=generator)
+        halves.append((down, up))
+        linear.put(slot, linear.pack([Delta(0, down, up)]))
+    adapters = torch.cat([torch.randperm(count, generator=generator) + 1, torch.zeros(5, dtype=torch.int64)])
+    x = torch.randn((len(adapters), inner), generator=generator)
+    merged = [weight.cpu().double(), *(weight.cpu().double() + up.double() @ down.double() for down, up in halves)]
+    expected = torch.stack([merged[slot] @ row for slot, row in zip(adapters.tolist(), x.double(), strict=True)])
+    assert error(linear(x.to(device), of(adapters.to(device))).cpu(), expected) < 3e-6
+
+
+def test_slots_are_filled_again(device: torch.device, generator: torch.Generator) -> None:
+    """A larger rank, a smaller one and none take the place of others; what they left is not seen."""
+    made = Made(70, torch.float32, device, generator)
+    x = torch.randn((5, 70), generator=generator).to(device)
+    for slot, other in ((1, 3), (5, 1)):
+        made.linear.put(slot, made.linear.pack(made.deltas[other]))
+    made.linear.put(2, None)
+    made.linear.put(3, made.linear.pack(made.deltas[2][1:]))
+    got = made.linear(x, of(torch.tensor([1, 2, 5, 3, 0], device=device))).cpu()
+    assert error(got[:3], made.expected(x[:3], torch.tensor([4, 0, 2]))) < 3e-6
+    plain = F.linear(x[3], made.weight).cpu()
+    assert torch.allclose(got[3, : PARTS[0]], plain[: PARTS[0]], atol=1e-4), "the first part has none any more"
+    assert not torch.allclose(got[3, -PARTS[2] :], plain[-PARTS[2] :], atol=1e-4)

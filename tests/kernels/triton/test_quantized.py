@@ -1,0 +1,260 @@
+"""Products with weights of few bits: beside float64 and the reference's numbers, and alone beside batched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import NO_ADAPTERS
+from quire.kernels.gpu.quantization import quantized
+from quire.kernels.gpu.triton_paged import Triton
+from quire.kernels.quantized import Float8Weight, GroupedWeight, QuantizedWeight
+from tests.kernels.ragged import error
+
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
+"""And what a result may be off."""
+
+
+def grouped(
+    outs: int,
+    inner: int,
+    group: int,
+    bits: int,
+    generator: torch.Generator,
+    *,
+    offset: bool = False,
+    values: tuple[int, ...] | None = None,
+    ordered: bool = False,
+) -> GroupedWeight:
+    """Scales and offsets of 11 bits, as checkpoints have them, which differ from group to group."""
+    if bits == 4:
+        codes = torch.randint(0, 256, (outs, inner // 2), generator=generator).to(torch.uint8)
+    else:
+        codes = torch.randint(-128, 128, (outs, inner), generator=generator).to(torch.int8)
+    shape = (outs, inner // group)
+    scales = (torch.rand(shape, generator=generator) + 0.1).half().float()
+    offsets = (torch.randn(shape, generator=generator) * 3).half().float() if offset else None
+    order = torch.randperm(inner, generator=generator) if ordered else None
+    return GroupedWeight(codes, scales, offsets, values, order)
+
+
+def float8(outs: int, inner: int, block: tuple[int, int], generator: torch.Generator) -> Float8Weight:
+    codes = (torch.randn((outs, inner), generator=generator) * 50).to(torch.float8_e4m3fn)
+    scales = torch.rand((-(-outs // block[0]), -(-inner // block[1])), generator=generator) + 0.1
+    return Float8Weight(codes, scales, block)
+
+
+def there(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    """The weight on a device."""
+    if isinstance(weight, Float8Weight):
+        return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device))
+    offsets, order = (None if each is None else each.to(device) for each in (weight.offsets, weight.order))
+    return replace(weight, codes=weight.codes.to(device), scales=weight.scales.to(device), offsets=offsets, order=order)
+
+
+def rounded(x: Tensor, *, floats: bool) -> Tensor:
+    """x as 8 bits hold it, [rows, in] float64: every 128 inputs of a row share a scale."""
+    pieces = []
+    for block in x.float().split(128, dim=1):
+        peak = block.abs().amax(1, keepdim=True)
+        if floats:
+            scale = peak / 448
+            pieces.append((block / scale).to(torch.float8_e4m3fn).double() * scale.double())
+        else:
+            scale = peak / 127
+            pieces.append((block / scale).round().double() * scale.double())
+    return torch.cat(pieces, dim=1)
+
+
+WHOLE = {
+    "4 bits": (32, 4, {}),
+    "4 bits, offsets": (32, 4, {"offset": True}),
+    "4 bits, table": (32, 4, {"values": TABLE}),
+    "4 bits, ordered": (64, 4, {"ordered": True}),
+    "8 bits": (32, 8, {}),
+    "8 bits, offsets, ordered": (64, 8, {"offset": True, "ordered": True}),
+}
+"""Group, bits and more of weights that are multiplied by x as it is."""
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("kind", list(WHOLE))
+def test_integers(kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    group, bits, more = WHOLE[kind]
+    weight = grouped(70, 192, group, bits, generator, **more)
+    bias = torch.randn(70, generator=generator).to(dtype)
+    for rows in (0, 1, 20, 70):
+        x = torch.randn((rows, 192), generator=generator).to(dtype)
+        expected = x.double() @ weight.dequantized().double().T + bias.double()
+        for wide in (False, True):
+            linear = Triton().pack_quantized([there(weight, device)], bias.to(device), dtype=dtype, wide=wide)
+            got = linear(x.to(device), NO_ADAPTERS)
+            assert got.shape == (rows, 70)
+            assert got.dtype == (torch.float32 if wide else dtype)
+            assert rows == 0 or error(got.cpu(), expected) < (2e-6 if wide else DTYPES[dtype])
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("inner", "group"), [(16, 16), (48, 16), (96, 48), (100, 100), (130, 130), (256, 128), (320, 64), (576, 32)]
+)
+def test_groups(
+    inner: int, group: int, bits: int, offset: bool, device: torch.device, generator: torch.Generator
+) -> None:
+    """All that are multiples of 16, and one for all inputs, however many these are."""
+    weight, x = grouped(35, inner, group, bits, generator, offset=offset), torch.randn((3, inner), generator=generator)
+    linear = Triton().pack_quantized([there(weight, device)], None, dtype=x.dtype)
+    assert isinstance(linear, quantized.QuantizedLinear)
+    seen = x.double() if not linear.parts[0].rounds else rounded(x, floats=False)
+    assert linear.parts[0].rounds == (bits == 8 and group == inner and not offset)
+    assert error(linear(x.to(device), NO_ADAPTERS).cpu(), seen @ weight.dequantized().double().T) < 2e-6
+
+
+BLOCKS = [(70, 200), (1, 200), (128, 128), (32, 128), (1, 64), (48, 16)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("native", [False, True])
+def test_8_bit_floats(
+    native: bool,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On GPUs that multiply them, and on others: there x is not rounded."""
+    if native and not quantized.has_float8(torch.empty(0, device=device)):
+        pytest.skip("this GPU multiplies no 8-bit floats")
+    monkeypatch.setattr(quantized, "has_float8", lambda codes: native)
+    weight = float8(70, 200, block, generator)
+    linear = Triton().pack_quantized([there(weight, device)], None, dtype=dtype, wide=True)
+    assert isinstance(linear, quantized.QuantizedLinear)
+    assert linear.parts[0].rounds == (native and block[1] >= 128)
+    for rows in (1, 20, 70):
+        x = torch.randn((rows, 200), generator=generator).to(dtype)
+        seen = rounded(x, floats=True) if linear.parts[0].rounds else x.double()
+        expected = seen @ weight.dequantized().double().T
+        assert error(linear(x.to(device), NO_ADAPTERS).cpu(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_x_in_8_bits(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    weight, bias = grouped(70, 200, 200, 8, generator), torch.randn(70, generator=generator).to(dtype)
+    linear = Triton().pack_quantized([there(weight, device)], bias.to(device), dtype=dtype)
+    for rows in (0, 1, 20, 70):
+        x = torch.randn((rows, 200), generator=generator).to(dtype)
+        x[:, 3] *= 100  # what is large spoils its own block alone
+        x[rows // 2 :, 128:] = 0
+        expected = rounded(x, floats=False).nan_to_num() @ weight.dequantized().double().T + bias.double()
+        got = linear(x.to(device), NO_ADAPTERS)
+        assert got.dtype == dtype
+        assert rows == 0 or error(got.cpu(), expected) < DTYPES[dtype]
+
+
+@pytest.mark.parametrize("kind", ["integers", "floats"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_no_number_stays_none(kind: str, bad: float, device: torch.device, generator: torch.Generator) -> None:
+    """And its row's neighbours are not touched."""
+    weight = grouped(5, 130, 130, 8, generator) if kind == "integers" else float8(5, 130, (5, 130), generator)
+    linear = Triton().pack_quantized([there(weight, device)], None, dtype=torch.float32)
+    x = torch.randn((3, 130), generator=generator)
+    x[1, 129] = bad
+    got = linear(x.to(device), NO_ADAPTERS).cpu()
+    assert got[1].isnan().all()
+    assert got[[0, 2]].isfinite().all()
+
+
+def test_a_code_that_is_no_number(device: torch.device, generator: torch.Generator) -> None:
+    weight = float8(4, 64, (1, 64), generator)
+    weight.codes[2, 7] = torch.nan
+    for made in (quantized.pack_float8(weight, native=native) for native in (False, True)):
+        assert made is not None
+        assert made.factors.isnan().tolist() == [False, False, True, False]
+
+
+def test_weights_of_several_kinds_side_by_side(device: torch.device, generator: torch.Generator) -> None:
+    """Each has its own columns; those that are alike are one product."""
+    weights = [
+        grouped(33, 128, 32, 4, generator, offset=True),
+        grouped(40, 128, 32, 4, generator, offset=True),
+        grouped(7, 128, 16, 8, generator),
+        float8(50, 128, (50, 64), generator),
+        grouped(20, 128, 64, 4, generator, values=TABLE, ordered=True),
+    ]
+    bias = torch.randn(150, generator=generator)
+    made = Triton().pack_quantized([there(each, device) for each in weights], bias.to(device), dtype=torch.float32)
+    assert isinstance(made, quantized.QuantizedLinear)
+    assert [len(each.codes) for each in made.parts] == [73, 7, 50, 20]
+    x = torch.randn((5, 128), generator=generator)
+    whole = torch.cat([each.dequantized() for each in weights])
+    assert error(made(x.to(device), NO_ADAPTERS).cpu(), x.double() @ whole.double().T + bias) < 2e-6
+
+
+def test_a_group_that_kernels_do_not_know_is_dequantized(device: torch.device, generator: torch.Generator) -> None:
+    weight = grouped(6, 40, 8, 8, generator)
+    linear = Triton().pack_quantized([there(weight, device)], None, dtype=torch.float32)
+    assert not isinstance(linear, quantized.QuantizedLinear)
+    x = torch.randn((2, 40), generator=generator)
+    assert error(linear(x.to(device), NO_ADAPTERS).cpu(), x.double() @ weight.dequantized().double().T) < 2e-6
+
+
+ALIKE = {
+    "4 bits": lambda generator: grouped(70, 192, 32, 4, generator, offset=True),
+    "table": lambda generator: grouped(70, 192, 64, 4, generator, values=TABLE),
+    "8 bits": lambda generator: grouped(70, 192, 64, 8, generator),
+    "x in integers": lambda generator: grouped(70, 192, 192, 8, generator),
+    "x in floats": lambda generator: float8(70, 192, (128, 128), generator),
+    "floats": lambda generator: float8(70, 192, (1, 64), generator),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", list(ALIKE))
+def test_a_row_has_the_same_bits_in_every_batch(
+    kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    weight = there(ALIKE[kind](generator), device)
+    linear = Triton(deterministic=True).pack_quantized([weight], None, dtype=dtype)
+    x = torch.randn((80, 192), generator=generator).to(device, dtype)
+    whole = linear(x, NO_ADAPTERS)
+    for begin, rows in [(0, 1), (79, 1), (7, 2), (3, 64), (10, 70)]:
+        assert torch.equal(linear(x[begin : begin + rows], NO_ADAPTERS), whole[begin : begin + rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", list(ALIKE))
+def test_a_table(kind: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    weight = ALIKE[kind](generator)
+    ids = torch.tensor([3, 69, 0, 3])
+    for tied in (False, True):
+        table = Triton().pack_table(there(weight, device), dtype=dtype, tied=tied)
+        assert table.look_up(ids[:0].to(device)).shape == (0, 192)
+        got = table.look_up(ids.to(device))
+        assert got.dtype == dtype
+        # One rounding to the type; two where an offset follows the scale.
+        assert torch.allclose(got.cpu().double(), weight.dequantized()[ids].double(), rtol=DTYPES[dtype], atol=1e-6)
+        assert (table.project is not None) == tied
+    assert table.project is not None
+    x = torch.randn((2, 192), generator=generator).to(device, dtype)
+    alone = Triton().pack_quantized([there(weight, device)], None, dtype=dtype, wide=True)
+    assert torch.equal(table.project(x, NO_ADAPTERS), alone(x, NO_ADAPTERS))
+
+
+def test_memory(device: torch.device, generator: torch.Generator) -> None:
+    """Scales have 16 bits; groups that fill no step are filled up."""
+    for weight, most in (
+        (grouped(256, 576, 32, 4, generator, offset=True), 5.06),
+        (grouped(256, 576, 64, 4, generator), 4.31),
+        (grouped(256, 576, 576, 8, generator), 8.06),
+        (float8(256, 576, (128, 128), generator), 8.34),
+    ):
+        linear = Triton().pack_quantized([there(weight, device)], None, dtype=torch.bfloat16)
+        assert isinstance(linear, quantized.QuantizedLinear)
+        assert sum(each.nbytes for each in linear.parts) * 8 <= most * 256 * 576

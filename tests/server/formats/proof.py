@@ -1,0 +1,214 @@
+"""Calls made up, written by a chat template as transformers renders it, for what must read them back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.config import ServerConfig
+from quire.server.formats.chat_formats import ChatFormats
+from quire.server.formats.message import MessageFormat, MessageParser
+from quire.server.formats.tools.format import Tool
+from tests.texts import BYTES
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+USER = "What is the weather?"
+PROPERTIES = {
+    "city": {"type": "string"},
+    "count": {"type": "integer"},
+    "size": {"type": "number"},
+    "on": {"type": "boolean"},
+    "none": {"type": "null"},
+    "list": {"type": "array"},
+    "deep": {"type": "object"},
+}
+NAMES = ("get_weather", "clock", "ns.f-1", "x")
+SHOWN = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "d",
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": "string", "description": "d"} for key in PROPERTIES},
+                "required": ["city"],
+            },
+        },
+    }
+    for name in NAMES
+]
+"""What templates are shown: some of them cannot write lists' and objects' schemas."""
+TOOLS = {
+    name: Tool(name, {"type": "object", "properties": PROPERTIES, "additionalProperties": False}) for name in NAMES
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def words(*more: str) -> st.SearchStrategy[str]:
+    """Texts with what is hard in them, but no markup that a template itself would write."""
+    hard = ["", " ", "é", "日本", "'", '"', "\\", "\n", "a, b=c", "{x}", "[1]", "<b>", "&amp;", "true", "7", "\t", "ok"]
+    return st.lists(st.sampled_from([*hard, *more]), max_size=5).map("".join)
+
+
+def values(text: st.SearchStrategy[str], *, null: bool = True) -> st.SearchStrategy[Any]:
+    scalars = st.booleans() | st.integers(-(10**9), 10**9) | st.sampled_from([0.5, -2.25, 1e-7, 1e30]) | text
+    return st.recursive(
+        scalars | st.none() if null else scalars,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["k", "key_2"]), inner, max_size=2),
+        max_leaves=6,
+    )
+
+
+def calls(
+    text: st.SearchStrategy[str] | None = None, *, most: int = 3, null: bool = True
+) -> st.SearchStrategy[list[Call]]:
+    text = text if text is not None else words()
+    inner = values(text, null=null)
+    arguments = st.fixed_dictionaries(
+        {},
+        optional={
+            "city": text,
+            "count": st.integers(-(10**12), 10**12),
+            "size": st.sampled_from([0.5, -2.25, 3.0, 1e30]),
+            "on": st.booleans(),
+            **({"none": st.none()} if null else {}),
+            "list": st.lists(inner, max_size=3),
+            "deep": st.dictionaries(st.sampled_from(["k", "key_2"]), inner, max_size=2),
+        },
+    )
+    ordered = arguments.map(lambda found: {key: found[key] for key in PROPERTIES if key in found})
+    one = st.builds(Call, st.sampled_from(NAMES), ordered)
+    return st.lists(one, min_size=1, max_size=most)
+
+
+def tokenizer_for(template: str) -> Tokenizer:
+    """A token for each byte, and the template's tags like <|…|> as special tokens."""
+    backend = tokenizers.Tokenizer(models.BPE({character: i for i, character in enumerate(BYTES)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    marks = re.findall(r"<[|｜][^<>\s{}'\"]+[|｜]>|\[/?[A-Z_]+\]|</?(?:think|tool_call)>", template)
+    backend.add_special_tokens(["</s>", *sorted(set(marks))])
+    return Tokenizer(backend, special_tokens=SPECIAL, chat_templates={"default": template})
+
+
+class Subject:
+    """A template, what was found out about it, and what transformers renders with it."""
+
+    def __init__(self, template: str, *, by_quire: bool = False, head: str = "") -> None:
+        """`by_quire`: transformers refuses the template. `head`: what the turn begins with, where the prompt has more
+        messages behind the user's."""
+        self.template, self.by_quire, self.head = template, by_quire, head
+        self.tokenizer = tokenizer_for(template)
+        self.formats = ChatFormats.chosen(ServerConfig(), self.tokenizer)
+        shows = ChatRenderer({"default": template}, SPECIAL).shows
+        self.named_ids = getattr(self.formats.tools, "named_ids", False)
+        self.text_arguments = shows.text_arguments
+        self.tools = SHOWN if shows.tools else None
+        self.prompt, self.bare = self.render([]), self._rendered([{"role": "user", "content": USER}], prompt=False)
+        self.shows_end = self.formats.reasoning is None or self.formats.reasoning.end in self.render(
+            [{"role": "assistant", "content": "x"}]
+        ).removeprefix(self.bare)
+
+    def render(self, turns: Sequence[Mapping[str, Any]]) -> str:
+        """The conversation by transformers; with no turns of an assistant, the prompt of its answer."""
+        messages = [{"role": "user", "content": USER}, *turns]
+        return self._rendered(messages, prompt=not turns)
+
+    def _rendered(self, messages: list[Any], *, prompt: bool) -> str:
+        if self.by_quire:
+            return self.formats.renderer.render(messages, tools=self.tools, add_generation_prompt=prompt)
+        rendered, _ = render_jinja_template(
+            [messages], self.tools, chat_template=self.template, add_generation_prompt=prompt, **SPECIAL
+        )
+        return str(rendered[0])
+
+    def turn(self, made: Sequence[Call], content: str = "", thought: str | None = None) -> str:
+        """What the model writes in a turn: all behind the prompt, or behind what the two have in common."""
+        written = [
+            {
+                "id": f"functions.{call.name}:{index}" if self.named_ids else f"call{index:05}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": self._arguments(call)},
+            }
+            for index, call in enumerate(made)
+        ]
+        thoughts = {} if thought is None else dict.fromkeys(("reasoning_content", "thinking", "reasoning"), thought)
+        message = {"role": "assistant", "content": content, **thoughts, **({"tool_calls": written} if written else {})}
+        whole = self.render([message])
+        count = next(
+            (place for place, (one, other) in enumerate(zip(self.prompt, whole, strict=False)) if one != other),
+            min(len(self.prompt), len(whole)),
+        )
+        place = max(whole.rfind("<", 0, count), 0) if count < len(self.prompt) and _inside_tag(whole, count) else count
+        if self.head:
+            whole = whole.removesuffix(_shared_end(whole, self.bare))
+            place = whole.rindex(self.head) + len(self.head)
+        return self._thought(thought) + whole[place:]
+
+    def _thought(self, thought: str | None) -> str:
+        """Thinking that the prompt begins and a turn does not show."""
+        reasoning = self.formats.reasoning
+        if reasoning is None or not reasoning.begun(self.prompt) or self.shows_end:
+            return ""
+        return f"{thought or 'hm'}\n{reasoning.end}\n\n"
+
+    def _arguments(self, call: Call) -> Any:
+        return json.dumps(call.arguments, ensure_ascii=False) if self.text_arguments else call.arguments
+
+    def message_format(self) -> MessageFormat:
+        reasoning = self.formats.reasoning
+        return MessageFormat(
+            reasoning=reasoning,
+            begun=None if reasoning is None else reasoning.begun(self.prompt),
+            tools=self.formats.tools,
+            known=TOOLS,
+            frame=self.formats.frame,
+        )
+
+
+def _shared_end(one: str, other: str) -> str:
+    count = next(n for n in range(len(other) + 1) if n == len(other) or not one.endswith(other[-n - 1 :]))
+    return other[len(other) - count :]
+
+
+def _inside_tag(text: str, place: int) -> bool:
+    return text.rfind("<", 0, place) > text.rfind(">", 0, place)
+
+
+@dataclass
+class Read:
+    content: str
+    reasoning: str
+    calls: list[Call]
+
+
+def read(format: MessageFormat, pieces: Sequence[str]) -> Read:
+    """The message as a client adds it up."""
+    parser = MessageParser(format)
+    found, content, reasoning = list[list[str]](), "", ""
+    place = 0
+    for index, piece in enumerate(pieces):
+        delta = parser.push(piece, range(place, place + len(piece)), final=index == len(pieces) - 1)
+        place += len(piece)
+        content, reasoning = content + delta.content, reasoning + delta.reasoning
+        for call in delta.calls:
+            if call.name is not None:
+                found.append([call.name, ""])
+            found[-1][1] += call.arguments
+    return Read(content, reasoning, [Call(name, json.loads(arguments)) for name, arguments in found])

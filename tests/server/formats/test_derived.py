@@ -1,0 +1,237 @@
+"""Forms that are found out from a template's rendering read back, and allow, what transformers renders with it."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire.engine.text.chat_template import ChatRenderer
+from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
+from quire.engine.types import Grammar
+from quire.server.formats.derived.derive import derive_calls
+from quire.server.formats.derived.probes import NotDerived
+from quire.server.formats.forms.arguments import JsonArguments
+from quire.server.formats.forms.form import CallForm
+from quire.server.formats.grammars import literal
+from quire.server.formats.tools.format import ToolParser
+from quire.server.protocol.chat import ChatRequest
+from quire.server.resolve.tools import tool_use
+from tests.server.formats.proof import SPECIAL, TOOLS, Call, Subject, calls, read, words
+from tests.server.formats.templates import OWN
+from tests.server.formats.test_tools_grammar import TOOLS as STRICT_TOOLS
+from tests.server.formats.test_tools_grammar import check_arguments, walk
+from tests.texts import CHATML, SHARED, shared
+
+PATHS = {path.stem: path for path in sorted((SHARED / "templates").glob("*.jinja"))}
+NONE_SHOWN = {
+    "LFM2-8B-A1B": "pythonic",
+    "LFM2.5-Instruct": "pythonic",
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "deepseek_v3",
+    "fireworks-ai-llama-3-firefunction-v2": "hermes",
+    "google-gemma-2-2b-it": "hermes",
+    "ibm-granite-granite-3.3-2B-Instruct": "granite",
+    "llama-cpp-rwkv-world": "hermes",
+    "microsoft-Phi-3.5-mini-instruct": "hermes",
+}
+"""Templates that show no calls of an assistant, and the format that is used for each."""
+BY_TEXT = {"meta-llama-Llama-3.1-8B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "harmony"}
+"""Templates that show one call alone, whose models are known to write several, or in more ways."""
+SHOWING = sorted((PATHS.keys() - NONE_SHOWN.keys()) | OWN.keys())
+PLAIN = st.sampled_from(["", "a", "b c", "é"])
+NO_QUOTES = words().map(lambda text: text.replace("'", "").replace("\\", ""))
+TEXTS = {
+    "LFM2.5-8B-A1B": NO_QUOTES,  # quotes in strings are not escaped
+    "Reka-Edge": words().map(lambda text: text.encode("ascii", "ignore").decode()),  # a grammar allows é, not \u00e9
+    "MiniMax-M3": PLAIN.filter(bool),  # texts, numbers and empty lists look alike
+    "escaped_attributes": words().map(lambda text: text.replace("&amp;", "")),
+}
+NO_NULL = {"MiniMax-M3"}
+"""Templates that leave out arguments that are null."""
+FREE_LISTS = {"MiniMax-M3", "escaped_attributes"}
+"""Templates that write lists and objects so that a grammar leaves them open."""
+SETS = int(os.environ.get("TEST_TOOL_SETS", "25"))
+"""Of calls, for each template, when every cut is tried: 200 take some 20 minutes."""
+slowly = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=12)
+
+
+@cache
+def subject(name: str) -> Subject:
+    if name in OWN:
+        return Subject(OWN[name])
+    shared("templates")
+    head = "<|CHATBOT_TOKEN|>" if name.startswith("CohereForAI") else ""
+    return Subject(PATHS[name].read_text(encoding="utf-8"), by_quire=name == "Kimi-K2-Instruct", head=head)
+
+
+def made(name: str, form: CallForm) -> Any:
+    found = calls(TEXTS.get(name), most=3 if form.many else 1, null=name not in NO_NULL)
+    return found.filter(lambda made: all(map(filled, made))) if name in NO_NULL else found
+
+
+def filled(call: Any) -> bool:
+    """Whether nothing inside an argument is empty."""
+
+    def full(value: Any, depth: int = 0) -> bool:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return inner is None or ((len(inner) > 0 or not depth) and all(full(one, depth + 1) for one in inner))
+
+    return all(full(value) for value in call.arguments.values())
+
+
+def form_of(name: str) -> CallForm:
+    form = subject(name).formats.tools
+    assert isinstance(form, CallForm) or name in BY_TEXT, subject(name).formats.tools_from
+    return form if isinstance(form, CallForm) else derive_calls(subject(name).formats.renderer)
+
+
+@pytest.mark.parametrize("name", SHOWING)
+@slowly
+@given(data=st.data())
+def test_calls_that_transformers_renders_are_read_back_however_they_are_cut(name: str, data: st.DataObject) -> None:
+    check_read_back(name, data, cuts=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHOWING)
+@settings(slowly, max_examples=SETS)
+@given(data=st.data())
+def test_more_sets_of_calls_are_read_back_at_every_cut(name: str, data: st.DataObject) -> None:
+    check_read_back(name, data, cuts=None)
+
+
+def check_read_back(name: str, data: st.DataObject, cuts: int | None) -> None:
+    one = subject(name)
+    expected = data.draw(made(name, form_of(name)))
+    text = one.turn(expected)
+    format = one.message_format()
+    whole = read(format, [text])
+    assert (whole.content.strip(), whole.calls) == ("", expected), text
+    places = range(len(text) + 1) if cuts is None else data.draw(st.lists(st.integers(0, len(text)), max_size=cuts))
+    for place in places:
+        assert read(format, [text[:place], text[place:]]) == whole, (text, place)
+    assert read(format, list(text)) == whole, text
+
+
+@pytest.mark.parametrize("name", SHOWING)
+@slowly
+@given(data=st.data())
+def test_the_grammar_allows_what_transformers_renders_and_no_mutation_that_is_no_call(
+    name: str, data: st.DataObject
+) -> None:
+    one, form = subject(name), form_of(name)
+    expected = data.draw(made(name, form))
+    text = one.turn(expected)
+    format = one.message_format()
+    reasoning = one.formats.reasoning
+    marks = () if reasoning is None else (reasoning.begin, reasoning.end)
+    if reasoning is not None and (format.begun or text.lstrip().startswith(marks)) and reasoning.end in text:
+        text = text.partition(reasoning.end)[2].lstrip()
+    text = text.rstrip().removesuffix("</s>").rstrip()
+    assert fits(name, text, must=True), text
+    assert fits(name, text, must=False), text
+    rng = data.draw(st.randoms(use_true_random=False))
+    for mutant in (mutated(text, rng), text.replace(expected[0].name, "stranger"), text[: rng.randrange(len(text))]):
+        if name not in FREE_LISTS and fits(name, mutant, must=True):
+            found = read(replace(format, begun=False), [mutant])
+            assert found.calls, mutant
+            assert {call.name for call in found.calls} <= TOOLS.keys(), mutant
+            assert not found.content.strip(), mutant
+
+
+def mutated(text: str, rng: random.Random) -> str:
+    place = rng.randrange(len(text))
+    return rng.choice([text[:place] + text[place + 1 :], text[:place] + rng.choice('x"}]<,') + text[place:]])
+
+
+@cache
+def compiler(name: str) -> GrammarCompiler:
+    tokenizer = subject(name).tokenizer
+    return GrammarCompiler(vocabulary_of(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids))
+
+
+@cache
+def grammar(name: str, must: bool) -> Grammar:
+    one = subject(name)
+    token = partial(literal, tokenizer=one.tokenizer)
+    made = Grammar("lark", form_of(name).grammar(list(TOOLS.values()), True, token, must=must))
+    compiler(name).check(made)
+    return made
+
+
+def fits(name: str, text: str, *, must: bool) -> bool:
+    matcher = compiler(name).matcher(grammar(name, must))
+    ids = subject(name).tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", SHOWING)
+def test_what_a_grammar_lets_through_are_whole_calls_that_fit_their_schemas(name: str) -> None:
+    one, form = subject(name), form_of(name)
+    json_arguments = isinstance(form.arguments, JsonArguments) and not form.arguments.in_string
+    tools = STRICT_TOOLS if json_arguments else STRICT_TOOLS[1:2] if name in FREE_LISTS else STRICT_TOOLS[:2]
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in tools]
+    asked = {"messages": [{"role": "user"}], "tools": strict}
+    use = tool_use(ChatRequest.model_validate({**asked, "tool_choice": "required"}), form)
+    required = use.grammar(one.tokenizer)
+    auto = tool_use(ChatRequest.model_validate(asked), form).grammar(one.tokenizer)
+    assert required is not None
+    assert auto is not None
+    for seed in range(4):
+        text = walk(compiler(name), one.tokenizer, required, seed)
+        matcher = compiler(name).matcher(auto)
+        ids = one.tokenizer.encode(text, add_special_tokens=False)
+        assert matcher.try_consume_tokens(ids) == len(ids), text
+        assert matcher.is_accepting(), text
+        parser = ToolParser(form, use.known)
+        _, deltas = parser.push(text, final=True)
+        names = [delta.name for delta in deltas if delta.name]
+        assert parser.all_complete, text
+        for index, called in enumerate(names):
+            arguments = "".join(delta.arguments for delta in deltas if delta.index == index)
+            check_arguments(called, arguments, not json_arguments)
+        assert set(names) <= use.known.keys()
+        assert names
+
+
+@pytest.mark.parametrize("name", sorted(NONE_SHOWN))
+def test_templates_that_show_no_calls_have_a_format_and_say_why(name: str) -> None:
+    shared("templates")
+    text = PATHS[name].read_text(encoding="utf-8")
+    with pytest.raises(NotDerived):
+        derive_calls(ChatRenderer({"default": text}, SPECIAL))
+    if "firefunction" in name:
+        return
+    assert subject(name).formats.tools_from.startswith(NONE_SHOWN[name])
+
+
+def test_content_before_calls_and_reasoning_before_it_are_told_apart() -> None:
+    for name in ("thinking", "openai_list", "fenced"):
+        one = subject(name)
+        expected = _some_calls()
+        text = one.turn(expected, content="Let me see.", thought="hm" if name == "thinking" else None)
+        for pieces in ([text], list(text)):
+            found = read(one.message_format(), pieces)
+            assert (found.content.strip(), found.calls) == ("Let me see.", expected), text
+            assert found.reasoning == ("hm" if name == "thinking" else "")
+
+
+def _some_calls() -> list[Call]:
+    return [Call("clock", {}), Call("get_weather", {"city": "Rome"})]
+
+
+def test_a_template_without_calls_says_why_nothing_was_found() -> None:
+    with pytest.raises(NotDerived, match="does not show calls"):
+        derive_calls(ChatRenderer({"default": CHATML}, SPECIAL))
+
+
+def test_a_template_that_hides_what_calls_say_is_not_guessed_at() -> None:
+    hiding = OWN["sorted"].replace("f.arguments | tojson(sort_keys=true)", "f.arguments | length")
+    with pytest.raises(NotDerived, match="arguments"):
+        derive_calls(ChatRenderer({"default": hiding}, SPECIAL))

@@ -1,0 +1,61 @@
+"""The bytes of a stream's chunks, which are put together from parts, beside json's of the whole object."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.types import SamplingParams
+from quire.server.generation.answers.chat import ChatWriter
+from quire.server.generation.answers.completion import CompletionWriter
+from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.generation import Usage
+from quire.server.generation.spec import GenerationSpec, Prompt
+from tests.texts import byte_level_tokenizer
+
+ODD = ['"', "\\", "\u2028\u2029", "\x00\x1f\x7f", "👩‍👩‍👧", "</script>", "é\ufffd\U0010ffff", "\r\n\ndata: x\n\n"]
+"""What a careless writer of JSON, or of events, gets wrong."""
+TEXTS = st.one_of(st.sampled_from(ODD), st.text(st.characters(exclude_categories=["Cs"])))
+
+
+def spec(*, usage: bool, token_ids: bool) -> GenerationSpec:
+    prompts, params = [Prompt([1], "")], SamplingParams(n=4)
+    return GenerationSpec(
+        id="id", model="m", prompts=prompts, params=params, keep=4, include_usage=usage, token_ids=token_ids
+    )
+
+
+def one(text: bytes) -> dict[str, Any]:
+    """The object of one event, whose bytes must be those that json makes of it."""
+    assert text.startswith(b"data: ")
+    assert text.endswith(b"\n\n")
+    assert text.count(b"\n") == 2, "an event's data is one line"
+    found = json.loads(text[6:-2])
+    assert text[6:-2] == json.dumps(found, separators=(",", ":"), ensure_ascii=False).encode()
+    return found
+
+
+@given(TEXTS, st.integers(0, 3), st.sampled_from([None, "stop", "length"]), st.booleans(), st.booleans())
+def test_a_chunk_has_the_bytes_of_its_object(
+    text: str, index: int, reason: str | None, usage: bool, token_ids: bool
+) -> None:
+    ids = [5, 6] if token_ids else ()
+    delta = ChoiceDelta(index, text, [], reason, token_ids=ids)
+    for kind in (ChatWriter, CompletionWriter):
+        writer = kind(spec(usage=usage, token_ids=token_ids), byte_level_tokenizer().tokenizer, "fp")
+        writer.weights_version = "7"
+        for _ in range(2):  # the second time from what was kept
+            found = one(writer.step([delta]))
+            (choice,) = found["choices"]
+            shown = choice["delta"].get("content", "") if kind is ChatWriter else choice["text"]
+            assert (choice["index"], shown, choice["finish_reason"]) == (index, text, reason)
+            assert choice["token_ids"] == (list(ids) if token_ids else None)
+            assert found.get("usage", "none") == (None if usage else "none")
+            assert found.get("weights_version") == (None if reason is None else "7")
+        assert writer.step([delta, delta]) == 2 * writer.step([delta])
+        counted = Usage(3, 4, 0)
+        writer.tell_usage(counted)
+        assert one(writer.step([delta]))["usage"] == counted.as_dict()

@@ -1,0 +1,34 @@
+"""Metrics of engines that work beside each other, told apart by their number."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from quire.engine.types import EngineStats, TierStats
+from quire.server.observe.metrics import EngineCollector
+
+
+def test_each_engine_has_its_own_figures() -> None:
+    tier = TierStats("host", pages=3)
+    one = EngineStats(running=2, used_blocks=5, total_blocks=10, prefix_hits=7, accepted_drafts=[4, 1], tiers=[tier])
+    two = EngineStats(running=1, waiting=3, total_blocks=10)
+    states = [SimpleNamespace(stats=one, asleep=False, responsive=True)]
+    states.append(SimpleNamespace(stats=two, asleep=False, responsive=False))
+    client: Any = SimpleNamespace(engines=states, deaths=1, replays=2, quarantined=0, slow_readers=0)
+    samples = [sample for family in EngineCollector(client, "m", {"asleep": 3}).collect() for sample in family.samples]
+
+    def values(name: str) -> dict[str, float]:
+        found = [sample for sample in samples if sample.name == name]
+        return {sample.labels.get("engine", "all"): sample.value for sample in found}
+
+    assert values("vllm:num_requests_running") == {"0": 2, "1": 1}
+    assert values("vllm:num_requests_waiting_by_reason") == {"0": 0, "1": 0}, "the last reason's"
+    assert values("vllm:kv_cache_usage_perc") == {"0": 0.5, "1": 0}
+    assert values("vllm:prefix_cache_hits_total") == {"0": 7, "1": 0}
+    assert values("vllm:spec_decode_num_accepted_tokens_total") == {"0": 5, "1": 0}
+    assert values("vllm:spec_decode_num_accepted_tokens_per_pos_total") == {"0": 1}
+    assert values("quire:kv_tier_pages") == {"0": 3}
+    assert values("quire:engine_responsive") == {"0": 1, "1": 0}
+    assert values("quire:engine_deaths_total") == {"all": 1}
+    assert values("vllm:admission_rejections_total") == {"0": 3}

@@ -1,0 +1,46 @@
+"""Times between tokens, which are counted many at a time."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+from quire.server.observe.metrics import ENGINE, TOKEN_SECONDS, Metrics, SpanCollector
+from tests.server.fake import FakeEngine
+
+SPANS = st.lists(st.one_of(st.sampled_from([*TOKEN_SECONDS, 0.0, 81.0]), st.floats(0, 100)), max_size=50)
+
+
+@given(st.lists(SPANS, max_size=4))
+def test_spans_are_shown_as_prometheus_own_histogram_shows_them(batches: list[list[float]]) -> None:
+    name, text = "vllm:inter_token_latency_seconds", "Seconds."
+    theirs, ours = CollectorRegistry(), CollectorRegistry()
+    histogram = Histogram(name, text, ("model_name", "engine"), buckets=TOKEN_SECONDS, registry=theirs)
+    spans = SpanCollector(name, text, "m", TOKEN_SECONDS)
+    ours.register(spans)
+    child = histogram.labels("m", ENGINE)
+    for batch in batches:
+        spans.add(batch)
+        for span in batch:
+            child.observe(span)
+
+    def read(registry: CollectorRegistry) -> tuple[list[str], list[float]]:
+        lines = [line for line in generate_latest(registry).decode().splitlines() if "_created" not in line]
+        sums = [float(line.split()[-1]) for line in lines if "_sum" in line]
+        return [line for line in lines if "_sum" not in line], [round(each, 9) for each in sums]
+
+    assert read(ours) == read(theirs)
+
+
+def test_spans_that_wait_to_be_counted_are_in_what_is_read() -> None:
+    client = FakeEngine(lambda request, position: 1)
+    metrics = Metrics(client, "m", 64, {})
+    metrics.next_token(0.03)
+    metrics.next_token(0.5)
+    assert b'vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 2.0' in metrics.text()
+    metrics.next_token(0.2)
+    metrics.rolling.since(0)
+    (second, *_) = metrics.rolling._bins
+    assert sum(each.between_tokens._buckets.total() for each in metrics.rolling._bins) == 3
+    assert second.between_tokens.percentiles() is not None

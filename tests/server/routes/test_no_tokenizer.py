@@ -1,0 +1,64 @@
+"""A server without a tokenizer: token ids in and out, and no text."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.engine.text.no_tokenizer import NoTokenizer
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from tests.server.fake import FakeEngine, scripted
+
+SIZE = 500
+IDS = {"prompt": [1, SIZE - 1], "max_tokens": 3, "return_token_ids": True}
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[httpx.AsyncClient]:
+    config = ServerConfig(skip_tokenizer_init=True, served_model_name=["model"])
+    engine = FakeEngine(scripted([SIZE - 1, 7, 8, 9], 2), eos=[2])
+    app = create_app(config, engine, NoTokenizer(), vocab_size=SIZE, generation_defaults={})
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
+        yield http
+
+
+async def test_ids_in_and_out() -> None:
+    async with served() as http:
+        choice = (await http.post("/v1/completions", json=IDS | {"logprobs": 1})).json()["choices"][0]
+        assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == (
+            "",
+            [SIZE - 1, 7, 8],
+            [1, SIZE - 1],
+        )
+        assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in (SIZE - 1, 7, 8)]
+        streamed = await http.post("/v1/completions", json=IDS | {"stream": True, "ignore_eos": True})
+        assert '"token_ids":[499' in streamed.text
+        assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "text"}, "prompt"),
+        ("/v1/completions", {"prompt": [SIZE]}, "prompt"),
+        ("/v1/completions", IDS | {"stop": ["a"]}, "stop"),
+        ("/v1/completions", IDS | {"response_format": {"type": "json_object"}}, "structured_outputs"),
+        ("/v1/completions", IDS | {"bad_words": ["a"]}, "prompt"),
+        ("/v1/completions", IDS | {"logit_bias": {str(SIZE): 1}}, "logit_bias"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None),
+        ("/v1/messages", {"model": "model", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}, None),
+        ("/v1/responses", {"input": "x"}, None),
+        ("/tokenize", {"prompt": "text"}, "prompt"),
+    ],
+)
+async def test_text_is_refused(path: str, body: dict[str, Any], param: str | None) -> None:
+    async with served() as http:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert param is None or answer.json()["error"]["param"] == param, answer.text

@@ -1,0 +1,83 @@
+"""GET /tokenizer_info: transformers makes of it the tokenizer that it makes of the model's own files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import AutoTokenizer
+
+from quire.engine.config import DEMO_MODEL
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from tests.server.api import Api
+from tests.server.fake import FakeEngine, hashed
+from tests.texts import SHARED
+
+MODELS = [Path(DEMO_MODEL), *sorted(file.parent for file in (SHARED / "tokenizers").glob("*/tokenizer_config.json"))]
+TALK = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "So"}, {"role": "user", "content": "x"}]
+
+
+async def told(tokenizer: Tokenizer, **options: Any) -> dict[str, Any]:
+    app = create_app(
+        ServerConfig(**options),
+        FakeEngine(hashed(b"a")),
+        tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        generation_defaults={},
+    )
+    transport = httpx.ASGITransport(app=app)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
+        answer = await http.get("http://quire/tokenizer_info")
+        assert answer.status_code == 200
+        return dict(json.loads(answer.content))
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
+async def test_transformers_reads_it_as_the_model_s_own(folder: Path, tmp_path: Path) -> None:
+    if not (folder / "tokenizer.json").is_file():
+        pytest.skip("its tokenizer.json is not there")
+    info = await told(Tokenizer.load(folder))
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(info))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tmp_path)
+    for role in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        assert getattr(ours, role) == getattr(theirs, role)
+        assert info.get(role) == getattr(theirs, role), "a string, or null"
+    added = {int(key): entry["content"] for key, entry in info["added_tokens_decoder"].items()}
+    assert added == {key: str(token) for key, token in theirs.added_tokens_decoder.items()}
+    assert info["tokenizer_class"]
+    assert 0 < info["model_max_length"] <= 2**53
+    if theirs.chat_template is not None:
+        written = ours.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+        assert written == theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert ours("Hé <|im_end|> </s>").input_ids == theirs("Hé <|im_end|> </s>").input_ids
+
+
+async def test_a_template_of_the_operator_s_is_told(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}!")
+    assert (await told(Tokenizer.load(DEMO_MODEL, str(template))))["chat_template"] == "{{ messages[0].content }}!"
+
+
+async def test_paths_and_limits_that_mean_nothing_are_left_out(tmp_path: Path) -> None:
+    shutil.copy(Path(DEMO_MODEL) / "tokenizer.json", tmp_path)
+    config = {"name_or_path": "/home/x", "vocab_file": "/home/x/v", "model_max_length": 10**30}
+    config["eos_token"] = "<|im_end|>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    info = await told(Tokenizer.load(tmp_path))
+    assert not {"name_or_path", "vocab_file"} & info.keys()
+    assert (info["model_max_length"], info["eos_token"], info["bos_token"]) == (512, "<|im_end|>", None)
+
+
+async def test_it_is_there_for_a_tokenizer_without_a_configuration(api: Api) -> None:
+    info = (await api.http.get("/tokenizer_info")).json()
+    assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<|bos|>", "<|im_end|>", None)
+    assert info["chat_template"]
+    eos = (await api.post("/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}))["tokens"]
+    assert eos == [258], "as lm-eval asks for the token's id"

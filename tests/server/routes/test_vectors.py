@@ -1,0 +1,373 @@
+"""The endpoints that answer with vectors, on real tiny models; numbers are transformers'."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from openai import AsyncOpenAI, BadRequestError
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.pooling import read_tasks
+from quire.engine.in_process import InProcessClient
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from tests.server.api import Api
+from tests.texts import byte_level_tokenizer, pair_tokenizer
+from tests.tiny_encoders import save_tiny_encoder
+from tests.tiny_models import VOCAB, save_tiny_model
+
+BOS, END = 256, 258
+EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
+
+
+@asynccontextmanager
+async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Api]:
+    """The app on an engine in this process."""
+    config = ServerConfig(model=str(path), **{"served_model_name": ["tiny"], "num_kv_blocks": 200, **options})
+    client = InProcessClient(config)
+    pooling, _ = read_tasks(path, read_model_config(path), config)
+    app = create_app(config, client, tokenizer, vocab_size=VOCAB, generation_defaults={}, pooling=pooling)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
+    ):
+        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
+        yield Api(client, app, http, openai)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def encoder(tmp_path: Path) -> AsyncIterator[Api]:
+    async with serving(save_tiny_encoder(tmp_path, "bert"), pair_tokenizer().tokenizer) as api:
+        yield api
+
+
+def marked(text: str) -> list[int]:
+    return [BOS, *text.encode(), END]
+
+
+def embedded(path: Path, prompts: Sequence[list[int]]) -> np.ndarray:
+    model = AutoModel.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        found = [model(torch.tensor([ids])).last_hidden_state[0].mean(0).numpy() for ids in prompts]
+    return np.stack([each / np.linalg.norm(each) for each in found])
+
+
+TEXTS = ["a cat", "the weather in Bern is fine today", "x"]
+
+
+async def test_embeddings_of_every_form_of_input(encoder: Api, tmp_path: Path) -> None:
+    ids = [marked(text) for text in TEXTS]
+    wanted = embedded(tmp_path, ids)
+    for given in (TEXTS, ids):
+        answer = await encoder.post(EMBEDDINGS, {"model": "tiny", "input": given})
+        assert answer["object"] == "list"
+        assert answer["model"] == "tiny"
+        assert [(each["index"], each["object"]) for each in answer["data"]] == [(i, "embedding") for i in range(3)]
+        assert np.array([each["embedding"] for each in answer["data"]]) == pytest.approx(wanted, abs=1e-4)
+        tokens = sum(map(len, ids))
+        assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    for alone in (TEXTS[1], ids[1], [TEXTS[1]], [ids[1]]):
+        answer = await encoder.post(EMBEDDINGS, {"input": alone})
+        assert [each["embedding"] for each in answer["data"]] == [pytest.approx(wanted[1], abs=1e-4)]
+    bare = await encoder.post(EMBEDDINGS, {"input": TEXTS[1], "add_special_tokens": False})
+    assert bare["data"][0]["embedding"] == pytest.approx(embedded(tmp_path, [list(TEXTS[1].encode())])[0], abs=1e-4)
+
+
+async def test_openai_s_client_reads_base64_unasked(encoder: Api, tmp_path: Path) -> None:
+    wanted = embedded(tmp_path, [marked(text) for text in TEXTS])
+    found = await encoder.openai.embeddings.create(model="tiny", input=TEXTS)
+    assert np.array([each.embedding for each in found.data]) == pytest.approx(wanted, abs=1e-4)
+    floats = await encoder.openai.embeddings.create(model="tiny", input=TEXTS, encoding_format="float")
+    assert [each.embedding for each in floats.data] == [each.embedding for each in found.data]
+    raw = await encoder.post(EMBEDDINGS, {"input": TEXTS, "encoding_format": "base64"})
+    read = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4").tolist() for each in raw["data"]]
+    assert read == [each.embedding for each in floats.data]
+    short = await encoder.openai.embeddings.create(model="tiny", input=TEXTS, dimensions=8)
+    cut = wanted[:, :8] / np.linalg.norm(wanted[:, :8], axis=1, keepdims=True)
+    assert np.array([each.embedding for each in short.data]) == pytest.approx(cut, abs=1e-4)
+    with pytest.raises(BadRequestError) as refused:
+        await encoder.openai.embeddings.create(model="tiny", input=TEXTS, dimensions=65)
+    assert refused.value.param == "dimensions"
+
+
+async def test_long_inputs_are_refused_or_cut(encoder: Api, tmp_path: Path) -> None:
+    text = "many words " * 40
+    error = (await encoder.post(EMBEDDINGS, {"input": ["short", text]}, 400))["error"]
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    wanted = embedded(tmp_path, [marked(text[:318]), marked(text[:5]), marked(text[-5:])])
+    for given, row in (
+        ({"truncate_prompt_tokens": -1}, 0),
+        ({"truncate_prompt_tokens": 320}, 0),
+        ({"truncate_prompt_tokens": 7}, 1),
+        ({"truncate_prompt_tokens": 7, "truncation_side": "left"}, 2),
+    ):
+        answer = await encoder.post(EMBEDDINGS, {"input": text, **given})
+        assert answer["data"][0]["embedding"] == pytest.approx(wanted[row], abs=1e-4)
+    ids = await encoder.post(EMBEDDINGS, {"input": marked(text[:5]) + [5] * 400, "truncate_prompt_tokens": 7})
+    assert ids["data"][0]["embedding"] == pytest.approx(wanted[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": {"a": 1}}, "input"),
+        ({"input": [[1], "a"]}, "input"),
+        ({"input": [1, -1]}, "input"),
+        ({"input": [VOCAB]}, "input"),
+        ({"input": "\ud800"}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": "many"}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "prompt_name": "query"}, "prompt_name"),
+        ({"input": [5], "prompt_name": "query"}, "prompt_name"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 2}, "truncate_prompt_tokens"),
+        ({"input": "a", "truncate_prompt_tokens": 1000}, "truncate_prompt_tokens"),
+        ({"input": "a", "timeout": -1}, "timeout"),
+    ],
+)
+async def test_bad_requests_name_the_field(encoder: Api, body: dict[str, Any], param: str) -> None:
+    response = await encoder.http.post(EMBEDDINGS, content=json.dumps(body))
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (EMBEDDINGS, {"input": TEXTS, "dimensions": 5, "request_id": "a"}),
+        (RERANK, {"query": "cat", "documents": TEXTS, "request_id": "a"}),
+        (SCORE, {"text_1": "cat", "text_2": TEXTS, "request_id": "a"}),
+        (SCORE, {"queries": "cat", "documents": TEXTS, "request_id": "a"}),
+        (EMBEDDINGS, {"input": TEXTS, "dimensions": 0}),
+        (RERANK, {"query": "cat", "documents": []}),
+    ],
+)
+async def test_an_invocation_is_answered_as_its_body_s_endpoint(encoder: Api, path: str, body: dict[str, Any]) -> None:
+    wanted, found = [await encoder.http.post(each, json=body) for each in (path, "/invocations")]
+    assert found.status_code == wanted.status_code
+    assert found.json() | {"created": 0} == wanted.json() | {"created": 0}
+
+
+async def test_what_a_model_does_not_do_is_refused(encoder: Api) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": "hi"})):
+        error = (await encoder.post(path, body, 400))["error"]
+        assert error["message"] == "The model `tiny` makes embeddings, not text"
+    error = (await encoder.post("/classify", {"input": "hi"}, 400))["error"]
+    assert error["message"] == "The model `tiny` makes embeddings, not scores"
+    assert (await encoder.post(EMBEDDINGS, {"input": "a", "model": "other"}, 404))["error"]["param"] == "model"
+
+
+async def test_unknown_fields_are_named_and_ids_chosen(encoder: Api) -> None:
+    response = await encoder.http.post(
+        EMBEDDINGS, json={"input": "a", "user": "me", "flavour": 1}, headers={"X-Request-Id": "mine"}
+    )
+    assert response.headers["X-Ignored-Params"] == "flavour"
+    assert response.json()["id"] == "embd-mine"
+    assert (await encoder.post(EMBEDDINGS, {"input": "a", "request_id": "yours"}))["id"] == "embd-yours"
+
+
+async def test_many_inputs_are_counted_one_by_one(encoder: Api) -> None:
+    texts = [f"text {index}" for index in range(300)]
+    answer = await encoder.post(EMBEDDINGS, {"input": texts})
+    alone = await encoder.post(EMBEDDINGS, {"input": texts[211]})
+    assert answer["data"][211]["embedding"] == alone["data"][0]["embedding"], "the same bits, whatever shares the steps"
+    metrics = (await encoder.http.get("/metrics")).text
+    assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 301.0' in metrics
+    assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in metrics
+    models = (await encoder.http.get("/v1/models")).json()["data"]
+    assert models[0]["max_model_len"] == 320
+
+
+async def test_prompts_of_the_model_s_own(tmp_path: Path) -> None:
+    path = save_tiny_encoder(tmp_path, "bert")
+    (path / "config_sentence_transformers.json").write_text(
+        '{"prompts": {"query": "Q: ", "document": "D: "}, "default_prompt_name": null}'
+    )
+    async with serving(path, pair_tokenizer().tokenizer) as api:
+        named = await api.post(EMBEDDINGS, {"input": ["cat", "dog"], "prompt_name": "query"})
+        wanted = embedded(path, [marked("Q: cat"), marked("Q: dog")])
+        assert [each["embedding"] for each in named["data"]] == [pytest.approx(each, abs=1e-4) for each in wanted]
+        error = (await api.post(EMBEDDINGS, {"input": "cat", "prompt_name": "answer"}, 400))["error"]
+        assert "(query, document)" in error["message"]
+        ranked = await api.post(RERANK, {"query": "cat", "documents": ["cat", "dog"]})
+        query, *documents = embedded(path, [marked("Q: cat"), marked("D: cat"), marked("D: dog")])
+        for each in ranked["results"]:
+            assert each["relevance_score"] == pytest.approx(float(query @ documents[each["index"]]), abs=1e-4)
+    (path / "config_sentence_transformers.json").write_text('{"prompts": {"q": "Q: "}, "default_prompt_name": "q"}')
+    async with serving(path, pair_tokenizer().tokenizer) as api:
+        found = await api.post(EMBEDDINGS, {"input": "cat"})
+        assert found["data"][0]["embedding"] == pytest.approx(wanted[0], abs=1e-4)
+
+
+async def test_scores_of_an_embedding_model_are_cosines(encoder: Api, tmp_path: Path) -> None:
+    vectors = embedded(tmp_path, [marked(text) for text in TEXTS])
+    one_to_many = await encoder.post(SCORE, {"text_1": TEXTS[0], "text_2": TEXTS})
+    assert [each["score"] for each in one_to_many["data"]] == pytest.approx(list(vectors @ vectors[0]), abs=1e-4)
+    assert [(each["index"], each["object"]) for each in one_to_many["data"]] == [(i, "score") for i in range(3)]
+    assert one_to_many["usage"]["prompt_tokens"] == sum(len(marked(text)) for text in TEXTS), "each text once"
+    pairs = await encoder.post("/score", {"queries": TEXTS, "documents": TEXTS[::-1]})
+    wanted = [float(vectors[i] @ vectors[2 - i]) for i in range(3)]
+    assert [each["score"] for each in pairs["data"]] == pytest.approx(wanted, abs=1e-4)
+    for body, param in (
+        ({"text_1": TEXTS[:2], "text_2": TEXTS}, "text_1"),
+        ({"text_1": "a", "text_2": []}, "text_2"),
+        ({"text_2": "a"}, "text_1"),
+        ({"queries": "a"}, "text_2"),
+        ({"text_1": "a", "text_2": ["b"] * 2049}, "text_2"),
+        ({"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction"),
+    ):
+        assert (await encoder.post(SCORE, body, 400))["error"]["param"] == param
+
+
+@asynccontextmanager
+async def cross_encoder(path: Path, family: str = "bert", labels: int = 1) -> AsyncIterator[tuple[Api, Any]]:
+    """And what transformers makes of a pair: its logits."""
+    save_tiny_encoder(path, family, labels=labels)
+    model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").eval()
+
+    def judged(first: str, second: str) -> np.ndarray:
+        ids = [*marked(first), *second.encode(), END]
+        kinds = torch.tensor([[int(at >= len(first.encode()) + 2) for at in range(len(ids))]])
+        with torch.inference_mode():
+            return model(torch.tensor([ids]), token_type_ids=kinds).logits[0].numpy()
+
+    async with serving(path, pair_tokenizer().tokenizer) as api:
+        yield api, judged
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+async def test_a_cross_encoder_scores_and_ranks_pairs(tmp_path: Path) -> None:
+    async with cross_encoder(tmp_path) as (api, judged):
+        documents = ["a dog", "the weather", "cats are animals", "x"]
+        wanted = [sigmoid(judged("a cat", each)[0]) for each in documents]
+        scores = await api.post(SCORE, {"text_1": "a cat", "text_2": documents})
+        assert [each["score"] for each in scores["data"]] == pytest.approx(wanted, abs=1e-4)
+        raw = await api.post(SCORE, {"text_1": "a cat", "text_2": documents, "use_activation": False})
+        logits = [float(judged("a cat", each)[0]) for each in documents]
+        assert [each["score"] for each in raw["data"]] == pytest.approx(logits, abs=1e-4)
+        best = sorted(range(4), key=lambda index: -wanted[index])
+        given = [documents[0], {"text": documents[1]}, *documents[2:]]
+        jina = await api.post(RERANK, {"query": "a cat", "documents": given, "top_n": 3})
+        assert [each["index"] for each in jina["results"]] == best[:3]
+        assert [each["document"]["text"] for each in jina["results"]] == [documents[index] for index in best[:3]]
+        assert [each["relevance_score"] for each in jina["results"]] == pytest.approx(
+            [wanted[i] for i in best[:3]], abs=1e-4
+        )
+        assert (await api.post("/rerank", {"query": "a cat", "documents": given}))["results"][:3] == jina["results"]
+        cohere = await api.post("/v2/rerank", {"model": "tiny", "query": "a cat", "documents": documents})
+        assert [set(each) for each in cohere["results"]] == [{"index", "relevance_score"}] * 4
+        assert cohere["meta"]["api_version"]["version"] == "2"
+        shown = await api.post("/v2/rerank", {"query": "a cat", "documents": documents, "return_documents": True})
+        assert "document" in shown["results"][0]
+        error = (await api.post(EMBEDDINGS, {"input": "a"}, 400))["error"]
+        assert error["message"] == "The model `tiny` makes scores, not embeddings"
+
+
+async def test_rankings_cut_what_is_too_long_and_scores_say_so(tmp_path: Path) -> None:
+    async with cross_encoder(tmp_path) as (api, judged):
+        long = "many words " * 60
+        ranked = await api.post(RERANK, {"query": "a cat", "documents": [long], "return_documents": False})
+        wanted = sigmoid(judged("a cat", long[: 320 - 3 - 5])[0])
+        assert ranked["results"] == [{"index": 0, "relevance_score": pytest.approx(wanted, abs=1e-4)}]
+        many = await api.post(RERANK, {"query": "a cat" * 50, "documents": ["x", "y"] * 400})
+        assert len({each["relevance_score"] for each in many["results"]}) == 2
+        error = (await api.post(SCORE, {"text_1": "a cat", "text_2": long}, 400))["error"]
+        assert error["code"] == "context_length_exceeded"
+        few = await api.post("/v2/rerank", {"query": "a cat", "documents": [long], "max_tokens_per_doc": 6})
+        wanted = sigmoid(judged("a cat", long[:6])[0])
+        assert few["results"][0]["relevance_score"] == pytest.approx(wanted, abs=1e-4)
+        for body, param in (
+            ({"query": "a"}, "documents"),
+            ({"query": "a", "documents": []}, "documents"),
+            ({"query": "a", "documents": [{"title": "x"}]}, "documents"),
+            ({"documents": ["a"]}, "query"),
+            ({"query": "a", "documents": ["a"] * 2049}, "documents"),
+            ({"query": "a", "documents": ["a"], "top_n": -1}, "top_n"),
+            ({"query": "a", "documents": ["a"], "truncation_side": "left"}, "truncation_side"),
+        ):
+            assert (await api.post(RERANK, body, 400))["error"]["param"] == param
+
+
+async def test_classify_gives_the_label_and_all_probabilities(tmp_path: Path) -> None:
+    path = save_tiny_encoder(tmp_path, "roberta", id2label={0: "bad", 1: "so-so", 2: "good"}, labels=3)
+    model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").eval()
+    async with serving(path, pair_tokenizer(segments=False).tokenizer) as api:
+        answer = await api.post("/classify", {"model": "tiny", "input": TEXTS})
+        pooled = await api.post("/pooling", {"input": TEXTS})
+        refused = (await api.post(SCORE, {"text_1": "a", "text_2": "b"}, 400))["error"]
+    for text, found, vector in zip(TEXTS, answer["data"], pooled["data"], strict=True):
+        with torch.inference_mode():
+            wanted = model(torch.tensor([marked(text)])).logits[0].softmax(-1).numpy()
+        assert found["probs"] == pytest.approx(wanted, abs=1e-4)
+        assert found["label"] == ("bad", "so-so", "good")[int(wanted.argmax())]
+        assert found["num_classes"] == 3
+        assert vector["object"] == "pooling"
+        assert vector["data"] == found["probs"]
+    assert "3 labels" in refused["message"]
+
+
+async def test_a_decoder_answers_and_embeds_at_once(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+    async with serving(path, byte_level_tokenizer().tokenizer) as api:
+        said = await api.post("/v1/completions", {"prompt": "a cat", "max_tokens": 4, "temperature": 0})
+        pooled = await api.post("/pooling", {"input": "a cat", "normalize": False})
+        assert (await api.post("/pooling", {"input": "a cat", "task": "classify"}, 400))["error"]["param"] == "model"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    ids = torch.tensor([list(b"a cat")])
+    with torch.inference_mode():
+        last = model.model(ids).last_hidden_state[0, -1]
+        generated = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=-1)[0, 5:].tolist()
+    assert pooled["data"][0]["data"] == pytest.approx(last.numpy(), abs=2e-4)
+    assert said["choices"][0]["text"] == byte_level_tokenizer().tokenizer.decode(generated)
+
+
+async def test_two_tokens_judge_as_qwen3_reranker_does(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3", max_position_embeddings=1024)
+    tokenizer = byte_level_tokenizer().tokenizer
+    tokenizer.backend.save(str(path / "tokenizer.json"))
+    model = AutoModelForCausalLM.from_pretrained(path)
+
+    def judged(instruction: str, query: str, document: str) -> float:
+        text = (
+            "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+            'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+            f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+            "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokenizer.encode(text)])).logits[0, -1]
+        return torch.stack([logits[ord("n")], logits[ord("y")]]).softmax(0)[1].item()
+
+    options = {"classifier_from_token": ["n", "y"], "max_model_len": 1000}
+    async with serving(path, tokenizer, **options) as api:
+        ranked = await api.post(RERANK, {"query": "a cat", "documents": ["dog", "bird"], "instruction": "Find animals"})
+        scored = await api.post(SCORE, {"text_1": "a cat", "text_2": "dog"})
+    wanted = [judged("Find animals", "a cat", each) for each in ("dog", "bird")]
+    found = {each["index"]: each["relevance_score"] for each in ranked["results"]}
+    assert [found[0], found[1]] == pytest.approx(wanted, abs=1e-4)
+    plain = judged("Given a web search query, retrieve relevant passages that answer the query", "a cat", "dog")
+    assert scored["data"][0]["score"] == pytest.approx(plain, abs=1e-4)

@@ -1,0 +1,112 @@
+"""A broken model folder ends a start with one line that names what is wrong, without a traceback, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.engine.client.supervisor import ProcessClient
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine
+from quire.server.cli.hosting import build_app
+from quire.server.cli.main import main
+from quire.server.config import ServerConfig
+from tests.broken_folders import ALL, Broken, copy_demo
+
+FEW = {"num_hidden_layers-billion", "nested-config.json", "fifo-config.json", "generation-top_k-0", "split-0"}
+FEW |= {"index-0", "weights-cut", "weights-not-ours", "template-endless", "other-layers"}
+"""Those that the command is tried with in every run of the tests: one of each kind, and what only the engine sees."""
+
+
+TRIED = (
+    ALL
+    if os.environ.get("TEST_FOLDERS") == "all"
+    else [each for i, each in enumerate(ALL) if i % 6 == 0 or each.name in FEW]
+)
+"""A start takes a second, all of them take eight minutes."""
+
+
+def read_model(folder: str) -> None:
+    """What the server reads before an engine is ready."""
+    config = ServerConfig(model=folder)
+    build_app(config, ProcessClient(config))
+
+
+def read_all(folder: str) -> None:
+    read_model(folder)
+    Engine(EngineConfig(model=folder, num_kv_blocks=8, threads=1))
+
+
+def one_line(text: str, broken: Broken) -> None:
+    assert "\n" not in text.strip(), text
+    assert len(text) < 1000
+    for word in broken.says:
+        assert word in text, text
+
+
+def test_there_are_enough_and_none_twice() -> None:
+    names = [broken.name for broken in ALL]
+    assert len(set(names)) == len(names) > 200
+
+
+@pytest.mark.parametrize("broken", ALL, ids=lambda broken: broken.name)
+def test_each_is_one_error_that_names_file_and_field(broken: Broken, tmp_path: Path) -> None:
+    """What the server reads, and what the engine reads."""
+    folder = str(broken.make(tmp_path / "model"))
+    with pytest.raises(ConfigError) as caught:
+        read_all(folder)
+    one_line(str(caught.value), broken)
+
+
+def test_the_folder_they_are_made_from_can_be_served(tmp_path: Path) -> None:
+    folder = str(copy_demo(tmp_path / "model"))
+    read_all(folder)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param(each, marks=() if each.name in FEW else pytest.mark.slow, id=each.name) for each in TRIED],
+)
+def test_the_command_ends_with_that_line(broken: Broken, tmp_path: Path) -> None:
+    folder = str(broken.make(tmp_path / "model"))
+    flags = ["--port", "0", "--num-kv-blocks", "64", "--threads", "1"]
+    command = [sys.executable, "-m", "quire", "serve", folder, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("quire serve: ")
+    one_line(done.stderr, broken)
+
+
+@pytest.mark.parametrize("broken", ALL, ids=lambda broken: broken.name)
+def test_plan_reads_it_or_says_in_one_line_why_not(
+    broken: Broken, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It reads less than a server does, and of more families, so some of the folders are fine for it."""
+    status = main(["plan", str(broken.make(tmp_path / "model"))])
+    said = capsys.readouterr().err
+    assert (status, said.count("\n")) in ((0, 0), (1, 1))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")
+def test_a_file_without_permission(tmp_path: Path) -> None:
+    folder = copy_demo(tmp_path / "model")
+    (folder / "config.json").chmod(0)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: Permission denied"):
+        read_model(str(folder))
+
+
+def test_a_folder_of_the_hubs_cache_is_made_of_links_that_lead_outside(tmp_path: Path) -> None:
+    copy_demo(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    for file in (tmp_path / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(Path("../../blobs") / file.name)
+    (snapshot / "model.safetensors").rename(snapshot / "model-00001-of-00001.safetensors")
+    index = '{"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}'
+    (snapshot / "model.safetensors.index.json").write_text(index)
+    read_all(str(snapshot))

@@ -1,0 +1,226 @@
+"""deploy/ray, as far as it needs no Ray: tests/e2e/test_ray_serve.py runs it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
+
+from deploy.ray.call import BLOCK, MAX_BLOCKS, Call, make_call, with_seed
+from deploy.ray.prefixes import SentPrefixes
+from deploy.ray.resume import ResumableStream
+from quire.engine.errors import EngineError
+from quire.server.config import ServerConfig
+from tests.server.api import open_api
+from tests.server.fake import FakeEngine, Script, hashed, scripted
+from tests.tree import ROOT
+
+RAY = ROOT / "deploy/ray"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+END_OF_ANSWER = 258
+CALLS = "".join(
+    f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>\n'
+    for city in ("Rome", "Oslo")
+)
+
+
+def said(text: str) -> Script:
+    return scripted(list(text.encode()), END_OF_ANSWER)
+
+
+LETTERS = hashed(b"abc \xc3\xa4")
+CASES: dict[str, tuple[str, Script, dict[str, Any]]] = {
+    "chat": (CHAT, LETTERS, {"max_tokens": 12, "stream_options": {"include_usage": True}}),
+    "choices": (CHAT, LETTERS, {"max_tokens": 6, "n": 2, "logprobs": True, "top_logprobs": 1}),
+    "usage": (
+        CHAT,
+        LETTERS,
+        {"max_tokens": 6, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "ids": (CHAT, LETTERS, {"max_tokens": 6, "return_token_ids": True}),
+    "reasoning": (CHAT, said("<think>It rains.</think>Take a coat"), {}),
+    "calls": (CHAT, said(f"I look.\n{CALLS}"), {"tools": [WEATHER]}),
+    "text": (TEXT, LETTERS, {"prompt": "Hello", "max_tokens": 8, "logprobs": 1, "n": 2}),
+}
+
+
+async def stream(name: str, burst: int) -> list[bytes]:
+    """The events of one of the CASES, as a replica whose steps come in bursts sends them."""
+    path, script, body = CASES[name]
+    engine = FakeEngine(script, eos=[END_OF_ANSWER], burst=burst)
+    async with open_api(engine, tool_call_parser="hermes", reasoning_parser="think") as api:
+        asked = {"messages": HELLO, "seed": 7, "stream": True} | body
+        if "prompt" in body:
+            del asked["messages"]
+        response = await api.http.post(path, json=asked)
+        assert response.status_code == 200, response.text
+        return [event + b"\n\n" for event in response.content.split(b"\n\n") if event]
+
+
+def chunks(events: list[bytes]) -> list[dict[str, Any]]:
+    assert events[-1] == b"data: [DONE]\n\n"
+    return [json.loads(event.removeprefix(b"data: ")) for event in events[:-1] if not event.startswith(b":")]
+
+
+def folded(name: str, events: list[bytes]) -> Any:
+    """What a client makes of a stream: of chats, OpenAI's own. All but what is different each time."""
+    found = chunks(events)
+    assert {(chunk["id"], chunk["created"]) for chunk in found} == {(found[0]["id"], found[0]["created"])}
+    if CASES[name][0] == CHAT:
+        state = ChatCompletionStreamState()
+        for chunk in found:
+            state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+        whole = state.current_completion_snapshot.model_dump(exclude={"id", "created"})
+        for choice in whole["choices"]:
+            choice.pop("token_ids", None)  # of the last chunk alone
+            for call in choice["message"]["tool_calls"] or []:
+                assert call.pop("id")
+    else:
+        whole = {"usage": None}
+    joined: dict[int, list[Any]] = {}
+    for choice in (choice for chunk in found for choice in chunk["choices"]):
+        texts = joined.setdefault(choice["index"], ["", [], [], []])
+        logprobs = choice["logprobs"] or {}
+        texts[0] += choice.get("text", "") + choice.get("delta", {}).get("reasoning", "")
+        texts[1] += choice["token_ids"] or []
+        texts[2] += logprobs.get("tokens", []) + logprobs.get("content", [])
+        texts[3] += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert all(len(each[3]) == 1 for each in joined.values())
+    return whole, joined
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_stream_is_continued_wherever_it_was_cut_off(name: str) -> None:
+    first, second = await stream(name, burst=1), await stream(name, burst=3)
+    assert len(second) < len(first), "the runs should be cut into events in different ways"
+    expected = folded(name, first)
+    for one, other in ((first, second), (second, first)):
+        for cut in range(len(one)):
+            continued = ResumableStream()
+            got = [continued.next(event) for event in one[:cut]]
+            assert got == one[:cut]
+            assert not continued.ended
+            continued.restart()
+            got += events_of(continued.next(b"".join(part)) for part in parts(other, cut))
+            assert continued.ended
+            assert folded(name, got) == expected
+
+
+async def test_a_stream_is_continued_twice() -> None:
+    first, second = await stream("calls", burst=1), await stream("calls", burst=3)
+    middle = len(second) // 2
+    continued = ResumableStream()
+    got = [continued.next(event) for event in first[:3]]
+    continued.restart()
+    got += events_of(continued.next(event) for event in second[:middle])
+    continued.restart()
+    got += events_of(continued.next(event) for event in first)
+    assert folded("calls", got) == folded("calls", first)
+
+
+async def test_other_text_is_not_taken_for_the_rest() -> None:
+    continued = ResumableStream()
+    continued.next(b"".join((await stream("chat", burst=1))[:6]))
+    continued.restart()
+    with pytest.raises(EngineError, match="other tokens"):
+        continued.next(b"".join(await stream("reasoning", burst=1)).replace(b"reasoning", b"content"))
+
+
+def events_of(pieces: Any) -> list[bytes]:
+    return [event + b"\n\n" for piece in pieces for event in piece.split(b"\n\n") if event]
+
+
+def parts(events: list[bytes], seed: int) -> list[list[bytes]]:
+    """The events in groups of random size, as they come from a replica, with a comment between two."""
+    chance, groups = random.Random(seed), [[b": ping\n\n"]]
+    for event in events:
+        if chance.random() < 0.4:
+            groups.append([])
+        groups[-1].append(event)
+    return groups
+
+
+def call(body: Any, path: str = CHAT, headers: list[tuple[bytes, bytes]] | None = None) -> Call:
+    scope = {"method": "POST", "path": path, "query_string": b"", "client": ("127.0.0.1", 5)}
+    return make_call(scope, headers or [], body if isinstance(body, bytes) else msgspec.json.encode(body))
+
+
+def test_only_streams_that_can_be_continued_get_a_seed() -> None:
+    asked = {"messages": HELLO, "stream": True}
+    made = call(asked, headers=[(b"content-length", b"3"), (b"transfer-encoding", b"chunked"), (b"x-one", b"1")])
+    sent = json.loads(made.body)
+    assert made.resumable
+    assert {name: value for name, value in sent.items() if name != "seed"} == asked
+    assert sent["seed"] >= 0
+    assert made.headers == [(b"x-one", b"1"), (b"content-length", b"%d" % len(made.body))]
+    assert call(asked).body != call(asked).body, "else all streams would be alike"
+    for body in (asked | {"seed": 5}, {"messages": HELLO}, b"no JSON", b'{"stream": "yes"}', b"[]", b""):
+        made = call(body)
+        assert made.body == (body if isinstance(body, bytes) else msgspec.json.encode(body))
+        assert made.resumable == (isinstance(body, dict) and "seed" in body)
+    assert not call(asked, path="/v1/messages").resumable
+
+
+async def test_the_server_reads_the_seed_that_was_added() -> None:
+    engine = FakeEngine(hashed(b"abc"))
+    async with open_api(engine) as api:
+        for body in (b'{"prompt": "Hello", "max_tokens": 1}', b'{"prompt": "Hello", "seed": null, "max_tokens": 1} \n'):
+            response = await api.http.post(
+                TEXT, content=with_seed(body, 2**53 - 1), headers={"content-type": "application/json"}
+            )
+            assert response.status_code == 200, response.text
+        await api.post(TEXT, {"prompt": "Hello", "seed": 2**53 - 1, "max_tokens": 1})
+    assert len({each.seed for each in engine.seen}) == 1
+
+
+def test_prompts_share_the_hashes_of_their_common_blocks() -> None:
+    system = {"role": "system", "content": "You are a storyteller. " * 40}
+    one, other = (call({"messages": [system, {"role": "user", "content": name * 300}]}).prefix for name in "ab")
+    common = sum(x == y for x, y in zip(one, other, strict=True))
+    assert len(json.dumps(system)) // BLOCK - 1 <= common < len(one)
+    assert one[common:] != other[common:]
+    assert not set(one[common:]) & set(other)
+    keyed = call({"messages": [system]}, headers=[(b"authorization", b"Bearer other")]).prefix
+    assert not set(keyed) & set(one), "keys share no cached pages"
+    assert len(call({"prompt": "x" * 100_000}, path=TEXT).prefix) == MAX_BLOCKS
+    assert call({"prompt": "x"}, path=TEXT).prefix == ()
+
+
+def test_the_longest_prefix_is_preferred_unless_its_replica_is_loaded() -> None:
+    sent: SentPrefixes[str] = SentPrefixes(max_imbalance=4, capacity=6)
+    assert sent.preferred((1, 2, 3), {"a": 0, "b": 0}) == set()
+    sent.note((1, 2), "a")
+    sent.note((1, 2, 3), "b")
+    assert sent.preferred((1, 2, 9), {"a": 0, "b": 0}) == {"a", "b"}
+    assert sent.preferred((1, 2, 3), {"a": 0, "b": 4}) == {"b"}
+    assert sent.preferred((1, 2, 3), {"a": 0, "b": 5}) == {"a"}, "the second longest, of one that has room"
+    assert sent.preferred((1, 2, 3), {"a": 9, "b": 9, "c": 0}) == set()
+    assert sent.preferred((1, 2, 3), {"c": 0}) == set(), "those that ended are no choice"
+    sent.note((1, 4, 5, 6, 7), "c")
+    assert sent.preferred((1, 2), {"a": 0, "b": 0, "c": 0}) == {"a", "b", "c"}, "2 is forgotten, 1 is not"
+
+
+def test_the_configuration_names_what_is_there() -> None:
+    config = yaml.safe_load((RAY / "serve.yaml").read_text(encoding="utf-8"))
+    (application,) = config["applications"]
+    module, _, function = application["import_path"].partition(":")
+    tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    named = {
+        node.value.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg == "name" and isinstance(node.value, ast.Constant)
+    }
+    assert {each["name"] for each in application["deployments"]} == named
+    assert application["args"].keys() <= ServerConfig.model_fields.keys()
+    assert config["http_options"]["host"] == "127.0.0.1", "open to this machine alone"
+    assert "ray[serve]" in (RAY / "requirements.txt").read_text(encoding="utf-8")

@@ -1,0 +1,209 @@
+"""What the documents show is run as it stands there, but for names of models and the server's port.
+
+A line of a shell block is a command with an expectation in EXPECTED, or stands in NOT_RUN with a reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+from tests.e2e.server import Server
+from tests.tree import ROOT
+
+DOCS = sorted(["README.md", "deploy/README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = {
+    "make": "it would install; tests/test_snippets.py holds that the targets are there",
+    "docker": "tests/test_deploy.py reads what it would start",
+    "kubectl": "tests/test_deploy.py reads what it would apply",
+    "pip install -r deploy/ray": "it would install; tests/test_deploy_ray.py reads what",
+    "serve ": "it wants Ray; tests/e2e/test_ray_serve.py runs it where there is one",
+    "ray ": "as above",
+    "export PYTHONPATH": "as above",
+    "pip install": "it compiles for GPUs, for hours",
+    "FLASH_ATTN_CUDA_ARCHS": "as above",
+    "ANTHROPIC_BASE_URL": "a program of others; make clients tests what it asks",
+    "quire serve smollm2": "its package is not everywhere; tests/engine/gguf has what it serves",
+    "quire serve model.gguf": "as above",
+    "quire plan model.gguf": "as above",
+    "quire serve MODEL --enable-lora": "it wants an adapter; tests/e2e/test_adapters.py serves some",
+    "curl http://127.0.0.1:8000/v1/load_lora_adapter": "as above",
+    "curl localhost:8000/v1/models/": "it wants models; tests/e2e/test_models.py adds one",
+}
+NOT_RUN_PYTHON = {
+    "docs/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
+    "docs/lora.md": "it wants an adapter; tests/engine/lora has some",
+    "docs/weights.md": "parts of a program; tests/engine/test_weights.py makes these calls",
+}
+EXPECTED = {
+    "curl -N http": r"data: \[DONE\]",
+    "curl http.*/v1/chat/completions": r'"role": ?"assistant"',
+    "curl http.*/v1/embeddings": r'"embedding": ?\[',
+    "quire chat": r"\w+ \w+",
+    "quire run": r"1 done, 0 failed, 0 left, \d+ tokens generated",
+    "quire bench serve": r"output tokens/s +\d",
+    "quire bench start": r"command to first token: median \d",
+    "quire bench offline": r"output tokens/s +\d",
+    "quire plan": "\nKV ",
+    "quire verify": "",
+    "quire quantize": "",
+    "quire trace": "open it in https://ui.perfetto.dev",
+    "quire serve": "Ctrl-C ends it",
+    "python -m benchmarks.perplexity": "int8",
+}
+"""By what a command begins with, as a pattern: what its output has."""
+REPLACED = {
+    "OWNER/MODEL": DEMO_MODEL,
+    "sentence-transformers/all-MiniLM-L6-v2": DEMO_MODEL,
+    "MODEL": DEMO_MODEL,
+    "FOLDER": DEMO_MODEL,
+    "serve OUT": f"serve {DEMO_MODEL}",  # which the command before it would have written
+}
+
+
+@dataclass(frozen=True)
+class Snippet:
+    place: str
+    language: str
+    text: str
+
+
+def snippets() -> list[Snippet]:
+    found = []
+    for name in DOCS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for block in BLOCK.finditer(text):
+            line = text.count("\n", 0, block.start()) + 1
+            found.append(Snippet(f"{name}:{line}", block[1], block[2]))
+    return found
+
+
+def is_drawing(snippet: Snippet) -> bool:
+    return snippet.language == "mermaid" or (snippet.language == "" and snippet.text.startswith(" "))
+
+
+def commands() -> list[tuple[str, str]]:
+    """Places and commands of the shell blocks; a backslash at a line's end goes on."""
+    return [
+        (snippet.place, line)
+        for snippet in snippets()
+        if snippet.language in ("", "sh") and not is_drawing(snippet) and not snippet.text.startswith("{")
+        for line in snippet.text.replace("\\\n", " ").splitlines()
+        if line.strip()
+    ]
+
+
+def run_ones() -> list[tuple[str, str]]:
+    return [(place, line) for place, line in commands() if not line.startswith(tuple(NOT_RUN))]
+
+
+def others(language: str) -> list[Snippet]:
+    return [
+        snippet
+        for snippet in snippets()
+        if snippet.language == language
+        and not (language == "python" and snippet.place.startswith(tuple(NOT_RUN_PYTHON)))
+    ]
+
+
+def replaced(text: str, url: str) -> str:
+    names = re.compile("|".join(rf"{re.escape(old)}(?![\w/])" for old in REPLACED))
+    return names.sub(lambda found: REPLACED[found[0]], text).replace("http://127.0.0.1:8000", url)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    quire = tmp_path_factory.mktemp("bin") / "quire"
+    quire.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m quire "$@"\n')
+    quire.chmod(0o755)
+    server = Server(quire.with_name("log"), "--threads", "1", quire=quire)
+    yield server
+    server.process.terminate()
+    server.process.wait(timeout=60)
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"QUIRE_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+
+
+def test_every_snippet_is_run_or_says_why_not() -> None:
+    assert len(snippets()) > 15
+    languages = {snippet.language for snippet in snippets()}
+    assert languages <= {"", "sh", "python", "toml", "mermaid"}
+    for place, line in commands():
+        known = line.startswith(tuple(NOT_RUN)) or any(re.match(each, line) for each in EXPECTED)
+        assert known, f"{place}: say in EXPECTED what `{line}` prints, or in NOT_RUN why it is not run"
+
+
+def test_targets_of_make_are_there() -> None:
+    targets = [line.split("#")[0].split()[1] for _, line in commands() if line.startswith("make ")]
+    assert targets
+    rules = (ROOT / "Makefile").read_text()
+    assert [target for target in targets if not re.search(rf"^{target}:", rules, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("snippet", others("toml"), ids=lambda snippet: snippet.place)
+def test_toml_is_what_it_says(snippet: Snippet, tmp_path: Path) -> None:
+    text = snippet.text.replace("sha256:…", "sha256:" + hashlib.sha256(b"another").hexdigest())
+    if "key = " not in text:
+        assert tomllib.loads(text)
+        return
+    (tmp_path / "keys.toml").write_text(text)
+    assert Tenants(ServerConfig(api_key_file=tmp_path / "keys.toml"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", others("python"), ids=lambda snippet: snippet.place)
+def test_python(snippet: Snippet, server: Server, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(replaced(snippet.text, server.url))
+    done = subprocess.run(
+        [sys.executable, program], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"\w+ \w+", done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "line"), run_ones(), ids=lambda text: text.split("  #")[0])
+def test_commands(place: str, line: str, server: Server, tmp_path: Path) -> None:
+    (batch,) = [snippet.text for snippet in snippets() if snippet.text.startswith("{")]
+    assert json.loads(batch)["custom_id"]
+    (tmp_path / "requests.jsonl").write_text(batch)
+    (tmp_path / "TEXT").write_text("".join((ROOT / name).read_text(encoding="utf-8") for name in DOCS))
+    python = shlex.quote(sys.executable)
+    command = replaced(line.split("  #")[0], server.url).replace("quire ", f"{python} -m quire ", 1)
+    command = command.replace("python -m bench", f"{python} -m bench")
+    command += f" --url {server.url}" if line.startswith("quire trace") else ""  # which asks port 8000 unless told
+    serves = line.startswith("quire serve")
+    expected = next(pattern for start, pattern in EXPECTED.items() if re.match(start, line))
+    output = tmp_path / "output"
+    with output.open("wb") as out, (tmp_path / "input").open("w+") as given:
+        given.write("Hello\n")
+        given.seek(0)
+        shell = ["bash", "-c", f"exec {command}{' --port 0' if serves else ''}"]
+        process = subprocess.Popen(shell, cwd=tmp_path, env=environment(), stdin=given, stdout=out, stderr=out)
+        while serves and expected not in output.read_text() and process.poll() is None:
+            time.sleep(0.1)
+        if serves:
+            process.send_signal(signal.SIGINT)
+        status = process.wait(timeout=280)
+    assert status == 0, output.read_text()
+    assert re.search(expected, output.read_text()), output.read_text()
