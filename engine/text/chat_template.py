@@ -7,7 +7,7 @@ controls, a `tojson` that does not escape HTML, `raise_exception`, `strftime_now
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,6 +27,7 @@ from quire.engine.text.described_tools import (
     with_descriptions,
     with_results_as_text,
 )
+from quire.engine.text.roles import check_roles, named_in
 from quire.engine.text.template_bounds import BoundedEnvironment, TooManySteps
 
 Message = dict[str, Any]
@@ -67,7 +68,9 @@ class ChatRenderer:
     def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """Raises ModelError for a template that is not valid Jinja, or that loops for ever."""
         self._environment = _environment()
-        self._templates = {name: _compile(self._environment, name, source) for name, source in templates.items()}
+        compiled = {name: _compile(self._environment, name, source) for name, source in templates.items()}
+        self._templates = {name: template for name, (template, _) in compiled.items()}
+        self._roles = frozenset(role for _, roles in compiled.values() for role in roles)
         self._special_tokens = dict(special_tokens)
         self._call = EXAMPLE
         self._describes = False
@@ -92,7 +95,8 @@ class ChatRenderer:
         """The prompt's text, special tokens included.
 
         variables: the request's chat_template_kwargs. With continue_final_message the text ends where the last
-        message's content ends. Raises InvalidRequest when there is no template or the template refuses the messages.
+        message's content ends. Raises InvalidRequest for a role that nobody knows, and when there is no template or the
+        template refuses the messages.
         """
         variables = variables or {}
         for name in RESERVED:
@@ -101,6 +105,7 @@ class ChatRenderer:
                     f"chat_template_kwargs must not set {name}: it has a parameter of its own",
                     param="chat_template_kwargs",
                 )
+        check_roles(messages, self._roles)
         turns, tools = self._with_tools(messages, tools)
         final = turns[-1]["content"] if turns else ""
         if continue_final_message:
@@ -328,9 +333,12 @@ class Sandbox(BoundedEnvironment):
         return own or super().is_safe_attribute(obj, attr, value)
 
 
-def _compile(environment: Sandbox, name: str, source: str) -> jinja2.Template:
+def _compile(environment: Sandbox, name: str, source: str) -> tuple[jinja2.Template, Set[str]]:
+    """The template, and the roles that it names."""
     try:
-        return environment.from_string(source)
+        tree = environment.parse(source)
+        roles = named_in(tree)  # before the compiler folds lists of literals into one
+        return environment.from_string(tree), roles
     except jinja2.TemplateSyntaxError as error:
         raise ModelError(
             f"model: the chat template {name!r} is not valid, line {error.lineno}: {error.message}"

@@ -137,6 +137,11 @@ def test_a_chat_goes_on_where_its_last_message_ends(llm: LLM) -> None:
     assert found.prompt.endswith("Once there was")
 
 
+def test_a_chat_s_roles_are_checked(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].role: unknown role 'usr'; did you mean user\?"):
+        llm.chat([{"role": "usr", "content": "Tell me a story."}], use_tqdm=False)
+
+
 def test_without_params_the_models_own_are_taken(llm: LLM) -> None:
     defaults = llm.get_default_sampling_params()
     assert (defaults.temperature, defaults.top_p) == (0.7, 0.95)

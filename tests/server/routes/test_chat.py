@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, scripted
 from tests.texts import CHATML, byte_level_tokenizer
@@ -71,6 +73,38 @@ async def test_a_model_without_chat_template_says_so() -> None:
         error = (await api.post(PATH, {"messages": HELLO}, 400))["error"]
         assert "no chat template" in error["message"]
         assert error["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("role", "said"),
+    [
+        ("usr", "messages[1].role: unknown role 'usr'; did you mean user?"),
+        ("System", "messages[1].role: unknown role 'System'; did you mean system?"),
+        ("asistant", "messages[1].role: unknown role 'asistant'; did you mean assistant?"),
+        ("narrator", "messages[1].role: unknown role 'narrator'; it must be one of system, developer, user,"),
+        ("ipython", "messages[1].role: unknown role 'ipython'; it must be one of"),
+        ("", "messages[1].role: unknown role ''; it must be one of"),
+    ],
+)
+async def test_a_role_that_nobody_knows_is_a_400(api: Api, role: str, said: str) -> None:
+    messages = [*HELLO, {"role": role, "content": "x"}]
+    for path in (PATH, "/tokenize"):
+        error = (await api.post(path, {"messages": messages}, 400))["error"]
+        assert error["message"].startswith(said)
+        assert error["param"] == "messages"
+    assert not api.engine.seen
+
+
+async def test_roles_of_the_api_and_those_that_the_template_names_go_to_it(api: Api) -> None:
+    known = ["system", "developer", "user", "assistant", "tool", "function"]
+    body = {"messages": [{"role": role, "content": "x"} for role in known], "max_tokens": 1}
+    await api.post(PATH, body)
+    template = "{% for m in messages %}{{ 'py' if m.role in ['ipython'] else m.role }}{% endfor %}"
+    async with open_api(FakeEngine(scripted(b"x", EOS)), chat_template=template) as own:
+        await own.post(PATH, {"messages": [*HELLO, {"role": "ipython", "content": "x"}]})
+        prompt = byte_level_tokenizer().tokenizer.decode(own.engine.seen[0].prompt_ids, skip_special_tokens=False)
+        assert prompt == "userpy"
+        assert "document" in (await own.post(PATH, {"messages": [{"role": "document"}]}, 400))["error"]["message"]
 
 
 async def test_a_template_that_refuses_the_messages_is_a_400() -> None:
