@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
+from quire.engine.advice import nearest
 from quire.engine.errors import InvalidRequest
 from quire.engine.types import MAX_STOP_STRINGS
 from quire.server.protocol.bounds import (
@@ -72,6 +74,10 @@ class RequestBody(BaseModel):
             raise InvalidRequest(f"The body has {len(body)} fields, at most {MAX_FIELDS} are read")
         return {name: value for name, value in body.items() if value is not None}
 
+    def misspelt(self) -> str:
+        """As below, of all fields that were not given."""
+        return misspelt(self.model_extra or (), sorted(type(self).model_fields.keys() - self.model_fields_set))
+
     def ignored_params(self) -> list[str]:
         """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one."""
         ignored = []
@@ -82,6 +88,15 @@ class RequestBody(BaseModel):
             elif not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in harmless):
                 raise InvalidRequest(f"{name} is not supported", param=name)
         return ignored
+
+
+def misspelt(unknown: Iterable[str], missing: Iterable[str]) -> str:
+    """`; got mesages: did you mean messages?`, behind a complaint of what is missing: the first of the `unknown` names
+    that is almost one of the `missing` fields'; "" where none is."""
+    missing = list(missing)
+    short = (name for name in islice(unknown, MAX_NAMES) if len(name) <= MAX_NAME)
+    hints = ((name, nearest(name.lower(), missing)) for name in short)
+    return next((f"; got {name}: {hint}" for name, hint in hints if hint), "")
 
 
 class RepetitionDetection(RequestBody):

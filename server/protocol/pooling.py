@@ -99,7 +99,7 @@ class ScoreRequest(PairBody):
     def both(self) -> ScoreRequest:
         for old, new in (("text_1", "queries"), ("text_2", "documents")):
             if (getattr(self, old) is None) is (getattr(self, new) is None):
-                raise InvalidRequest(f"give either {old} or {new}", param=old)
+                raise InvalidRequest(f"give either {old} or {new}{self.misspelt()}", param=old)
         return self
 
     @property

@@ -33,7 +33,7 @@ class TokenizeRequest(RequestBody):
     @model_validator(mode="after")
     def one_of_two(self) -> TokenizeRequest:
         if (self.prompt is None) is (self.messages is None):
-            raise InvalidRequest("give either prompt or messages", param="prompt")
+            raise InvalidRequest(f"give either prompt or messages{self.misspelt()}", param="prompt")
         if self.continue_final_message:
             both = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
             check_continuation(self.messages or (), both)

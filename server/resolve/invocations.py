@@ -6,6 +6,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.config import ServerConfig
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.common import misspelt
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.resolve.chat import chat_call
 from quire.server.resolve.common import Resolved
@@ -33,7 +34,8 @@ def resolve_invocation(given: bytes, model: ServedModel, config: ServerConfig) -
     body = read_object(given)
     kinds = {kind for name, kind in KINDS.items() if body.get(name) is not None}
     if len(kinds) != 1:
-        raise InvalidRequest("give either messages or prompt, input, query or text_1", param="messages")
+        hint = "" if kinds else misspelt(body, KINDS)
+        raise InvalidRequest(f"give either messages or prompt, input, query or text_1{hint}", param="messages")
     (kind,) = kinds
     if kind == "messages":
         return chat_call(validated(body, ChatRequest), model, config)

@@ -11,14 +11,17 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from quire.engine.advice import nearest
 from quire.engine.errors import InvalidRequest
 from quire.server.access.bodies import NO_OBJECT
+from quire.server.protocol.common import misspelt
 
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_JSON_DEPTH = 100
 MAX_DETAILS = 10
 """Most complaints that one error lists."""
+_QUOTED = re.compile(r"'([^']*)'")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _BRACKETS = b"[]{}"
 _NO_BRACKETS = bytes(set(range(256)) - set(_BRACKETS))
@@ -52,7 +55,7 @@ def validated(given: dict[str, Any], model: type[Model]) -> Model:
         return model.model_validate(given)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False, include_context=False)
-        raise InvalidRequest(complaint(details), param=param_of(details[0]["loc"])) from None
+        raise InvalidRequest(complaint(details, given, model), param=param_of(details[0]["loc"])) from None
 
 
 def too_deep(body: bytes) -> bool:
@@ -63,14 +66,38 @@ def too_deep(body: bytes) -> bool:
     return max(accumulate(changes), default=0) > MAX_JSON_DEPTH
 
 
-def complaint(details: Sequence[Any]) -> str:
-    """What pydantic found, one complaint per place: of the members of a union the first, or one that is our own."""
+def complaint(details: Sequence[Any], given: dict[str, Any], model: type[BaseModel]) -> str:
+    """What pydantic found, one complaint per place: of the members of a union the first, or one that is our own.
+    `given`: the body, whose misspelt names and words are told."""
     by_place: dict[str, str] = {}
     for one in details:
         place = _where(one["loc"])
         if one["type"] == "too_many" or place not in by_place:
-            by_place[place] = one["msg"]
+            by_place[place] = one["msg"] + _meant(one, given, model)
     return "; ".join(f"{place}: {message}" for place, message in list(by_place.items())[:MAX_DETAILS])
+
+
+def _meant(detail: Any, given: dict[str, Any], model: type[BaseModel]) -> str:
+    """`; did you mean …?` for a field that is missing, beside one with almost its name, and for a word that is almost
+    one of those allowed."""
+    place = detail["loc"]
+    if detail["type"] == "literal_error":
+        word = _at(given, place)
+        hint = nearest(word.lower(), _QUOTED.findall(detail["msg"])) if isinstance(word, str) else ""
+        return f"; {hint}" if hint else ""
+    around = _at(given, place[:-1]) if detail["type"] == "missing" else None
+    if not isinstance(around, dict):
+        return ""
+    known = model.model_fields if len(place) == 1 else ()
+    return misspelt([name for name in around if name not in known], [place[-1]])
+
+
+def _at(given: Any, place: Sequence[str | int]) -> Any:
+    """What a body has at a place, which has names of union members between those of fields."""
+    for part in place:
+        if part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int):
+            given = given[part]
+    return given
 
 
 def param_of(place: Sequence[str | int]) -> str | None:

@@ -155,7 +155,7 @@ async def close_weights_group(request: Request) -> Response:
 def _update(body: bytes, model: ServedModel, config: ServerConfig) -> UpdateWeightsRequest:
     update = parse(body, UpdateWeightsRequest)
     if (update.path is None) == (update.tensors is None):
-        raise InvalidRequest("path or tensors must be given, and not both", param="path")
+        raise InvalidRequest(f"path or tensors must be given, and not both{update.misspelt()}", param="path")
     return update
 
 

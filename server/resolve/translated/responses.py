@@ -133,7 +133,7 @@ def as_chat(body: ResponsesRequest, items: Sequence[Item], model: ServedModel) -
     turns = turns_of(items, body.instructions or "", developer="developer" in model.formats.template)
     turns = placed(turns, model.renderer.shows)
     if not turns:
-        raise InvalidRequest("input must not be empty", param="input")
+        raise InvalidRequest(f"input must not be empty{body.misspelt()}", param="input")
     tools, choice = tools_of(body, held=holds_patterns(model.formats.tools))
     chat: dict[str, Any] = {
         "model": body.model,

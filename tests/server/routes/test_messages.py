@@ -305,6 +305,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": None, "max_token": 1}, "got max_token: did you mean max_tokens?"),
+    ({"messages": [{"role": "usr", "content": "x"}]}, "did you mean user?"),
     ({"temperature": 1.5}, "temperature"),
     ({"stop_sequences": ["x"] * 100}, "stop_sequences"),
     ({"stop_sequences": ["\ud800"]}, "stop_sequences"),

@@ -35,8 +35,8 @@ GROUP = "/init_weights_group"
 
 
 def operations() -> list[Any]:
-    """Every method of every route but those that wait and streams without end; those without a body are described by their
-    path alone."""
+    """Every method of every route but those that wait and streams without end; those without a body are described by
+    their path alone."""
     description = make_app(FakeEngine(hashed(ENGINE_TOKENS))).openapi()
     found = [result.ok() for result in schemathesis.openapi.from_dict(description).get_all_operations()]
     waits = (RECORDS, GROUP)
