@@ -28,6 +28,8 @@ _KUBERNETES = re.compile(
 PRESETS = Path(__file__).resolve().parent.parent / "configs"
 DEMO_MODEL = str(PRESETS / "demo")
 """The embedded model."""
+DISK_GIB = 10
+"""What --kv-offload-dir may take where nothing is said."""
 
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -130,7 +132,9 @@ class EngineConfig(BaseModel):
     kv_offload_dir: str | None = Field(
         None, min_length=1, description="Directory for KV of earlier prompts, which survives a restart"
     )
-    kv_offload_disk: float = Field(10.0, gt=0, description="GiB that --kv-offload-dir may take")
+    kv_offload_disk: float | None = Field(
+        None, gt=0, description=f"GiB that --kv-offload-dir may take; default: {DISK_GIB}"
+    )
     kv_offload_tier: str | None = Field(
         None, pattern=r"^[\w.]+:\w+$", description="MODULE:FUNCTION that makes a tier of your own for such KV"
     )
@@ -175,6 +179,11 @@ class EngineConfig(BaseModel):
     def most_running(self) -> int:
         """Most sequences that all engines compute at a time."""
         return self.max_num_seqs * self.data_parallel_size
+
+    @property
+    def disk_gib(self) -> float:
+        """What --kv-offload-dir may take."""
+        return DISK_GIB if self.kv_offload_disk is None else self.kv_offload_disk
 
     @field_validator("speculative_config", mode="before")
     @classmethod

@@ -42,7 +42,7 @@ class EngineOptions(TypedDict, total=False):
     enable_prefix_caching: bool
     kv_offload_memory: float | None
     kv_offload_dir: str | None
-    kv_offload_disk: float
+    kv_offload_disk: float | None
     kv_offload_tier: str | None
     runner: Literal["auto", "generate", "pooling"]
     pooling_type: Literal["auto", "last", "mean", "cls"]

@@ -22,11 +22,12 @@ def replica_config(config: EngineConfig, index: int, cores: Sequence[Set[int]]) 
     """The settings of one replica of those that `config` is for: bytes and threads are those of all together, each has
     its part. Each has a folder of its own in --kv-offload-dir. `cores`: those of each."""
     count, update = config.data_parallel_size, dict[str, object]()
-    for name in ("kv_cache_memory", "kv_offload_memory", "kv_offload_disk"):
+    for name in ("kv_cache_memory", "kv_offload_memory"):
         if (given := getattr(config, name)) is not None:
             update[name] = given / count
     if config.kv_offload_dir is not None:
         update["kv_offload_dir"] = str(Path(config.kv_offload_dir) / f"replica-{index}")
+        update["kv_offload_disk"] = config.disk_gib / count
     if config.threads is not None:
         update["threads"] = max(config.threads // count, 1)
     elif _THREADS not in os.environ:

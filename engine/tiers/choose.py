@@ -30,7 +30,11 @@ def asked_for(config: EngineConfig) -> list[str]:
 
 
 def check_tiers(config: EngineConfig, *, encoder: bool) -> None:
-    """Raise ConfigError where there can be no tiers, though some are asked for."""
+    """Raise ConfigError where there can be no tiers, though some are asked for, and for a size of none."""
+    if config.kv_offload_disk is not None and config.kv_offload_dir is None:
+        raise ConfigError(
+            "kv_offload_disk: says how much --kv-offload-dir DIR may take, which is not given", param="kv_offload_disk"
+        )
     asked = asked_for(config)
     if asked and encoder:
         raise ConfigError(f"{asked[0]}: encoders keep no KV cache", param=asked[0])
@@ -71,14 +75,14 @@ def choose_tiers(
         else:
             identity = identity_of(config, model, weights, mover.layout)
             if config.kv_offload_dir is not None:
-                disk = DiskTier(config.kv_offload_dir, int(config.kv_offload_disk * GIB), identity)
+                disk = DiskTier(config.kv_offload_dir, int(config.disk_gib * GIB), identity)
                 tiers.append(Bounded(Sealed(disk, identity)))
                 sizes[disk.name] = lambda: disk.size
             if config.kv_offload_tier is not None:
                 tiers.append(Bounded(Sealed(_imported(config.kv_offload_tier, identity), identity)))
     if not tiers:
         return NoTiers(), notes
-    bounds = {"host": config.kv_offload_memory, "disk": config.kv_offload_disk}
+    bounds = {"host": config.kv_offload_memory, "disk": config.disk_gib}
     room = [_room(tier.name, bounds.get(tier.name), mover.page_bytes, page_tokens) for tier in tiers]
     return Tiers(tiers, mover, costs, sizes, f"; below it {', '.join(room)}"), notes
 

@@ -14,7 +14,7 @@ from quire.engine.checkpoint.files import read_raw_config
 from quire.engine.checkpoint.kv_plan import KV_CODE_SCALE_BYTES, QUANTIZED_BITS
 from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
-from quire.engine.config import load
+from quire.engine.config import DISK_GIB, load
 from quire.engine.errors import ConfigError
 from quire.engine.lora.modules import planned_modules
 from quire.server.cli.plan.configured import wishes_of
@@ -23,7 +23,7 @@ from quire.server.cli.plan.estimate import UTILIZATION, Wishes, estimate
 from quire.server.cli.plan.machine import Machine, divided, find_card, read_cards, this_machine, with_memory
 from quire.server.cli.plan.picture import draw
 from quire.server.cli.plan.report import as_dict, as_table, as_text
-from quire.server.cli.plan.tiers import DISK, Offload
+from quire.server.cli.plan.tiers import Offload
 from quire.server.cli.plan.ways_out import cheapest, lighter
 from quire.server.cli.settings import number
 from quire.server.cli.unknown_flags import dashed, unknown_arguments
@@ -94,7 +94,9 @@ def _wishes(args: argparse.Namespace, config: ServerConfig, raw: dict[str, Any])
 
 
 def _offload(args: argparse.Namespace, told: Offload) -> Offload:
-    """What the flags ask for below the KV cache, and else what --config does."""
+    """What the flags ask for below the KV cache, and else what --config does. Raises ConfigError."""
+    if args.kv_offload_disk is not None and (args.kv_offload_dir or told.folder) is None:
+        raise ConfigError("--kv-offload-disk: says how much --kv-offload-dir DIR may take, which is not given")
     return Offload(
         told.memory if args.kv_offload_memory is None else args.kv_offload_memory,
         args.kv_offload_dir or told.folder,
@@ -148,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--kv-offload-memory", type=positive, metavar="GiB", help="of the host's, for earlier KV")
     parser.add_argument("--kv-offload-dir", metavar="DIR", help="for earlier KV on a disk")
-    parser.add_argument("--kv-offload-disk", type=positive, metavar="GiB", help=f"that it may take (default: {DISK:g})")
+    parser.add_argument(
+        "--kv-offload-disk", type=positive, metavar="GiB", help=f"that it may take (default: {DISK_GIB})"
+    )
     parser.add_argument("--max-loras", type=number(int, 1, 256), metavar="N", help="adapters in one step")
     parser.add_argument("--max-cpu-loras", type=number(int, 1), metavar="N", help="adapters in a host's memory")
     parser.add_argument("--max-lora-rank", type=number(int, 1, 256), metavar="N", help="their largest rank")

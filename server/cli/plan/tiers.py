@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.config import EngineConfig
-
-DISK = EngineConfig().kv_offload_disk
+from quire.engine.config import DISK_GIB, EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class Offload:
     """GiB of the host's memory."""
     folder: str | None = None
     """On a disk; None: no such tier."""
-    disk: float = DISK
+    disk: float = DISK_GIB
     """GiB that it may take."""
 
     @property
@@ -44,7 +42,7 @@ class Offload:
         found = ["--kv-offload-memory", f"{self.memory:g}"] if self.memory else []
         if self.folder is not None:
             found += ["--kv-offload-dir", self.folder]
-            found += ["--kv-offload-disk", f"{self.disk:g}"] if self.disk != DISK else []
+            found += ["--kv-offload-disk", f"{self.disk:g}"] if self.disk != DISK_GIB else []
         return found
 
     def tiers(self, page_bytes: int, page_tokens: int) -> tuple[Tier, ...]:
@@ -59,4 +57,4 @@ NO_OFFLOAD = Offload()
 
 
 def offload_of(config: EngineConfig) -> Offload:
-    return Offload(config.kv_offload_memory or 0.0, config.kv_offload_dir, config.kv_offload_disk)
+    return Offload(config.kv_offload_memory or 0.0, config.kv_offload_dir, config.disk_gib)

@@ -42,6 +42,11 @@ def test_bytes_threads_and_folders_are_divided() -> None:
         assert each.data_parallel_size == 2, "an engine fits what nobody gave into its part too"
 
 
+def test_the_disk_is_divided_where_its_size_is_not_given() -> None:
+    config = EngineConfig(data_parallel_size=4, kv_offload_dir="/tmp/kv")
+    assert replica_config(config, 0, [set()] * 4).kv_offload_disk == 2.5
+
+
 def test_what_is_not_given_is_left_to_the_engine() -> None:
     each = replica_config(EngineConfig(data_parallel_size=3), 0, [set()] * 3)
     assert (each.kv_cache_memory, each.kv_offload_memory, each.kv_offload_dir) == (None, None, None)

@@ -303,6 +303,7 @@ def test_weights_in_no_file_are_kept_in_memory_alone(tmp_path: Path) -> None:
     [
         ({"kv_offload_memory": 1, "enable_prefix_caching": False}, "kv_offload_memory"),
         ({"kv_offload_dir": "/dev/null/x"}, "kv_offload_dir"),
+        ({"kv_offload_disk": 10, "kv_offload_memory": 1}, "kv_offload_disk"),
         ({"kv_offload_tier": "no.such.module:make"}, "kv_offload_tier"),
     ],
 )

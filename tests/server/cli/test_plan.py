@@ -120,6 +120,8 @@ def test_tiers_below_the_cache(coder: str, capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["plan", coder, "--gpu", "H100", *asked]) == 0
     assert "2.2 GiB of pinned memory of the host = 4,352 tokens; 64 GiB of disk = 131,072" in capsys.readouterr().out
     assert "several ranks" in plan(capsys, coder, "--gpu", "H100", "--tp", "2", *asked)["notes"][-1]
+    assert cli.main(["plan", coder, "--gpu", "H100", *asked[4:]]) != 0
+    assert "--kv-offload-disk: says how much --kv-offload-dir DIR may take" in capsys.readouterr().err
 
 
 def test_the_host_s_tier_takes_from_the_cache_of_a_cpu(coder: str) -> None:
