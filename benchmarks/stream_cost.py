@@ -28,7 +28,8 @@ from quire.engine.client.messages import Ready, Stepped, Submit, decode_to_engin
 from quire.engine.client.process import EngineProcess
 from quire.engine.client.supervisor import ProcessClient
 from quire.engine.main import end_with_parent, read_first_line
-from quire.engine.types import EngineInfo, EngineStats, RequestOutput, StepRecord
+from quire.engine.stats import EngineStats, StepRecord
+from quire.engine.types import EngineInfo, RequestOutput
 from quire.server.cli.hosting import HttpServer
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, make_app

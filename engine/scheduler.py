@@ -18,10 +18,11 @@ from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.drafting.drafter import DraftCounts, Drafter, NoDrafts
 from quire.engine.fairness import FairQueue
 from quire.engine.sequence import Sequence, Status
+from quire.engine.stats import EngineStats
 from quire.engine.tiers.page_tables import PageTables
 from quire.engine.tiers.prefix_cache import PrefixCache
 from quire.engine.tiers.tiers import NoTiers
-from quire.engine.types import EngineStats, Request, RequestOutput, Task
+from quire.engine.types import Request, RequestOutput, Task
 
 
 class Scheduler:

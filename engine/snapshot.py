@@ -11,8 +11,8 @@ from quire.engine.blocks import BlockPool
 from quire.engine.client.procfs import resident_bytes
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence, Status
+from quire.engine.stats import EngineSnapshot, Phase, SequenceSnapshot
 from quire.engine.tiers.page_tables import held
-from quire.engine.types import EngineSnapshot, Phase, SequenceSnapshot
 
 MOST_SEQUENCES = 512
 """Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""

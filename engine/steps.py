@@ -11,7 +11,8 @@ from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.client.history import step_record
 from quire.engine.executor import Executor, Pending
 from quire.engine.scheduler import Scheduler
-from quire.engine.types import RequestOutput, StepRecord
+from quire.engine.stats import StepRecord
+from quire.engine.types import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

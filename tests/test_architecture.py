@@ -81,9 +81,9 @@ ROOMS = {
         *("routes", "app", "fleet", "cli"),
     ),
     "engine": (
-        *("errors", "types", "batch", "advice", "config", "folder", "gguf", "text", "checkpoint", "client"),
+        *("errors", "types", "stats", "batch", "advice", "config", "folder", "gguf", "text", "checkpoint", "client"),
         *("blocks", "sequence", "fairness", "executor", "lora", "drafting", "tiers", "scheduler", "snapshot", "steps"),
-        *("replicas", "layers", "models", "encoders", "worker", "loop", "in_process", "offline", "main"),
+        *("replicas", "layers", "models", "encoders", "worker", "loop", "offline", "main"),
     ),
 }
 """The rooms (folders, and modules that stand beside them), each of which may import those before it and no other."""
@@ -204,7 +204,7 @@ def test_imports_run_downward(path: Path) -> None:
     wrong = []
     for found in imports(path):
         target = part_of(found.module)
-        starts_loop = part == "control" and target == "loop" and found.lazy  # engine/in_process.py does
+        starts_loop = part == "control" and target == "loop" and found.lazy  # engine/offline/in_process.py does
         if target is not None and not permitted(part, found.module) and not starts_loop:
             below = ", ".join(sorted(ALLOWED[part] & ALLOWED.keys() | {part}))
             wrong.append(f"{found}: {part} may import from {below} only")

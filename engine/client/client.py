@@ -1,7 +1,7 @@
 """The interface through which the server uses an engine: submit requests, read their outputs, abort them.
 
-Three classes implement it: InProcessClient (engine/in_process.py) runs the engine in this process, ProcessClient
-(supervisor.py) in a process of its own, and Replicas (engine/replicas/replicas.py) several of these.
+Three classes implement it: InProcessClient (engine/offline/in_process.py) runs the engine in this process,
+ProcessClient (supervisor.py) in a process of its own, and Replicas (engine/replicas/replicas.py) several of these.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from time import monotonic
 from quire.engine.client.history import History
 from quire.engine.client.journal import merge
 from quire.engine.errors import EngineError, QuireError, SlowReader
-from quire.engine.types import Adapter, EngineInfo, EngineSnapshot, EngineStats, Request, RequestOutput, StepRecord
+from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.types import Adapter, EngineInfo, Request, RequestOutput
 
 log = logging.getLogger("quire.client")
 

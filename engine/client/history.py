@@ -14,7 +14,8 @@ from time import monotonic
 from typing import Literal
 
 from quire.engine.batch import Batch
-from quire.engine.types import Phase, Request, RequestOutput, StepRecord
+from quire.engine.stats import Phase, StepRecord
+from quire.engine.types import Request, RequestOutput
 
 TimelinePhase = Phase | Literal["recompute", "recovering", "delivery"]
 """The scheduler's phases, and three that only the client knows: prefill again after a preemption or a new engine,

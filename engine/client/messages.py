@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, Request, RequestOutput, StepRecord
+from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.types import EngineInfo, Request, RequestOutput
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):

@@ -35,7 +35,8 @@ from quire.engine.client.process import EngineProcess, KilledDuringStart, engine
 from quire.engine.client.replay import Replay
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
-from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput
+from quire.engine.stats import EngineStats
+from quire.engine.types import EngineInfo, Request, RequestOutput
 
 log = logging.getLogger("quire.supervisor")
 

@@ -22,11 +22,11 @@ from quire.engine.client.client import EngineClient
 from quire.engine.client.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
 from quire.engine.client.weights import Weights
 from quire.engine.errors import EngineError, InvalidRequest
-from quire.engine.in_process import InProcessClient
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
 from quire.engine.offline.beam_search import beam_search
 from quire.engine.offline.engine_view import EngineView
 from quire.engine.offline.generate import generate
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.offline.metrics import Metric, metrics_of
 from quire.engine.offline.model import Encoded, Message, Model, Prompt, Task
 from quire.engine.offline.options import EngineOptions, documented, engine_config

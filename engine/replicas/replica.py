@@ -12,7 +12,8 @@ from quire.engine.client.journal import Journal
 from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
-from quire.engine.types import EngineStats, RequestOutput, StepRecord
+from quire.engine.stats import EngineStats, StepRecord
+from quire.engine.types import RequestOutput
 
 
 class Owner(Protocol):

@@ -23,7 +23,8 @@ from quire.engine.replicas.replica import Replica
 from quire.engine.replicas.router import Router, prefix_pieces
 from quire.engine.replicas.shares import replica_config, replica_cores
 from quire.engine.replicas.together import together, total
-from quire.engine.types import EngineInfo, Request, RequestOutput, StepRecord
+from quire.engine.stats import StepRecord
+from quire.engine.types import EngineInfo, Request, RequestOutput
 
 log = logging.getLogger("quire.replicas")
 _POLL_SECONDS = 0.05

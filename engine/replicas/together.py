@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from quire.engine.snapshot import CACHED, UNLISTED
-from quire.engine.types import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot
 
 _GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks")
 

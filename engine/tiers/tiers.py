@@ -11,13 +11,13 @@ from quire.engine.batch import Fetched
 from quire.engine.blocks import BlockPool
 from quire.engine.executor import PageMover
 from quire.engine.sequence import Sequence
+from quire.engine.stats import TierStats
 from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.loads import Load, Loads
 from quire.engine.tiers.prefix_cache import PrefixCache
 from quire.engine.tiers.tier import Tier
 from quire.engine.tiers.writer import Writer
-from quire.engine.types import TierStats
 
 Size = Callable[[], tuple[int, int]]
 """Pages, and bytes, that a tier has."""

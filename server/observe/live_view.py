@@ -11,7 +11,7 @@ import msgspec
 
 from quire.engine.client.client import EngineClient
 from quire.engine.client.procfs import resident_bytes
-from quire.engine.types import EngineSnapshot
+from quire.engine.stats import EngineSnapshot
 from quire.server.encoding import DATA, END, encode_json
 from quire.server.observe.rolling_stats import KEPT_SECONDS, RollingStats
 

@@ -18,7 +18,8 @@ from prometheus_client.utils import floatToGoString
 from quire.engine.client.client import EngineClient
 from quire.engine.client.history import Step, Timeline, TimelinePhase
 from quire.engine.config import EngineConfig
-from quire.engine.types import EngineInfo, TierStats
+from quire.engine.stats import TierStats
+from quire.engine.types import EngineInfo
 from quire.server.observe.gen_ai import GenAiHistograms
 from quire.server.observe.rolling_stats import RollingStats
 

@@ -40,7 +40,7 @@ router = APIRouter()
 async def engine_events(request: Request) -> Response:
     """The engine as it changes: `hello` with what stays and the last five minutes, then `state` every half second.
 
-    It costs nothing while nobody watches. server/observe/live_view.py and engine/types.py (EngineSnapshot) describe
+    It costs nothing while nobody watches. server/observe/live_view.py and engine/stats.py (EngineSnapshot) describe
     the events.
     """
     runtime = runtime_of(request)

@@ -21,7 +21,7 @@ from quire.engine.client.client import EngineClient
 from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest
-from quire.engine.in_process import InProcessClient
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.replicas.replicas import Replicas
 from quire.engine.types import Request, SamplingParams
 from tests.e2e.server import Server

@@ -23,7 +23,8 @@ from quire.engine.client.messages import (
 from quire.engine.client.process import EngineProcess
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError, RequestQuarantined
-from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput, SamplingParams
+from quire.engine.stats import EngineStats
+from quire.engine.types import EngineInfo, Request, RequestOutput, SamplingParams
 
 INFO = EngineInfo("fake", "float32", "cpu", "none", 100, 10, 16, 0, 0, 0.0, "none")
 KILLED, CRASHED = ExitCause("was killed", external=True), ExitCause("crashed", external=False)

@@ -8,7 +8,8 @@ import zmq
 
 from quire.engine.client.messages import SnapshotRequest, Submit, ToEngine, encode
 from quire.engine.loop import Engine, _receive
-from quire.engine.types import EngineSnapshot, EngineStats, Request, SamplingParams
+from quire.engine.stats import EngineSnapshot, EngineStats
+from quire.engine.types import Request, SamplingParams
 
 
 class Idle:

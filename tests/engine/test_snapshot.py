@@ -11,7 +11,8 @@ import pytest
 from quire.engine.batch import Batch, StepOutput
 from quire.engine.scheduler import Scheduler
 from quire.engine.snapshot import CACHED, EMPTY, FIRST_OWNER, MOST_SEQUENCES, SHARED, UNLISTED, take_snapshot
-from quire.engine.types import EngineSnapshot, Request, SamplingParams
+from quire.engine.stats import EngineSnapshot
+from quire.engine.types import Request, SamplingParams
 
 PAGE = 4
 

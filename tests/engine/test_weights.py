@@ -24,8 +24,8 @@ from quire.engine.client.supervisor import ProcessClient
 from quire.engine.client.weights import MODES, Mode, Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidRequest, ModelError, QuireError
-from quire.engine.in_process import InProcessClient
 from quire.engine.loop import Engine, _built_anew
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.types import PoolingParams, Request, SamplingParams, TokenLogprob
 from tests.quantized_models import gptq, quantize_checkpoint
 from tests.tiny_encoders import save_tiny_encoder

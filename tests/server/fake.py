@@ -10,16 +10,8 @@ from itertools import count
 import msgspec
 
 from quire.engine.client.client import EngineClient
-from quire.engine.types import (
-    EngineInfo,
-    EngineSnapshot,
-    EngineStats,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SequenceSnapshot,
-    TokenLogprob,
-)
+from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot
+from quire.engine.types import EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
 
 Script = Callable[[Request, int], int]
 

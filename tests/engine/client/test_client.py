@@ -13,8 +13,9 @@ from quire.engine.client.journal import merge
 from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.in_process import InProcessClient
-from quire.engine.types import EngineStats, RequestOutput, SamplingParams, StepRecord
+from quire.engine.offline.in_process import InProcessClient
+from quire.engine.stats import EngineStats, StepRecord
+from quire.engine.types import RequestOutput, SamplingParams
 from tests.engine.harness import request
 from tests.tiny_models import save_tiny_model
 

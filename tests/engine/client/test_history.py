@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from quire.engine.client.history import History
-from quire.engine.types import Request, RequestOutput, SamplingParams, StepRecord
+from quire.engine.stats import StepRecord
+from quire.engine.types import Request, RequestOutput, SamplingParams
 
 
 def record(number: int) -> StepRecord:

@@ -14,7 +14,7 @@ from quire.engine.replicas.cores import threads_on
 from quire.engine.replicas.shares import replica_config
 from quire.engine.replicas.together import together, total
 from quire.engine.snapshot import CACHED, EMPTY, FIRST_OWNER, SHARED, UNLISTED
-from quire.engine.types import EngineSnapshot, EngineStats, SequenceSnapshot, TierStats
+from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot, TierStats
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.engine.client.messages import Stepped, decode_from_engine, encode
-from quire.engine.types import EngineStats, TierStats
+from quire.engine.stats import EngineStats, TierStats
 
 
 def test_counters_go_on_over_engines_and_gauges_do_not() -> None:

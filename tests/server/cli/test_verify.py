@@ -12,7 +12,7 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.in_process import InProcessClient
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.types import EngineInfo
 from quire.engine.worker.sampling import device_sampler
 from quire.server.cli import main as cli

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
-from quire.engine.in_process import InProcessClient
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.types import Request, RequestOutput, TokenLogprob
 from tests.server.api import VOCAB_SIZE, Api, make_app, open_api
 from tests.server.fake import FakeEngine, hashed

@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 
 from quire.engine.client.history import Step, Timeline
-from quire.engine.types import Request, SamplingParams, StepRecord
+from quire.engine.stats import StepRecord
+from quire.engine.types import Request, SamplingParams
 from quire.server.observe import engine_trace as tracing
 from quire.server.observe.engine_trace import phase_totals, trace
 from tests.server.api import Api

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.client.history import History
-from quire.engine.types import Request, RequestOutput, SamplingParams, StepRecord
+from quire.engine.stats import StepRecord
+from quire.engine.types import Request, RequestOutput, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.observe.explain import MAX_NAMES, MAX_STEPS, explanation

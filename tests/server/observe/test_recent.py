@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from quire.engine.client.history import History
-from quire.engine.types import Adapter, Request, RequestOutput, SamplingParams, StepRecord
+from quire.engine.stats import StepRecord
+from quire.engine.types import Adapter, Request, RequestOutput, SamplingParams
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.observe.recent import MOST_ADAPTERS, MOST_ANSWERS, MOST_TENANTS, adapters, recent_answers

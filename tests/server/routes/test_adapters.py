@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.errors import ConfigError
-from quire.engine.in_process import InProcessClient
 from quire.engine.lora.modules import adaptable_modules
+from quire.engine.offline.in_process import InProcessClient
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from tests.adapters import save_adapter

@@ -16,7 +16,8 @@ from quire.engine.client.client import EngineClient
 from quire.engine.client.journal import Journal
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.types import EngineInfo, EngineStats, Request, RequestOutput
+from quire.engine.stats import EngineStats
+from quire.engine.types import EngineInfo, Request, RequestOutput
 
 if TYPE_CHECKING:
     from quire.engine.loop import Engine, Tensors
