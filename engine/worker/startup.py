@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -121,7 +122,8 @@ def _start(
 ) -> Worker:
     device, backend = chosen.device, chosen.backend
     with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
-        loaded = load_first(config, path, model_config, chosen, progress, tensors, ranks)
+        load = partial(load_model, config, path, model_config, chosen, progress)
+        loaded = load(tensors) if ranks is None else load_first(load, ranks)
         model = loaded.model
         weight_bytes = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
         draft = load_drafting(config, model_config, backend, progress, model)
@@ -195,20 +197,9 @@ def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None
         raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size")
 
 
-def load_first(
-    config: EngineConfig,
-    path: Path,
-    model_config: ModelConfig,
-    chosen: Chosen,
-    progress: Callable[[], None],
-    tensors: Tensors | None,
-    ranks: Ranks | None,
-) -> LoadedModel:
-    """The first rank's part of the model, once all have theirs, or all of it. Counts what all have read."""
-    parts = (config, path, model_config, chosen, progress)
-    if ranks is None:
-        return load_model(*parts, tensors)
-    loaded = load_model(*parts, shard=Shard(0, ranks.count, ranks.group), kind=LeadingDecoder)
+def load_first(load: Callable[..., LoadedModel], ranks: Ranks) -> LoadedModel:
+    """The first rank's part of the model, which `load` loads, once all have theirs. Counts what all have read."""
+    loaded = load(shard=Shard(0, ranks.count, ranks.group), kind=LeadingDecoder)
     assert isinstance(loaded.model, LeadingDecoder)
     loaded.model.lead(ranks)
     return replace(loaded, read_bytes=loaded.read_bytes + ranks.wait_loaded())

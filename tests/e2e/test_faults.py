@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
-from tests.e2e.streams import KINDS, answer
+from tests.e2e.streams import KINDS, answer, ask_until
 
 pytestmark = pytest.mark.slow
 
@@ -63,21 +63,7 @@ async def test_no_stream_notices_that_engines_die(server: Server, expected: dict
     limits = httpx.Limits(max_connections=STREAMS)
     async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as client:
         killer = asyncio.create_task(kill_engines(server, random.Random(1), KILLS))
-        answered = 0
-
-        async def user(number: int) -> None:
-            nonlocal answered
-            kinds = list(KINDS)
-            while True:
-                kind = kinds[number % len(kinds)]
-                assert await answer(client, KINDS[kind]) == expected[kind], kind
-                answered += 1
-                number += 1
-                if killer.done():
-                    return
-
-        await asyncio.gather(*[user(number) for number in range(STREAMS)])
-    assert answered >= STREAMS
+        await ask_until(killer, client, expected, STREAMS)
     assert server.metric("quire:engine_deaths_total") >= killer.result() > 0
     assert server.metric("quire:quarantined_requests_total") == 0
 
