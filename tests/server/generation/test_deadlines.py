@@ -38,13 +38,13 @@ async def count(api: Api, reason: str) -> float:
 async def test_an_answer_that_does_not_start_in_time(path: str, body: dict[str, Any], stream: bool) -> None:
     engine = Stuck(scripted(b"", EOS))
     async with open_api(engine) as api:
-        response = await api.http.post(path, json={**body, "n": 2, "queue_timeout": 0.02, "stream": stream})
+        response = await api.http.post(path, json={**body, "n": 2, "queue_timeout": 0.2, "stream": stream})
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
         error = response.json()["error"]
         assert (error["type"], error["param"], error["code"]) == ("server_error", "queue_timeout", "queue_timeout")
         assert sorted(engine.aborted) == sorted(request.id for request in engine.seen)
         assert await count(api, "queue_timeout") == 2
-        response = await api.http.post(path, json={**body, "timeout": 0.02, "stream": stream})
+        response = await api.http.post(path, json={**body, "timeout": 0.2, "stream": stream})
         assert (response.status_code, response.json()["error"]["code"]) == (408, "timeout")
 
 
@@ -52,7 +52,7 @@ async def test_an_answer_that_does_not_start_in_time(path: str, body: dict[str, 
 async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine(lambda request, position: 97, step_seconds=0.02)
     async with open_api(engine) as api:
-        long = {**body, "max_tokens": 500, "n": 2, "timeout": 0.2}
+        long = {**body, "max_tokens": 500, "n": 2, "timeout": 1.0}
         response = await api.http.post(path, json=long)
         assert response.status_code == 408
         assert response.json()["error"]["param"] == "timeout"
@@ -68,10 +68,12 @@ async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str,
 
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_deadlines_that_are_met_change_nothing(path: str, body: dict[str, Any]) -> None:
-    engine = FakeEngine(scripted(b"abcdefgh", EOS), eos=[EOS], step_seconds=0.06)
+    """The queue's is over before the answer is complete; the first token comes at once."""
+    engine = FakeEngine(scripted(b"abc", EOS), eos=[EOS])
     async with open_api(engine) as api:
         plain = await api.post(path, body)
-        timed = await api.post(path, {**body, "timeout": 60, "queue_timeout": 0.3})
+        engine.step_seconds = 0.5
+        timed = await api.post(path, {**body, "timeout": 60, "queue_timeout": 1.0})
         assert timed["choices"] == plain["choices"]
         assert await count(api, "timeout") == await count(api, "queue_timeout") == 0
 
