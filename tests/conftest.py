@@ -2,6 +2,9 @@
 
 import os
 import signal
+from collections.abc import Generator
+from types import FrameType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -30,3 +33,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+
+
+class TimedOut(BaseException):
+    """A test took longer than its timeout. Not pytest's own Failed: hypothesis takes that for what it looks for, and
+    runs the example again to make it smaller, when there is no timer any more that would end it."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(settings: Any) -> Generator[None, Any, Any]:
+    """Has pytest-timeout raise TimedOut."""
+    result = yield
+    fail = signal.getsignal(signal.SIGALRM)
+    if settings.method == "signal" and callable(fail):
+
+        def end(number: int, frame: FrameType | None) -> None:
+            __tracebackhide__ = True
+            try:
+                fail(number, frame)
+            except pytest.fail.Exception as failed:
+                raise TimedOut(str(failed)) from None
+
+        signal.signal(signal.SIGALRM, end)
+    return result
