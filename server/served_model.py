@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from starlette.requests import Request
 
+from quire.engine.advice import nearest
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.errors import InvalidRequest, ModelNotFound
 from quire.engine.text.chat_template import ChatRenderer
@@ -23,8 +24,8 @@ MADE: dict[Task, str] = {"generate": "text", "embed": "embeddings", "classify": 
 """What each task makes, for messages."""
 
 
-_SHOWN = 20
-"""Names that an error lists."""
+_SHOWN, _COMPARED = 20, 200
+"""Names that an error lists, and that it compares with the one asked for."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,7 @@ class ServedModel:
         if asked is None:
             return self.names[0]
         if asked not in self.names and asked not in self.adapters:
-            shown = asked if len(asked) <= 100 else f"{asked[:100]}…"
-            served = [*self.names, *sorted(self.adapters)]
-            more = f" and {len(served) - _SHOWN} more" if len(served) > _SHOWN else ""
-            message = f"The model `{shown}` does not exist; served here: {', '.join(served[:_SHOWN])}{more}"
-            raise ModelNotFound(message, param="model")
+            raise not_served(asked, [*self.names, *sorted(self.adapters)])
         return asked
 
     def check_task(self, task: Task) -> None:
@@ -114,6 +111,15 @@ def fingerprint(info: EngineInfo, weights_version: str) -> str:
     parts = (VERSION, info.model, info.dtype, info.device, info.backend, weights_version)
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
     return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"
+
+
+def not_served(asked: str, served: Sequence[str]) -> ModelNotFound:
+    """The error for a name that is none of those `served`."""
+    shown = asked if len(asked) <= 100 else f"{asked[:100]}…"
+    more = f" and {len(served) - _SHOWN} more" if len(served) > _SHOWN else ""
+    meant = nearest(asked[:100], served[:_COMPARED])
+    message = f"The model `{shown}` does not exist; served here: {', '.join(served[:_SHOWN])}{more}"
+    return ModelNotFound(f"{message}; {meant}" if meant else message, param="model")
 
 
 def model_of(request: Request) -> ServedModel:

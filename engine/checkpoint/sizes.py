@@ -73,6 +73,8 @@ class ModelSizes:
     """Numbers cached per token in all layers together; 0 for an encoder, which caches nothing."""
     kv_formula: str
     """How kv_numbers comes about, for people to read."""
+    heads: int
+    """Query heads of a layer, which the devices that share the model divide among them."""
     kv_heads: int
     """The largest number of devices that the KV cache can be split over; 1 with latent attention."""
     head_dim: int
@@ -170,6 +172,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         head_parameters=table,
         kv_numbers=0 if kind in ENCODERS else kv * attending,
         kv_formula=f"{formula} x {attending} layers",
+        heads=_number(text, "num_attention_heads"),
         kv_heads=1 if text.get("kv_lora_rank") else _kv_heads(text),
         head_dim=kv if text.get("kv_lora_rank") else _head_dim(text, hidden),
         attention_width=width * attending,

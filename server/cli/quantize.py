@@ -13,6 +13,7 @@ from pathlib import Path
 from quire.engine.checkpoint.families import FAMILIES, STACKED
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.errors import ConfigError, ModelError
+from quire.server.cli.unknown_flags import parse_known
 
 FORMATS = ("int8", "int4", "fp8")
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str], started: float) -> int:
     parser.add_argument("out", metavar="OUT", type=Path, help="directory to make")
     parser.add_argument("--format", choices=FORMATS, required=True, help="of the layers' linears")
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
-    args = parser.parse_args(argv)
+    args = parse_known(parser, argv)
     _check_out(args.out)
     path = resolve_model(args.model, args.revision)
     _check_model(path)

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from quire.engine.config import Settings, is_list, load, presets, split
 from quire.engine.errors import ConfigError
-from quire.server.cli.unknown_flags import dashed, unknown_arguments
+from quire.server.cli.unknown_flags import parse_known
 from quire.server.config import ServerConfig
 
 
@@ -46,9 +46,7 @@ def parse(
 
     `positional` names an argument for the field `model`. Exits with status 2 and one line for a bad value.
     """
-    args, unknown = parser.parse_known_args(dashed(argv))
-    if unknown:
-        parser.exit(2, f"{parser.prog}: {unknown_arguments(unknown, parser._option_string_actions)}")
+    args = parse_known(parser, argv)
     flags = {name: value for name, value in vars(args).items() if name in model.model_fields}
     for name, value in flags.items():
         if isinstance(value, list):  # vLLM's are JSON

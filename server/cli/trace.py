@@ -10,6 +10,7 @@ import httpx
 
 from quire.engine.errors import ConfigError
 from quire.server.cli.connect import add_server_flags, headers, server_url, trusted, unreachable
+from quire.server.cli.unknown_flags import parse_known
 
 
 def main(argv: Sequence[str], started: float) -> int:
@@ -17,7 +18,7 @@ def main(argv: Sequence[str], started: float) -> int:
     add_server_flags(parser, "http://127.0.0.1:8000")
     parser.add_argument("--seconds", type=float, default=5.0, metavar="N", help="how long (default: 5, at most 120)")
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json"), metavar="OUT.json")
-    args = parser.parse_args(argv)
+    args = parse_known(parser, argv)
     url = server_url(args.url, tls=args.cacert is not None)
     try:
         response = httpx.get(

@@ -24,6 +24,7 @@ from quire.engine.replicas.replicas import Processes, processes
 from quire.server.adapters import named_adapters
 from quire.server.config import ServerConfig
 from quire.server.fleet.config import FleetConfig, ModelEntry
+from quire.server.served_model import not_served
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,6 @@ OpenApp = Callable[[ServerConfig, Processes], AbstractAsyncContextManager[FastAP
 
 _OVERHEAD = 256 * 2**20
 """Bytes that an engine's process takes beside weights, keys and values."""
-_SHOWN = 20
-"""Most names of models that an error lists."""
 _POLL_SECONDS = 0.5
 _AGAIN_SECONDS = 10.0
 """After a load has failed, requests are told why for so long, before the next one tries again."""
@@ -115,8 +114,7 @@ class Fleet:
         for member in self.members:
             if name in member.names:
                 return member
-        served = ", ".join([each for member in self.members for each in member.names][:_SHOWN])
-        raise ModelNotFound(f"The model {name[:200]!r} does not exist; served here: {served}", param="model")
+        raise not_served(name, [each for member in self.members for each in member.names])
 
     def add(self, entry: ModelEntry) -> Member:
         """Serve one more model. Raises InvalidRequest where one of its names is taken."""

@@ -215,6 +215,9 @@ async def test_an_unknown_model_is_a_404(api: Api) -> None:
             "param": "model",
             "code": "model_not_found",
         }
+    for near, meant in (("owner/mode", "owner/model"), ("model", "owner/model"), ("Second", "second")):
+        message = (await api.post(*completion(model=near), 404))["error"]["message"]
+        assert message.endswith(f"served here: owner/model, second; did you mean {meant}?") is (near != "model")
     assert (await api.http.post(COMPLETIONS, content=r'{"prompt": "x", "model": "\ud800"}')).status_code == 404
     with pytest.raises(openai.NotFoundError):
         await api.openai.completions.create(model="gpt", prompt="x")

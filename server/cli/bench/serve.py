@@ -23,6 +23,7 @@ from quire.server.cli.bench.stats import Answer, Failure, Summary, arrivals, lat
 from quire.server.cli.bench.workload import add_workload_flags, check_workload, random_prompts, read_prompts
 from quire.server.cli.connect import add_server_flags, headers, models, server_url, trusted
 from quire.server.cli.settings import number
+from quire.server.cli.unknown_flags import parse_known
 
 WARMUP_TOKENS = 4
 
@@ -174,7 +175,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-keepalive", action="store_true", help="a new connection for every request")
     pace = parser.add_mutually_exclusive_group()
     pace.add_argument(
-        "--concurrency", type=number(int, 1), default=8, metavar="N", help="requests open at any time (%(default)s)"
+        *("--concurrency", "--max-concurrency"),
+        type=number(int, 1),
+        default=8,
+        metavar="N",
+        help="requests open at any time (%(default)s)",
     )
     pace.add_argument(
         "--request-rate",
@@ -200,7 +205,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser()
-    args = parser.parse_args(argv)
+    args = parse_known(parser, argv)
     check_workload(parser, args)
     check_report(args.json, args.png)
     trust = trusted(args.cacert)

@@ -25,6 +25,7 @@ from quire.server.cli.bench.client import StreamClient, StreamError
 from quire.server.cli.bench.report import add_report_flags, check_report, write_json
 from quire.server.cli.bench.serve import Stream
 from quire.server.cli.settings import number
+from quire.server.cli.unknown_flags import parse_known
 
 QUIRE = [sys.executable, "-m", "quire", "serve", "--port", "{port}"]
 POLL_SECONDS = 0.02
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         "--timeout", type=number(float, 0), default=600.0, metavar="SECONDS", help="longest wait for a start (600)"
     )
     add_report_flags(parser, png=False)
-    args = parser.parse_args(argv[:split])
+    args = parse_known(parser, argv[:split])
     check_report(args.json)
     if not any("{port}" in word for word in command):
         raise ConfigError("the command must say {port} where its port goes")

@@ -17,16 +17,17 @@ FIRST_ID = 10
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
-    for flag, default, low, text in (
-        ("--num-requests", 32, 1, "requests to measure"),
-        ("--input-len", 128, 1, "tokens of a made-up prompt, random ids"),
-        ("--output-len", 64, 1, "tokens of an answer"),
+    for names, default, low, text in (  # the second ones are those of vLLM's bench
+        ("--num-requests --num-prompts", 32, 1, "requests to measure"),
+        ("--input-len --random-input-len", 128, 1, "tokens of a made-up prompt, random ids"),
+        ("--output-len --random-output-len", 64, 1, "tokens of an answer"),
         ("--shared-prefix", 0, 0, "tokens that all made-up prompts have in common"),
         ("--vocab", 4000, FIRST_ID + 1, "made-up prompts have token ids below this"),
         ("--warmup", 2, 0, "short requests sent first, not measured"),
         ("--seed", 0, 0, "of prompts and arrivals"),
     ):
-        group.add_argument(flag, type=number(int, low), default=default, metavar="N", help=f"{text} ({default})")
+        kind = number(int, low)
+        group.add_argument(*names.split(), type=kind, default=default, metavar="N", help=f"{text} ({default})")
     group.add_argument("--temperature", type=number(float, 0), default=0.0, metavar="NUMBER", help="0 is greedy (0)")
 
 

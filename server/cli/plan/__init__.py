@@ -26,16 +26,14 @@ from quire.server.cli.plan.report import as_dict, as_table, as_text
 from quire.server.cli.plan.tiers import Offload
 from quire.server.cli.plan.ways_out import cheapest, lighter
 from quire.server.cli.settings import number
-from quire.server.cli.unknown_flags import dashed, unknown_arguments
+from quire.server.cli.unknown_flags import parse_known
 from quire.server.config import ServerConfig
 
 
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status: 0 if the model fits, else 1."""
     parser = _parser()
-    args, unknown = parser.parse_known_args(dashed(argv))
-    if unknown:
-        parser.exit(2, f"{parser.prog}: {unknown_arguments(unknown, parser._option_string_actions)}")
+    args = parse_known(parser, argv)
     if args.picture is not None and args.picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     config = ServerConfig() if args.config is None else load(ServerConfig, {}, args.config)

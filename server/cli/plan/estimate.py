@@ -344,6 +344,8 @@ def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list
     machine, sizes = made.machine, made.sizes
     if made.dtype == "bfloat16" and not machine.bf16:
         return [f"{machine.name} does not compute bfloat16: use --dtype float16"]
+    if sizes.heads % machine.count:
+        return [f"the model's {sizes.heads} heads cannot be divided among {machine.count} devices"]
     if wishes.context is not None and wishes.context > sizes.max_position:
         return [f"a context of {wishes.context:,} tokens exceeds the model's {sizes.max_position:,} positions"]
     if pages < 1:

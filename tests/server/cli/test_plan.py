@@ -140,6 +140,8 @@ def test_what_does_not_fit_says_why_and_what_does(coder: str, capsys: pytest.Cap
     more = str(best + found["kv"]["block_size"])
     assert not plan(capsys, coder, "--gpu", "rtx 4090", "--context", more, "--concurrency", "4", status=1)["fits"]
     assert find_card(found["fits_on"]["name"]).memory > find_card("rtx 4090").memory
+    undivided = plan(capsys, coder, "--gpu", "h100", "--tp", "3", status=1)
+    assert undivided["reasons"] == ["the model's 32 heads cannot be divided among 3 devices"]
     assert cli.main(["plan", coder, "--gpu", "rtx 3060"]) == 1
     text = capsys.readouterr().out
     lines = re.findall(r"= ([\d,]+) MiB - ([\d,]+) .* - ([\d,]+) .*: ([\d,]+) MiB too few", text)

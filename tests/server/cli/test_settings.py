@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from quire.engine.advice import foreign_flags
 from quire.engine.config import PRESETS, EngineConfig, load, presets
 from quire.engine.errors import ConfigError
+from quire.server.cli import main as cli
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 
@@ -199,6 +200,14 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
         "  --zzz: not known; --help lists all",
     ]
     assert "  b: one argument too many" in complaint(capsys, "a", "b")
+
+
+@pytest.mark.parametrize("command", ["plan", "trace", "quantize", "bench serve", "verify"])
+def test_every_command_says_what_a_flag_may_mean(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main([*command.split(), "a", "b", "--format=int8", "--output_", "--mode", "x"])
+    assert exit_info.value.code == 2
+    assert "cannot be understood:\n" in capsys.readouterr().err
 
 
 def test_advice_on_flags_names_flags_that_are_there() -> None:
