@@ -41,7 +41,10 @@ def check_tiers(config: EngineConfig, *, encoder: bool) -> None:
     if asked and not config.enable_prefix_caching:
         raise ConfigError(f"{asked[0]}: pages are found as cached prefixes: it needs prefix caching", param=asked[0])
     if asked and config.tensor_parallel_size > 1:
-        raise ConfigError(f"{asked[0]}: pages of several ranks are not kept beside their cache yet", param=asked[0])
+        raise ConfigError(
+            f"{asked[0]}: pages of several ranks (tensor_parallel_size) are not kept beside their cache yet",
+            param=asked[0],
+        )
 
 
 def choose_tiers(

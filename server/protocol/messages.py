@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -133,6 +134,12 @@ class CountTokensRequest(TranslatedBody):
 
 
 class MessagesRequest(CountTokensRequest):
+    called: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "max_completion_tokens": "max_tokens",
+        "response_format": "output_config.format",
+    }
+
     max_tokens: int = Field(ge=1)
     """More than the context holds is as much as it holds."""
     stop_sequences: Annotated[list[str], AtMost(MAX_STOP_STRINGS)] = Field(default_factory=list)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -35,6 +36,9 @@ class Given(BaseModel):
 
 
 class TranslatedBody(RequestBody):
+    called: ClassVar[Mapping[str, str]] = {}
+    """What fields of a chat are called in this API, where it has them under other names."""
+
     def extensions(self) -> dict[str, Any]:
         """The fields that go into the chat as they are."""
         return {name: value for name, value in (self.model_extra or {}).items() if name in EXTENSIONS}
@@ -47,5 +51,6 @@ class TranslatedBody(RequestBody):
             if field is None or name in EXTENSIONS:
                 continue
             if value != field.get_default(call_default_factory=True):
-                raise InvalidRequest(f"{name} is not a parameter of this endpoint", param=name)
+                hint = f": use {self.called[name]}" if name in self.called else ""
+                raise InvalidRequest(f"{name} is not a parameter of this endpoint{hint}", param=name)
         return [name for name in super().ignored_params() if name not in ChatRequest.model_fields]

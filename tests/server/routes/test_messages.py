@@ -321,6 +321,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": "x"}, "seed"),
     ({"chat_template_kwargs": "x"}, "chat_template_kwargs"),
     ({"n": 2}, "n "),
+    ({"stop": ["x"]}, "use stop_sequences"),
     ({"stop": ["x"]}, "stop is not"),
     ({"logprobs": True}, "logprobs"),
     ({"use_beam_search": True}, "use_beam_search"),
