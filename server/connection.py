@@ -16,6 +16,7 @@ from uvicorn.server import ServerState
 from quire.engine.client.client import EngineClient
 from quire.server.bursts import Bursts, BurstTransport
 from quire.server.errors import INVALID, error_body
+from quire.server.sse import OPEN_BODY, OpenBody
 
 log = logging.getLogger("quire.server")
 
@@ -123,6 +124,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests wait")
         super().on_headers_complete()
+        self.scope[OPEN_BODY] = OpenBody(self.cycle)  # type: ignore[typeddict-unknown-key]
         self._in_head = False
         self._set_reading_timer()
 

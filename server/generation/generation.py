@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quire.engine.text.tokenizer import Tokenizer
@@ -58,6 +58,10 @@ class Generation(ABC):
 
         Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
         """
+
+    def shorten(self, ready: Callable[[], bool], take: Callable[[list[ChoiceDelta]], None]) -> None:
+        """Spare the reader of `deltas` its wake-ups: from now on, while it waits, `take` is given what it would get if
+        `ready` says so at that moment. Called between two steps; does nothing where a step is not made at once."""
 
     @abstractmethod
     def close(self) -> None:

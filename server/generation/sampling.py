@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -41,11 +41,10 @@ class Sampling(Generation):
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         try:
             async for outputs in self._stream:
-                now = time.monotonic()
                 if self._spec.params.prompt_logprobs is None:
-                    step = [delta for output in outputs if (delta := self._push(output, now)) is not None]
+                    step = self._pushed(outputs)
                 else:
-                    step = [delta async for delta in self._pushed_in_turn(outputs, now)]
+                    step = [delta async for delta in self._pushed_in_turn(outputs)]
                 if step:
                     yield step
         except EngineError:
@@ -54,8 +53,24 @@ class Sampling(Generation):
         finally:
             self.close()
 
-    async def _pushed_in_turn(self, outputs: list[RequestOutput], now: float) -> AsyncIterator[ChoiceDelta]:
+    def shorten(self, ready: Callable[[], bool], take: Callable[[list[ChoiceDelta]], None]) -> None:
+        def shortcut(outputs: list[RequestOutput]) -> bool:
+            if not ready():
+                return False
+            if step := self._pushed(outputs):
+                take(step)
+            return True
+
+        if self._spec.params.prompt_logprobs is None:
+            self._stream.shortcut = shortcut
+
+    def _pushed(self, outputs: list[RequestOutput]) -> list[ChoiceDelta]:
+        now = time.monotonic()
+        return [delta for output in outputs if (delta := self._push(output, now)) is not None]
+
+    async def _pushed_in_turn(self, outputs: list[RequestOutput]) -> AsyncIterator[ChoiceDelta]:
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""
+        now = time.monotonic()
         for output in outputs:
             async with self._turns:
                 delta = self._push(output, now)
