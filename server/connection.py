@@ -14,9 +14,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.engine.client.client import EngineClient
-from quire.server.bursts import Bursts, BurstTransport
+from quire.server.bursts import TRANSPORT, Bursts, BurstTransport
 from quire.server.errors import INVALID, error_body
-from quire.server.sse import OPEN_BODY, OpenBody
 
 log = logging.getLogger("quire.server")
 
@@ -65,6 +64,8 @@ class Connection(HttpToolsProtocol):
     uvicorn has no deadline for a request that arrives slowly, no limit on the size of headers, and waits for ever for a
     client that does not read.
     """
+
+    transport: BurstTransport
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests wait")
         super().on_headers_complete()
-        self.scope[OPEN_BODY] = OpenBody(self.cycle)  # type: ignore[typeddict-unknown-key]
+        self.scope[TRANSPORT] = self.transport  # type: ignore[typeddict-unknown-key]
         self._in_head = False
         self._set_reading_timer()
 
@@ -201,10 +202,12 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The transport's buffer is full. The application waits, and tokens gather in its OutputStream."""
         super().pause_writing()
+        self.transport.writable = False
         self._unread = self.loop.call_later(self._bounds.write_timeout, self._cut_off)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self.transport.writable = True
         self._stop_unread_timer()
 
     def _stop_unread_timer(self) -> None:
@@ -220,4 +223,5 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading_timer()
         self._stop_unread_timer()
+        self.transport.writable = False
         super().connection_lost(exc)

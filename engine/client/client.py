@@ -282,7 +282,8 @@ class EngineClient(ABC):
             stream = self._streams.get(output.id)
             if stream is None:
                 continue
-            self.queued_tokens -= self._queued.pop(output.id, 0)
+            if output.id in self._queued:
+                self.queued_tokens -= self._queued.pop(output.id)
             if output.finish_reason is not None:
                 self._remove(output.id)
             stream.push(output)

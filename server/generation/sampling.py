@@ -65,8 +65,12 @@ class Sampling(Generation):
             self._stream.shortcut = shortcut
 
     def _pushed(self, outputs: list[RequestOutput]) -> list[ChoiceDelta]:
-        now = time.monotonic()
-        return [delta for output in outputs if (delta := self._push(output, now)) is not None]
+        now, step = time.monotonic(), []
+        for output in outputs:  # a comprehension takes a quarter longer for the one that there mostly is
+            delta = self._push(output, now)
+            if delta is not None:
+                step.append(delta)
+        return step
 
     async def _pushed_in_turn(self, outputs: list[RequestOutput]) -> AsyncIterator[ChoiceDelta]:
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""

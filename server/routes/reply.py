@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from quire.server.access.admission import admission_of
 from quire.server.access.authentication import tenant_of
+from quire.server.bursts import TRANSPORT, BurstTransport
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import fold
@@ -19,7 +20,7 @@ from quire.server.generation.turns import Turns
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION
 from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
-from quire.server.sse import OPEN_BODY, EventStream, OpenBody, closing_on_disconnect
+from quire.server.sse import EventStream, closing_on_disconnect
 
 
 async def nothing() -> None:
@@ -35,10 +36,15 @@ async def reply(
     runtime = runtime_of(request)
     generation, close = begin(request, spec)
     if spec.stream:
-        body = request.scope.get(OPEN_BODY)
-        events = events_of(generation, writer, spec, runtime.turns, ended, body)
+        transport = request.scope.get(TRANSPORT)
+        events = events_of(generation, writer, spec, runtime.turns, ended, transport)
         headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
-        return EventStream(events, close, headers, runtime.config, ping=writer.PING, failed=writer.failed, body=body)
+        return EventStream(
+            *(events, close, headers, runtime.config),
+            ping=writer.PING,
+            failed=writer.failed,
+            transport=transport,
+        )
     with runtime.kept.call() as count:
         async with closing_on_disconnect(request.receive, close):
             answers = await fold(generation.deltas(), count)
@@ -89,31 +95,35 @@ async def events_of(
     spec: GenerationSpec,
     turns: Turns,
     ended: Callable[[], Awaitable[None]],
-    body: OpenBody | None = None,
+    transport: BurstTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """What a stream sends, a chunk for each step. With the `body` that it is sent to, chunks that come while it waits
-    for one are written there at once, behind the first."""
+    """What a stream sends, a chunk for each step. With the `transport` that they are sent to, those that come while
+    the stream waits for the next are written there at once, but for the first and the last."""
 
     def tell() -> None:
         writer.weights_version = generation.weights_version
         if spec.continuous_usage:
             writer.tell_usage(generation.usage)
 
+    def writable() -> bool:
+        assert transport is not None
+        return transport.writable
+
     def write(step: list[ChoiceDelta]) -> None:
         tell()
-        assert body is not None
-        body.write(writer.step(step))
+        assert transport is not None
+        transport.write_chunk(writer.step(step))
 
     long = spec.echo and spec.logprobs  # all of the prompt's may come in one step
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
-    opening = writer.first()
+    opening, first = writer.first(), True
     async for step in generation.deltas():
         tell()
         yield opening + (await turns.in_thread(writer.step, step) if long else writer.step(step))
-        if opening and body is not None and not long:
-            generation.shorten(body.ready, write)
-        opening = b""
+        if first and transport is not None and not long:
+            generation.shorten(writable, write)
+        opening, first = b"", False
     if generation.complete:
         writer.weights_version = generation.weights_version
         last = writer.last(generation.usage)
