@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice import Choice, ChoiceDelta
@@ -40,6 +41,15 @@ class Usage:
         return counts
 
 
+class Sink(Protocol):
+    """What takes steps in the place of a reader."""
+
+    def ready(self) -> bool:
+        """Whether it can take one at once; if not, the reader gets it."""
+
+    def take(self, step: list[ChoiceDelta]) -> None: ...
+
+
 class Generation(ABC):
     """Works on one spec. Iterate `deltas` once; `close` ends it at any time."""
 
@@ -59,9 +69,9 @@ class Generation(ABC):
         Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
         """
 
-    def shorten(self, ready: Callable[[], bool], take: Callable[[list[ChoiceDelta]], None]) -> None:
-        """Spare the reader of `deltas` its wake-ups: from now on, while it waits, `take` is given what it would get if
-        `ready` says so at that moment. Called between two steps; does nothing where a step is not made at once."""
+    def shorten(self, sink: Sink) -> None:
+        """Spare the reader of `deltas` its wake-ups: from now on the sink takes what comes while it waits. Called between
+        two steps; does nothing where a step is not made at once."""
 
     @abstractmethod
     def close(self) -> None:

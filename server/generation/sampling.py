@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import msgspec
 
@@ -13,7 +13,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import RequestOutput
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.deadlines import Deadlines
-from quire.server.generation.generation import Generation
+from quire.server.generation.generation import Generation, Sink
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.turns import Turns
 from quire.server.observe.metrics import Metrics
@@ -35,6 +35,7 @@ class Sampling(Generation):
             for request_id, choice in self._by_id.items()
         ]
         self._stream = client.submit(requests, spec.answer_id)
+        self._sink: Sink | None = None
         self._turns = turns
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
@@ -53,16 +54,19 @@ class Sampling(Generation):
         finally:
             self.close()
 
-    def shorten(self, ready: Callable[[], bool], take: Callable[[list[ChoiceDelta]], None]) -> None:
-        def shortcut(outputs: list[RequestOutput]) -> bool:
-            if not ready():
-                return False
-            if step := self._pushed(outputs):
-                take(step)
-            return True
-
+    def shorten(self, sink: Sink) -> None:
         if self._spec.params.prompt_logprobs is None:
-            self._stream.shortcut = shortcut
+            self._sink = sink
+            self._stream.shortcut = self._pass_on
+
+    def _pass_on(self, outputs: list[RequestOutput]) -> bool:
+        """Give the sink what these outputs make, if it can take it."""
+        sink = self._sink
+        if sink is None or not sink.ready():
+            return False
+        if step := self._pushed(outputs):
+            sink.take(step)
+        return True
 
     def _pushed(self, outputs: list[RequestOutput]) -> list[ChoiceDelta]:
         now, step = time.monotonic(), []

@@ -89,6 +89,30 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
     return generation, close
 
 
+class Chunks:
+    """Writes steps to a transport, as chunks of a body that has begun. Small, for a token costs more by the memory that it
+    touches than by what is done."""
+
+    __slots__ = ("_generation", "_transport", "_usage", "_writer")
+
+    def __init__(self, generation: Generation, writer: AnswerWriter, transport: BurstTransport, *, usage: bool) -> None:
+        """`usage`: tell it with each step."""
+        self._generation = generation
+        self._writer = writer
+        self._transport = transport
+        self._usage = usage
+
+    def ready(self) -> bool:
+        return self._transport.writable
+
+    def take(self, step: list[ChoiceDelta]) -> None:
+        writer, generation = self._writer, self._generation
+        writer.weights_version = generation.weights_version
+        if self._usage:
+            writer.tell_usage(generation.usage)
+        self._transport.write_chunk(writer.step(step))
+
+
 async def events_of(
     generation: Generation,
     writer: AnswerWriter,
@@ -100,29 +124,19 @@ async def events_of(
     """What a stream sends, a chunk for each step. With the `transport` that they are sent to, those that come while
     the stream waits for the next are written there at once, but for the first and the last."""
 
-    def tell() -> None:
-        writer.weights_version = generation.weights_version
-        if spec.continuous_usage:
-            writer.tell_usage(generation.usage)
-
-    def writable() -> bool:
-        assert transport is not None
-        return transport.writable
-
-    def write(step: list[ChoiceDelta]) -> None:
-        tell()
-        assert transport is not None
-        transport.write_chunk(writer.step(step))
-
-    long = spec.echo and spec.logprobs  # all of the prompt's may come in one step
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
     opening, first = writer.first(), True
     async for step in generation.deltas():
-        tell()
-        yield opening + (await turns.in_thread(writer.step, step) if long else writer.step(step))
-        if first and transport is not None and not long:
-            generation.shorten(writable, write)
+        writer.weights_version = generation.weights_version
+        if spec.continuous_usage:
+            writer.tell_usage(generation.usage)
+        if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
+            yield opening + await turns.in_thread(writer.step, step)
+        else:
+            yield opening + writer.step(step)
+            if first and transport is not None:
+                generation.shorten(Chunks(generation, writer, transport, usage=spec.continuous_usage))
         opening, first = b"", False
     if generation.complete:
         writer.weights_version = generation.weights_version
