@@ -53,8 +53,8 @@ class BurstTransport(asyncio.Transport):
         """When a chunk was written last; a time of time.monotonic()."""
 
     def write_chunk(self, chunk: bytes) -> None:
-        """Write a part of a body in chunked encoding, as ASGI's `send` does, which checks each anew and takes as long as
-        making one. Only for a body that has begun, while the transport is writable."""
+        """Write a part of a body in chunked encoding, as ASGI's `send` does, without its checks, which take as long
+        as making it. Only for a body that has begun, while the transport is writable."""
         if chunk:  # an empty one would be the end
             self.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
             self.chunk_written = monotonic()

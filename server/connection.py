@@ -6,7 +6,7 @@ import asyncio
 import logging
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn import Config
@@ -125,7 +125,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests wait")
         super().on_headers_complete()
-        self.scope[TRANSPORT] = self.transport  # type: ignore[typeddict-unknown-key]
+        cast(dict[str, Any], self.scope)[TRANSPORT] = self.transport
         self._in_head = False
         self._set_reading_timer()
 

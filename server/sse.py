@@ -21,6 +21,7 @@ HEADERS = (
     (b"x-accel-buffering", b"no"),  # nginx would hold events back to fill its buffers
 )
 
+
 class EventStream(EventSourceResponse):
     """Sends chunks as they come; each is one or more whole events, already encoded.
 
@@ -43,8 +44,8 @@ class EventStream(EventSourceResponse):
         failed: Callable[[Exception], bytes] = stream_error,
         transport: BurstTransport | None = None,
     ) -> None:
-        """`ping` is sent after a silence, `failed` writes the last event of a stream that an error ends. `transport`: to
-        which what makes the chunks may write some itself, while it is asked for the next."""
+        """`ping` is sent after a silence, `failed` writes the last event of a stream that an error ends. What makes
+        the chunks may write some to `transport` itself, while it is asked for the next."""
         super().__init__(
             chunks,
             ping=config.sse_ping,

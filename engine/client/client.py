@@ -7,6 +7,7 @@ ProcessClient (supervisor.py) in a process of its own, and Replicas (engine/repl
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import EngineError, QuireError
 from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.types import Adapter, EngineInfo, Request, RequestOutput
+
+log = logging.getLogger("quire.client")
 
 
 @dataclass(eq=False, slots=True)
@@ -299,7 +302,10 @@ class EngineClient(ABC):
     def _hand_on(self) -> None:
         due, self._due = self._due, []
         for stream in due:
-            stream.hand_on()
+            try:
+                stream.hand_on()
+            except Exception:
+                log.exception("a stream failed")  # which is no reason to lose what is for the others
 
     def _fail(self, message: str) -> None:
         """The engine is gone for good: every open stream ends with an error. Only the first call counts."""

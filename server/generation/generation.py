@@ -69,9 +69,9 @@ class Generation(ABC):
         Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
         """
 
-    def shorten(self, sink: Sink) -> None:
-        """Spare the reader of `deltas` its wake-ups: from now on the sink takes what comes while it waits. Called between
-        two steps; does nothing where a step is not made at once."""
+    def shorten(self, sink: Sink) -> None:  # noqa: B027 - nothing, where a step is not made at once
+        """Spare the reader of `deltas` its wake-ups: from now on the sink takes what comes while it waits. Called
+        between two steps."""
 
     @abstractmethod
     def close(self) -> None:

@@ -90,8 +90,8 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
 
 
 class Chunks:
-    """Writes steps to a transport, as chunks of a body that has begun. Small, for a token costs more by the memory that it
-    touches than by what is done."""
+    """Writes steps to a transport, as chunks of a body that has begun. Small, for a token costs more by the memory that
+    it touches than by what is done."""
 
     __slots__ = ("_generation", "_transport", "_usage", "_writer")
 
