@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from time import monotonic
 
 log = logging.getLogger("quire.server")
 
 MOST_HELD = 16 * 1024
 """Bytes that a connection holds; what is more is written at once, so that backpressure is noticed."""
+
+TRANSPORT = "quire.transport"
+"""Names the BurstTransport of a connection of ours in the scope."""
 
 
 class Bursts:
@@ -35,12 +39,25 @@ class Bursts:
 class BurstTransport(asyncio.Transport):
     """A connection's transport that holds what is written until the loop's turn ends. It has what uvicorn uses."""
 
+    __slots__ = ("_bursts", "_held", "_loop", "_transport", "chunk_written", "writable")
+
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, bursts: Bursts) -> None:
         super().__init__()
         self._transport = transport
         self._loop = loop
         self._bursts = bursts
         self._held = b""
+        self.writable = True
+        """Whether the client is there and reads; kept by the connection."""
+        self.chunk_written = 0.0
+        """When a chunk was written last; a time of time.monotonic()."""
+
+    def write_chunk(self, chunk: bytes) -> None:
+        """Write a part of a body in chunked encoding, as ASGI's `send` does, without its checks, which take as long
+        as making it. Only for a body that has begun, while the transport is writable."""
+        if chunk:  # an empty one would be the end
+            self.write(b"%x\r\n%b\r\n" % (len(chunk), chunk))
+            self.chunk_written = monotonic()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if not self._held:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from array import array
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn import Config
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from quire.engine.client.client import EngineClient
-from quire.server.bursts import Bursts, BurstTransport
+from quire.server.bursts import TRANSPORT, Bursts, BurstTransport
 from quire.server.errors import INVALID, error_body
 
 log = logging.getLogger("quire.server")
@@ -64,6 +64,8 @@ class Connection(HttpToolsProtocol):
     uvicorn has no deadline for a request that arrives slowly, no limit on the size of headers, and waits for ever for a
     client that does not read.
     """
+
+    transport: BurstTransport
 
     def __init__(
         self,
@@ -123,6 +125,7 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests wait")
         super().on_headers_complete()
+        cast(dict[str, Any], self.scope)[TRANSPORT] = self.transport
         self._in_head = False
         self._set_reading_timer()
 
@@ -199,10 +202,12 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The transport's buffer is full. The application waits, and tokens gather in its OutputStream."""
         super().pause_writing()
+        self.transport.writable = False
         self._unread = self.loop.call_later(self._bounds.write_timeout, self._cut_off)
 
     def resume_writing(self) -> None:
         super().resume_writing()
+        self.transport.writable = True
         self._stop_unread_timer()
 
     def _stop_unread_timer(self) -> None:
@@ -218,4 +223,5 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading_timer()
         self._stop_unread_timer()
+        self.transport.writable = False
         super().connection_lost(exc)

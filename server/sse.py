@@ -10,10 +10,10 @@ from time import monotonic
 from sse_starlette import EventSourceResponse
 from starlette.types import Message, Receive, Scope, Send
 
+from quire.server.bursts import BurstTransport
 from quire.server.config import ServerConfig
 from quire.server.encoding import PING
 from quire.server.errors import stream_error
-from quire.server.observe.request_log import BODY_SEND
 
 HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -42,8 +42,10 @@ class EventStream(EventSourceResponse):
         *,
         ping: bytes = PING,
         failed: Callable[[Exception], bytes] = stream_error,
+        transport: BurstTransport | None = None,
     ) -> None:
-        """`ping` is sent after a silence, `failed` writes the last event of a stream that an error ends."""
+        """`ping` is sent after a silence, `failed` writes the last event of a stream that an error ends. What makes
+        the chunks may write some to `transport` itself, while it is asked for the next."""
         super().__init__(
             chunks,
             ping=config.sse_ping,
@@ -57,11 +59,16 @@ class EventStream(EventSourceResponse):
         self._failed = failed
         self._begun = False
         """Whether the status was sent."""
-        self._last_sent = monotonic()
+        self._sent = monotonic()
+        self._transport = transport
+
+    @property
+    def _last_sent(self) -> float:
+        return self._sent if self._transport is None else max(self._sent, self._transport.chunk_written)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Replaces the base class's, whose group of four anyio tasks costs each stream 0.4 ms of the event loop."""
-        stream = asyncio.create_task(self._send_chunks(send, scope.get(BODY_SEND, send)))
+        stream = asyncio.create_task(self._send_chunks(send))
         tasks = [stream, asyncio.create_task(self._listen_for_disconnect(receive))]
         if self.ping_interval:
             tasks.append(asyncio.create_task(self._ping(send)))
@@ -83,7 +90,7 @@ class EventStream(EventSourceResponse):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 self._begun = True
 
-    async def _send_chunks(self, send: Send, send_body: Send) -> None:
+    async def _send_chunks(self, send: Send) -> None:
         """Replaces the base class's _stream_response, which checks, logs and times each chunk: several microseconds
         per token."""
         last = b""
@@ -91,8 +98,8 @@ class EventStream(EventSourceResponse):
             async for chunk in self.body_iterator:
                 if not self._begun:
                     await self._begin(send)
-                await send_body({"type": "http.response.body", "body": chunk, "more_body": True})
-                self._last_sent = monotonic()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                self._sent = monotonic()
         except Exception as error:
             async with self._send_lock:  # a ping may be sending the status
                 if not self._begun:
@@ -114,7 +121,7 @@ class EventStream(EventSourceResponse):
             async with self._send_lock:
                 if self.active:
                     await send({"type": "http.response.body", "body": self._ping_event, "more_body": True})
-            self._last_sent = monotonic()
+            self._sent = monotonic()
 
     async def _on_disconnect(self, message: Message) -> None:
         self._close()

@@ -77,7 +77,7 @@ ROOMS = {
             "adapters",
             "served_model",
         ),
-        *("generation", "resolve", "workers", "runtime", "sse", "bursts", "connection"),
+        *("generation", "resolve", "workers", "runtime", "bursts", "sse", "connection"),
         *("routes", "app", "fleet", "cli"),
     ),
     "engine": (

@@ -10,21 +10,17 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
 from quire.engine.client.history import History
-from quire.engine.client.journal import merge
-from quire.engine.errors import EngineError, QuireError, SlowReader
+from quire.engine.client.output_stream import OutputStream
+from quire.engine.errors import EngineError, QuireError
 from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.types import Adapter, EngineInfo, Request, RequestOutput
 
 log = logging.getLogger("quire.client")
-
-MAX_BACKLOG = 2**18
-"""How many tokens a stream keeps for its reader; each alternative that is reported beside a token counts as one more.
-This many take some 20 MB."""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,101 +30,6 @@ class Call:
     id: str
     tenant: str
     cancelled: bool = False
-
-
-class OutputStream:
-    """The outputs of a group of requests (the n choices of one call), in the order in which they arrive.
-
-    Each iteration gives a list with at most one RequestOutput per request: all that arrived since the last iteration,
-    merged, so a slow reader gets fewer and larger outputs. The iteration ends when every request of the group has
-    ended. It raises EngineError when the engine is gone for good, and SlowReader when more than MAX_BACKLOG tokens were
-    waiting to be read. Call `close()` when you stop reading: it aborts the requests that are still running.
-    """
-
-    def __init__(self, client: EngineClient, ids: Iterable[str], tenant: str, call: str = "") -> None:
-        """call: the id of the API call that the requests belong to, as `EngineClient.cancel` takes it."""
-        self.tenant = tenant
-        self.call = call
-        self.submitted_at = monotonic()
-        self._client = client
-        self._open = set(ids)
-        """Requests that have not ended."""
-        self._unread: dict[str, RequestOutput] = {}
-        """By request: its outputs since the last iteration, merged."""
-        self._backlog = 0
-        """Tokens and alternatives in `_unread`."""
-        self._error: QuireError | None = None
-        self._waiting_reader: asyncio.Future[None] | None = None
-        """What the reader awaits; the next output resolves it. Cheaper than an asyncio.Event."""
-        self.weights_version = client.weights_version
-        """Of the weights that computed the last token or vector, unread ones included."""
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> list[RequestOutput]:
-        # A loop, because an abort wakes the reader too, and other requests may still be running then.
-        while self._open and not self._unread and self._error is None:
-            self._waiting_reader = asyncio.get_running_loop().create_future()
-            await self._waiting_reader
-        if self._unread:
-            outputs = list(self._unread.values())
-            self._unread.clear()
-            self._backlog = 0
-            return outputs
-        if self._error is not None:
-            raise self._error
-        raise StopAsyncIteration
-
-    def push(self, output: RequestOutput) -> None:
-        """Add an output for the reader. Called by the client."""
-        if output.id not in self._open:
-            return
-        if output.new_ids or output.vector is not None:
-            self.weights_version = self._client.weights_version
-        before = self._unread.get(output.id)
-        self._unread[output.id] = output if before is None else merge(before, output)
-        if output.finish_reason is not None:
-            self._open.discard(output.id)
-        self._backlog += len(output.new_ids) * (1 + (len(output.logprobs[0].top) if output.logprobs else 0))
-        if self._backlog > MAX_BACKLOG:
-            log.warning("request %s: %d tokens wait for a reader, and the answer is given up", output.id, self._backlog)
-            self._client.slow_readers += 1
-            self.give_up(SlowReader("the answer was not read in time, and was given up"))
-        self._wake()
-
-    def fail(self, error: QuireError) -> None:
-        """End the stream with an error, which the reader gets after the outputs before it. Called by the client."""
-        self._open.clear()
-        self._error = error
-        self._wake()
-
-    def abort(self, request_id: str, reason: str = "abort") -> None:
-        """End one request of the group now; it gives no more outputs. `reason` is recorded in its history."""
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._client.abort(request_id, reason)
-            self._wake()
-
-    def give_up(self, error: QuireError) -> bool:
-        """Abort the requests that are still running; the reader gets `error` after the outputs before it.
-
-        Returns False and does nothing when all requests have ended.
-        """
-        if not self._open:
-            return False
-        self.close()
-        self.fail(error)
-        return True
-
-    def close(self) -> None:
-        """Abort the requests that are still running."""
-        for request_id in list(self._open):
-            self.abort(request_id)
-
-    def _wake(self) -> None:
-        if self._waiting_reader is not None and not self._waiting_reader.done():
-            self._waiting_reader.set_result(None)
 
 
 class EngineClient(ABC):
@@ -165,6 +66,8 @@ class EngineClient(ABC):
         """Whether weights and KV cache were let go; requests wait until they are back."""
         self.refusing = False
         """Whether new requests should be refused while it sleeps."""
+        self._due: list[OutputStream] = []
+        """Streams whose shortcuts will be given what has come; while there are some, `_hand_on` will be called."""
         self._held: dict[str, Request] | None = None
         """New requests that the engine is not told of, while there are to be none."""
 
@@ -382,10 +285,27 @@ class EngineClient(ABC):
             stream = self._streams.get(output.id)
             if stream is None:
                 continue
-            self.queued_tokens -= self._queued.pop(output.id, 0)
+            if output.id in self._queued:
+                self.queued_tokens -= self._queued.pop(output.id)
             if output.finish_reason is not None:
                 self._remove(output.id)
             stream.push(output)
+
+    def hand_on_later(self, stream: OutputStream) -> None:
+        """Give a stream's shortcut what has come, behind this turn of the event loop. Called by the stream.
+
+        Those of a step follow each other in one callback, which costs a fraction of a wake-up of each reader's task."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._hand_on)
+        self._due.append(stream)
+
+    def _hand_on(self) -> None:
+        due, self._due = self._due, []
+        for stream in due:
+            try:
+                stream.hand_on()
+            except Exception:
+                log.exception("a stream failed")  # which is no reason to lose what is for the others
 
     def _fail(self, message: str) -> None:
         """The engine is gone for good: every open stream ends with an error. Only the first call counts."""

@@ -162,9 +162,12 @@ class History:
                 self.end(output.id, output.finish_reason)
 
     def _take(self, outputs: Sequence[RequestOutput], record: StepRecord, replica: int) -> None:
-        picked = [output.id for output in outputs if output.new_ids]
-        chunked = [request_id for request_id, _, _ in record.chunks]
-        ids = tuple(dict.fromkeys([*chunked, *picked]))
+        named = [output.id for output in outputs if output.new_ids]
+        if record.chunks:
+            named = list(dict.fromkeys([*(request_id for request_id, _, _ in record.chunks), *named]))
+        timelines = [self._open.get(request_id) for request_id in named]
+        # The ids that are kept, not those that came with the message, are compared: they are the same objects.
+        ids = tuple([each if of is None else of.id for each, of in zip(named, timelines, strict=True)])
         if ids != self._last_ids[replica]:  # steps in a row mostly have the same requests, and share a tuple of them
             self._last_ids[replica] = ids
         step = Step(record, self._engines[replica], self._last_ids[replica], replica)
@@ -178,8 +181,8 @@ class History:
             if (timeline := self._open.get(request_id)) is not None:
                 timeline.chunks.append((step, start, count))
                 timeline.enter("prefill" if timeline.output_tokens == 0 else "recompute", record.began)
-        for request_id in step.ids:
-            if (timeline := self._open.get(request_id)) is not None:
+        for timeline in timelines:
+            if timeline is not None:
                 if len(timeline.steps) < KEPT_STEPS:
                     timeline.steps.append(step)
                 else:

@@ -31,7 +31,7 @@ class Replay:
         self._suspects: deque[list[str]] = deque()
         """Groups of suspects that the engine does not have; each is replayed alone, and all before `_waiting`."""
         self._submitted: dict[str, int] = {}
-        """Requests that the current engine has, with the number of tokens it has given each."""
+        """Requests that the current engine has, with the number of tokens it has given each until that was enough."""
         self._begun: set[str] = set()
         """Those of `_submitted` that have been in a step of this engine."""
         self._isolated: set[str] = set()
@@ -54,9 +54,10 @@ class Replay:
 
     def progress(self, request_id: str, tokens: int) -> None:
         """The request got this many more tokens."""
-        if request_id in self._submitted:
-            self._submitted[request_id] += tokens
-            if self._submitted[request_id] >= TOKENS_TO_CLEAR:
+        given = self._submitted.get(request_id, TOKENS_TO_CLEAR)
+        if given < TOKENS_TO_CLEAR:
+            self._submitted[request_id] = given + tokens
+            if given + tokens >= TOKENS_TO_CLEAR:
                 self._isolated.discard(request_id)
                 self._lone_crashes.pop(request_id, None)
 

@@ -57,8 +57,10 @@ class TextStream:
         skip_special_tokens: bool = True,
         shown_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
+        offsets: bool = True,
     ) -> None:
-        """`shown_ids` are special tokens that are shown even with `skip_special_tokens`."""
+        """`shown_ids` are special tokens that are shown even with `skip_special_tokens`. offsets=False: they are not
+        needed, and deltas have none."""
         self._decoder = make_decoder(tokenizer, prompt_ids, skip_special_tokens, shown_ids)
         self._stop = sorted(stop)
         self._longest = max(map(len, stop), default=0)
@@ -71,16 +73,17 @@ class TextStream:
         """Characters given out."""
         self._decoded = 0
         """Characters decoded: those given out and those held back."""
-        self._starts: deque[int] = deque()
+        self._starts: deque[int] | None = deque() if offsets else None
         """Where the tokens begin that have not been given out, in characters of the whole text."""
 
     def push(self, ids: Sequence[int], final: bool = False) -> TextDelta:
         """Add ids; `final` gives out what was held back. Do not call it again after `final` or after a stop string."""
         text = ""
         for used, token_id in enumerate(ids, 1):
-            self._starts.append(self._decoded)
             new_text = self._decoder.feed(token_id)
-            self._decoded += len(new_text)
+            if self._starts is not None:
+                self._starts.append(self._decoded)
+                self._decoded += len(new_text)
             if not self._stop:
                 text += new_text
             elif self._unsearched_tokens > 0:
@@ -115,6 +118,8 @@ class TextStream:
         return delta if delta.stop_string is not None else msgspec.structs.replace(delta, used=delta.used + 1)
 
     def _delta(self, text: str, used: int, final: bool = False, stop_string: str | None = None) -> TextDelta:
+        if self._starts is None:
+            return TextDelta(text, (), used, stop_string)
         self._emitted += len(text)
         starts, offsets = self._starts, []
         while starts and (final or starts[0] < self._emitted):

@@ -11,7 +11,8 @@ import math
 from collections.abc import AsyncIterator, Sequence
 
 from quire.engine.client.beams import Beam, Scores, continued
-from quire.engine.client.client import EngineClient, OutputStream
+from quire.engine.client.client import EngineClient
+from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import EngineError, Timeout
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, RequestOutput, SamplingParams

@@ -71,7 +71,11 @@ class Choice:
             skip_special_tokens=params.skip_special_tokens,
             shown_ids=frozenset() if spec.message is None else spec.message.shown_ids(tokenizer),
             min_tokens=params.min_tokens,
+            offsets=params.logprobs is not None or spec.message is not None,
         )
+        asked = (params.logprobs is not None, spec.prompt_logprobs is not None, spec.message is not None)
+        self._plain = not (any(asked) or spec.echo or spec.token_ids)
+        """Whether a delta has a text and nothing else, but for the last."""
         self._message = None if spec.message is None else MessageParser(spec.message)
         rule = spec.repetition
         self._repetition = None if rule is None else RepetitionDetector(rule, params.min_tokens)
@@ -97,7 +101,10 @@ class Choice:
             reason, stop_reason = "repetition", STOP_REASON
         if delta.stop_string is not None:
             reason, stop_reason = "stop", delta.stop_string
-        self.cached_tokens = max(self.cached_tokens, output.cached_tokens)
+        if output.cached_tokens > self.cached_tokens:
+            self.cached_tokens = output.cached_tokens
+        if self._plain and reason is None:
+            return ChoiceDelta(self.index, delta.text, []) if output.new_ids or delta.text else None
         text, tokens = delta.text, []
         if output.logprobs is not None:
             self._logprobs.extend(output.logprobs[: delta.used])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.engine.client.client import OutputStream
+from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import QueueTimeout, Timeout
 
 

@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.choice import Choice, ChoiceDelta
@@ -40,6 +41,15 @@ class Usage:
         return counts
 
 
+class Sink(Protocol):
+    """What takes steps in the place of a reader."""
+
+    def ready(self) -> bool:
+        """Whether it can take one at once; if not, the reader gets it."""
+
+    def take(self, step: list[ChoiceDelta]) -> None: ...
+
+
 class Generation(ABC):
     """Works on one spec. Iterate `deltas` once; `close` ends it at any time."""
 
@@ -58,6 +68,10 @@ class Generation(ABC):
 
         Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
         """
+
+    def shorten(self, sink: Sink) -> None:  # noqa: B027 - nothing, where a step is not made at once
+        """Spare the reader of `deltas` its wake-ups: from now on the sink takes what comes while it waits. Called
+        between two steps."""
 
     @abstractmethod
     def close(self) -> None:

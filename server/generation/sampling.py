@@ -13,7 +13,7 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import RequestOutput
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.deadlines import Deadlines
-from quire.server.generation.generation import Generation
+from quire.server.generation.generation import Generation, Sink
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.turns import Turns
 from quire.server.observe.metrics import Metrics
@@ -35,17 +35,17 @@ class Sampling(Generation):
             for request_id, choice in self._by_id.items()
         ]
         self._stream = client.submit(requests, spec.answer_id)
+        self._sink: Sink | None = None
         self._turns = turns
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         try:
             async for outputs in self._stream:
-                now = time.monotonic()
                 if self._spec.params.prompt_logprobs is None:
-                    step = [delta for output in outputs if (delta := self._push(output, now)) is not None]
+                    step = self._pushed(outputs)
                 else:
-                    step = [delta async for delta in self._pushed_in_turn(outputs, now)]
+                    step = [delta async for delta in self._pushed_in_turn(outputs)]
                 if step:
                     yield step
         except EngineError:
@@ -54,8 +54,31 @@ class Sampling(Generation):
         finally:
             self.close()
 
-    async def _pushed_in_turn(self, outputs: list[RequestOutput], now: float) -> AsyncIterator[ChoiceDelta]:
+    def shorten(self, sink: Sink) -> None:
+        if self._spec.params.prompt_logprobs is None:
+            self._sink = sink
+            self._stream.shortcut = self._pass_on
+
+    def _pass_on(self, outputs: list[RequestOutput]) -> bool:
+        """Give the sink what these outputs make, if it can take it."""
+        sink = self._sink
+        if sink is None or not sink.ready():
+            return False
+        if step := self._pushed(outputs):
+            sink.take(step)
+        return True
+
+    def _pushed(self, outputs: list[RequestOutput]) -> list[ChoiceDelta]:
+        now, step = time.monotonic(), []
+        for output in outputs:  # a comprehension takes a quarter longer for the one that there mostly is
+            delta = self._push(output, now)
+            if delta is not None:
+                step.append(delta)
+        return step
+
+    async def _pushed_in_turn(self, outputs: list[RequestOutput]) -> AsyncIterator[ChoiceDelta]:
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""
+        now = time.monotonic()
         for output in outputs:
             async with self._turns:
                 delta = self._push(output, now)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections import Counter as Counted
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import TypeVar
 
@@ -244,9 +242,13 @@ class SpanCollector(Collector):
         self._sum = 0.0
 
     def add(self, spans: Sequence[float]) -> None:
-        """Count spans, in seconds."""
-        for bucket, count in Counted(map(partial(bisect_left, self._bounds), spans)).items():
-            self._counts[bucket] += count
+        """Count spans, in seconds. They ascend."""
+        at = 0
+        while at < len(spans):
+            bucket = bisect_left(self._bounds, spans[at])
+            end = bisect_right(spans, self._bounds[bucket], at) if bucket < len(self._bounds) else len(spans)
+            self._counts[bucket] += end - at
+            at = end
         self._sum += sum(spans)
 
     def collect(self) -> Iterable[Metric]:

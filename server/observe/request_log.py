@@ -17,9 +17,6 @@ from quire.server.access.authentication import tenant_of
 from quire.server.protocol.common import SOUND_ID
 
 HEADER = "X-Request-Id"
-BODY_SEND = "quire.body_send"
-"""Names the server's own `send` in the scope. What follows the status of an answer may take it: each middleware between
-costs a microsecond for each token and lets bodies pass as they are."""
 
 
 @dataclass(slots=True)
@@ -111,7 +108,6 @@ class RequestLogMiddleware:
         name = request_id(headers.get(HEADER))
         record = RequestRecord(name, scope["method"], scope["path"], headers.get("traceparent"))
         scope["request_record"] = record
-        scope[BODY_SEND] = send
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -1,14 +1,15 @@
 """Statistics of a server's last minutes in bins of one second, so that a chart shows what was before it was opened.
 
 Percentiles come from logarithmic buckets 10 % wide (as HdrHistogram and DDSketch do), so a bin costs the same however
-many tokens fall into it. The times between tokens are gathered and counted together: one by one they would take a sixth
-of the server's time for a token.
+many tokens fall into it. The times between tokens are gathered, sorted and counted together: one by one they would take
+a sixth of the server's time for a token.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,13 @@ class LatencyHistogram:
         self._buckets: Counter[int] = Counter()
 
     def add(self, *seconds: float) -> None:
-        self._buckets.update([round(math.log(max(each, _LEAST)) / _WIDTH) for each in seconds])
+        """`seconds` ascend."""
+        at = 0
+        while at < len(seconds):
+            bucket = round(math.log(max(seconds[at], _LEAST)) / _WIDTH)
+            end = max(at + 1, bisect_left(seconds, math.exp((bucket + 0.5) * _WIDTH), at))
+            self._buckets[bucket] += end - at
+            at = end
 
     def percentiles(self) -> list[float] | None:
         """The PERCENTILES, in seconds; None when nothing was added."""
@@ -68,7 +75,7 @@ class RollingStats:
     """Counts tokens and durations by the second. A second without tokens has no bin."""
 
     def __init__(self, client: EngineClient, count_gaps: Callable[[Sequence[float]], None]) -> None:
-        """`count_gaps` is told of the times between tokens too, many at once, by `count`."""
+        """`count_gaps` is told of the times between tokens too, many at once and ascending, by `count`."""
         self._client = client
         self._count_gaps = count_gaps
         self._gaps: list[float] = []
@@ -94,7 +101,7 @@ class RollingStats:
     def count(self) -> None:
         """Count the times between tokens that were gathered."""
         if self._gaps:
-            gaps, self._gaps = self._gaps, []
+            gaps, self._gaps = sorted(self._gaps), []
             self._gaps_bin.between_tokens.add(*gaps)
             self._count_gaps(gaps)
 

@@ -9,7 +9,9 @@ from starlette.responses import Response
 
 from quire.server.access.admission import admission_of
 from quire.server.access.authentication import tenant_of
+from quire.server.bursts import TRANSPORT, BurstTransport
 from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import fold
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
@@ -34,9 +36,15 @@ async def reply(
     runtime = runtime_of(request)
     generation, close = begin(request, spec)
     if spec.stream:
-        events = events_of(generation, writer, spec, runtime.turns, ended)
+        transport = request.scope.get(TRANSPORT)
+        events = events_of(generation, writer, spec, runtime.turns, ended, transport)
         headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
-        return EventStream(events, close, headers, runtime.config, ping=writer.PING, failed=writer.failed)
+        return EventStream(
+            *(events, close, headers, runtime.config),
+            ping=writer.PING,
+            failed=writer.failed,
+            transport=transport,
+        )
     with runtime.kept.call() as count:
         async with closing_on_disconnect(request.receive, close):
             answers = await fold(generation.deltas(), count)
@@ -81,17 +89,44 @@ def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[
     return generation, close
 
 
+class Chunks:
+    """Writes steps to a transport, as chunks of a body that has begun. Small, for a token costs more by the memory that
+    it touches than by what is done."""
+
+    __slots__ = ("_generation", "_transport", "_usage", "_writer")
+
+    def __init__(self, generation: Generation, writer: AnswerWriter, transport: BurstTransport, *, usage: bool) -> None:
+        """`usage`: tell it with each step."""
+        self._generation = generation
+        self._writer = writer
+        self._transport = transport
+        self._usage = usage
+
+    def ready(self) -> bool:
+        return self._transport.writable
+
+    def take(self, step: list[ChoiceDelta]) -> None:
+        writer, generation = self._writer, self._generation
+        writer.weights_version = generation.weights_version
+        if self._usage:
+            writer.tell_usage(generation.usage)
+        self._transport.write_chunk(writer.step(step))
+
+
 async def events_of(
     generation: Generation,
     writer: AnswerWriter,
     spec: GenerationSpec,
     turns: Turns,
     ended: Callable[[], Awaitable[None]],
+    transport: BurstTransport | None = None,
 ) -> AsyncGenerator[bytes]:
-    """What a stream sends, a chunk for each step."""
+    """What a stream sends, a chunk for each step. With the `transport` that they are sent to, those that come while
+    the stream waits for the next are written there at once, but for the first and the last."""
+
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
-    opening = writer.first()
+    opening, first = writer.first(), True
     async for step in generation.deltas():
         writer.weights_version = generation.weights_version
         if spec.continuous_usage:
@@ -100,7 +135,9 @@ async def events_of(
             yield opening + await turns.in_thread(writer.step, step)
         else:
             yield opening + writer.step(step)
-        opening = b""
+            if first and transport is not None:
+                generation.shorten(Chunks(generation, writer, transport, usage=spec.continuous_usage))
+        opening, first = b"", False
     if generation.complete:
         writer.weights_version = generation.weights_version
         last = writer.last(generation.usage)
