@@ -8,8 +8,9 @@ import pytest
 
 from quire.engine.client.output_stream import OutputStream
 from quire.engine.config import EngineConfig
-from quire.engine.in_process import InProcessClient
-from quire.engine.types import EngineStats, FinishReason, RequestOutput
+from quire.engine.offline.in_process import InProcessClient
+from quire.engine.stats import EngineStats
+from quire.engine.types import FinishReason, RequestOutput
 from tests.engine.harness import request
 
 PROMPT = [3, 4, 5]
