@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,6 +17,7 @@ from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
 from quire.engine.client.weights import Weights
+from quire.engine.hub.remote import NoWeightsGroup, RemoteClient, RemoteWeights
 from quire.engine.lora.modules import Modules
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo
@@ -34,6 +36,7 @@ from quire.server.observe.live_view import LiveView
 from quire.server.observe.logs import log_request
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
+from quire.server.observe.others import Others
 from quire.server.observe.request_log import RequestLog, RequestLogMiddleware, RequestRecord
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.protocol.chat import ChatRequest
@@ -105,7 +108,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        group = WeightsGroup(Weights(client))
+        group = weights_group(client)
         workers: WorkerPool | None = None
         store: Store | None = None
         turns, background, beside = Turns(), Background(), ExitStack()
@@ -116,6 +119,8 @@ def create_app(
             app.state.model = model = _started(unstarted, info, client.weights_version, served)
             known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
             workers = WorkerPool(known, model.adapters)
+            if isinstance(client, RemoteClient):
+                client.on_version.append(partial(_tell_version, app, info))
             app.state.admission = admission = Admission(client, config, keyed=tenants.closed)
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
@@ -165,6 +170,17 @@ def _started(model: ServedModel, info: EngineInfo, version: str, adapters: Adapt
     )
 
 
+def _tell_version(app: FastAPI, info: EngineInfo, version: str) -> None:
+    """The weights have another version, maybe because another API process had them changed."""
+    app.state.model = replace(app.state.model, fingerprint=fingerprint(info, version))
+
+
+def weights_group(client: EngineClient) -> WeightsGroup:
+    if isinstance(client, RemoteClient):
+        return NoWeightsGroup(RemoteWeights(client))
+    return WeightsGroup(Weights(client))
+
+
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations)
     for module in (*generating, models, tokenize, requests, engine, status, page):
@@ -191,6 +207,7 @@ def _runtime(
     adapters: Adapters | None,
 ) -> Runtime:
     metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
+    log = RequestLog(config.request_history)
     max_body = int(config.max_body_size * 2**20)
     metrics.tell_cache(info, config)
     if adapters is not None:
@@ -204,7 +221,8 @@ def _runtime(
         started=model.created,
         metrics=metrics,
         live_view=LiveView(client, metrics.rolling),
-        request_log=RequestLog(config.request_history),
+        request_log=log,
+        others=Others(client, metrics, log),
         bodies=Bodies(max_body, BODIES_BYTES),
         workers=workers,
         grammars=GrammarChecker(workers),
