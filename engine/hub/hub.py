@@ -91,6 +91,7 @@ class Hub:
         """Begin to hear API processes. Raises EngineError where there can be no socket."""
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.set(option, 0)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # last words come over a connection of their own
         try:
             self._socket.bind(self._address)
         except zmq.ZMQError as error:
@@ -98,6 +99,11 @@ class Hub:
         self._begin(self._receive())
         self._begin(self._tick())
         self._begin(self._remember())
+
+    @property
+    def channels(self) -> list[Channel]:
+        """The API processes that there are."""
+        return list(self._channels.values())
 
     def ready(self, info: EngineInfo) -> None:
         """The engine is ready: API processes may begin."""
@@ -165,7 +171,7 @@ class Hub:
             case Hello():
                 self._welcome(identity, channel)
             case Serving() | NotStarted():
-                channel.started = message
+                channel.started = channel.started or message
                 self.changed.set()
                 self.changed = asyncio.Event()
             case SnapshotRequest():
@@ -215,6 +221,7 @@ class Hub:
 
     def _on_death(self, message: EngineDied) -> None:
         self._tell(message)
+        asyncio.get_running_loop().call_soon(self._tell_state)
 
     def _tell(self, message: FromHub) -> None:
         stats = self._stats

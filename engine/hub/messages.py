@@ -13,7 +13,6 @@ from quire.engine.client.weights import Mode
 from quire.engine.errors import ConfigError, ModelError, QuireError
 from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, Request, RequestOutput, StepRecord
 
-
 LASTING = "metrics"
 """The topic of questions whose answers count when the API process that gave them is gone."""
 
@@ -196,17 +195,7 @@ class Answers(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToHub = (
-    Hello
-    | Alive
-    | Serving
-    | NotStarted
-    | Submit
-    | Abort
-    | SnapshotRequest
-    | ResetPrefixCache
-    | Change
-    | Ask
-    | Answer
+    Hello | Alive | Serving | NotStarted | Submit | Abort | SnapshotRequest | ResetPrefixCache | Change | Ask | Answer
 )
 FromHub = Welcome | Stepped | EngineDied | Failed | State | SnapshotTaken | Changed | Question | Answers
 

@@ -32,10 +32,8 @@ from quire.engine.hub.messages import (
     EngineDied,
     EngineState,
     Failed,
-    Fault,
     FromHub,
     Hello,
-    NotStarted,
     Question,
     ResetPrefixCache,
     Serving,
@@ -118,10 +116,6 @@ class RemoteClient(EngineClient):
     def tell_serving(self, announcement: str) -> None:
         """This process listens."""
         self._write(Serving(announcement))
-
-    def tell_not_started(self, error: QuireError) -> None:
-        """This process cannot start, and is about to end."""
-        self._write(NotStarted(Fault.of(error)))
 
     @property
     def responsive(self) -> bool:

@@ -1,0 +1,193 @@
+"""Several API processes in front of one engine: the tokens of one process, and each death costs what it alone held."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+FLAGS = ("--threads", "1", "--tool-call-parser", "hermes")
+LONG = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 400, "ignore_eos": True}
+STREAMS, LOOKS, KILLS = 24, 12, 2
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process answers."""
+    server = Server(tmp_path_factory.mktemp("one") / "log", *FLAGS)
+
+    async def ask() -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
+            kinds = KINDS | {"long": LONG}
+            return {kind: await answer(client, asked) for kind, asked in kinds.items()}
+
+    try:
+        return asyncio.run(ask())
+    finally:
+        server.stop()
+
+
+@asynccontextmanager
+async def served(log: Path) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
+    server = Server(log, *FLAGS, "--api-server-count", "2")
+    try:
+        while len(server.api_pids()) < 2 or "ready" not in log.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        # Every request has a connection of its own, so that each API process gets some.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
+            yield server, client
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+async def running(server: Server, count: int) -> None:
+    async with asyncio.timeout(120):
+        while server.metric("vllm:num_requests_running") != count:
+            await asyncio.sleep(0.02)
+
+
+async def test_tokens_are_those_of_one_process_whatever_engine_dies(tmp_path: Path, expected: dict[str, Any]) -> None:
+    rng = random.Random(1)
+    async with served(tmp_path / "log") as (server, client):
+
+        async def kill() -> None:
+            for kills in range(KILLS):
+                while server.metric("quire:engine_deaths_total") < kills or not server.metric(
+                    "quire:engine_responsive"
+                ):
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(rng.uniform(0.2, 1.0))
+                os.kill(server.engine_pids()[0], signal.SIGKILL)
+
+        await ask_until(asyncio.create_task(kill()), client, expected, 2 * len(KINDS))
+        assert server.metric("quire:engine_deaths_total") == KILLS
+        assert server.metric("quire:request_replays_total") > 0
+        assert server.metric("quire:quarantined_requests_total") == 0
+        assert server.stop(signal.SIGTERM) == 0
+
+
+async def test_an_api_process_takes_its_own_connections_along_and_no_others(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    async with served(tmp_path / "log") as (server, client):
+        before = server.api_pids()
+        assert await answer(client, LONG) == expected["long"]
+        counted = server.metric("vllm:request_success_total")
+        streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
+        await running(server, STREAMS)
+        os.kill(before[0], signal.SIGKILL)
+        while before[0] in server.api_pids():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        for _ in range(LOOKS):
+            assert (await client.get("/v1/models")).status_code == 200, "the other one serves"
+        ends = await asyncio.gather(*streams, return_exceptions=True)
+        lost = [end for end in ends if isinstance(end, BaseException)]
+        assert all(isinstance(end, httpx.TransportError) for end in lost), lost
+        assert 0 < len(lost) < STREAMS, "each had some"
+        assert [end for end in ends if not isinstance(end, BaseException)] == [expected["long"]] * (STREAMS - len(lost))
+        await running(server, 0)
+
+        async with asyncio.timeout(120):
+            while len(now := set(server.api_pids())) < 2 or "another starts" not in server.log.read_text():
+                await asyncio.sleep(0.05)
+            (new,) = now - set(before)
+            while not listens(new):
+                await asyncio.sleep(0.05)
+        others = set(before) & now
+        os.kill(others.pop(), signal.SIGSTOP)
+        streams = [asyncio.create_task(answer(client, KINDS["greedy"])) for _ in range(STREAMS)]
+        done, _ = await asyncio.wait(streams, timeout=120, return_when=asyncio.FIRST_COMPLETED)
+        assert all(task.result() == expected["greedy"] for task in done), "the new one serves too"
+        os.kill((set(before) & now).pop(), signal.SIGCONT)
+        assert await asyncio.gather(*streams) == [expected["greedy"]] * STREAMS
+        found = server.metric("vllm:request_success_total")
+        assert found == counted + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a socket that listens."""
+    inodes = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"}
+    links = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(os.readlink(each))
+        except OSError:  # it was closed meanwhile
+            continue
+    return any(link.removeprefix("socket:[").removesuffix("]") in inodes for link in links)
+
+
+async def test_any_api_process_tells_of_and_cancels_any_request(tmp_path: Path) -> None:
+    async with served(tmp_path / "log") as (server, client):
+        asked = asyncio.create_task(client.post(COMPLETIONS, json=LONG | {"max_tokens": 2000, "request_id": "mine"}))
+        await running(server, 1)
+        for _ in range(LOOKS):
+            found = (await client.get("/v1/requests/mine/explain")).json()
+            assert found["state"] == "open"
+        for _ in range(LOOKS):
+            listed = (await client.get("/v1/engine/requests")).json()
+            assert listed["tenants"][0]["open"] == 1
+        assert (await client.delete("/v1/requests/mine")).json()["sequences"] == 1
+        choice = (await asked).json()["choices"][0]
+        assert choice["finish_reason"] == "abort"
+        assert (await client.delete("/v1/requests/mine")).status_code == 404
+
+        fingerprints = set()
+        for level in (1, 2):
+            assert (await client.post("/sleep", params={"level": level})).json()["is_sleeping"]
+            for _ in range(LOOKS):
+                assert (await client.get("/is_sleeping")).json()["is_sleeping"]
+            assert not (await client.post("/wake_up")).json()["is_sleeping"]
+        for _ in range(LOOKS):
+            fingerprints.add(
+                (await client.post(COMPLETIONS, json=LONG | {"max_tokens": 1})).json()["system_fingerprint"]
+            )
+        assert len(fingerprints) == 1
+        refused = await client.post(
+            "/init_weights_group", json={"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2}
+        )
+        assert refused.status_code == 400
+        assert "--api-server-count" in refused.json()["error"]["message"]
+
+
+async def test_all_api_processes_drain(tmp_path: Path, expected: dict[str, Any]) -> None:
+    async with served(tmp_path / "log") as (server, client):
+        streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
+        await running(server, STREAMS)
+        server.process.send_signal(signal.SIGTERM)
+        assert await asyncio.gather(*streams) == [expected["long"]] * STREAMS
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (("--enable-lora",), "--enable-lora"),
+        (("--data-dir", "/tmp/x"), "--data-dir"),
+        (("--requests-per-minute", "3"), "--requests-per-minute"),
+        (("--tokens-per-minute", "3"), "--tokens-per-minute"),
+        (("--models", "/tmp/x"), "--models"),
+    ],
+)
+def test_what_each_would_know_a_part_of_is_refused(flags: tuple[str, ...], names: str) -> None:
+    quire = Path(sys.executable).with_name("quire")
+    command = [str(quire), "serve", "--api-server-count", "2", "--port", "0", *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert names in ended.stderr
+    assert "--api-server-count" in ended.stderr
