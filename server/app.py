@@ -108,7 +108,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        group = weights_group(client)
+        group = weights_group(app, client)
         workers: WorkerPool | None = None
         store: Store | None = None
         turns, background, beside = Turns(), Background(), ExitStack()
@@ -119,8 +119,6 @@ def create_app(
             app.state.model = model = _started(unstarted, info, client.weights_version, served)
             known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
             workers = WorkerPool(known, model.adapters)
-            if isinstance(client, RemoteClient):
-                client.on_version.append(partial(_tell_version, app, info))
             app.state.admission = admission = Admission(client, config, keyed=tenants.closed)
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
@@ -170,15 +168,18 @@ def _started(model: ServedModel, info: EngineInfo, version: str, adapters: Adapt
     )
 
 
-def _tell_version(app: FastAPI, info: EngineInfo, version: str) -> None:
-    """The weights have another version, maybe because another API process had them changed."""
-    app.state.model = replace(app.state.model, fingerprint=fingerprint(info, version))
+def weights_group(app: FastAPI, client: EngineClient) -> WeightsGroup:
+    """What changes the weights. Where another API process may have them changed, the app is told."""
+    if not isinstance(client, RemoteClient):
+        return WeightsGroup(Weights(client))
+    client.on_version.append(partial(_tell_version, app))
+    return NoWeightsGroup(RemoteWeights(client))
 
 
-def weights_group(client: EngineClient) -> WeightsGroup:
-    if isinstance(client, RemoteClient):
-        return NoWeightsGroup(RemoteWeights(client))
-    return WeightsGroup(Weights(client))
+def _tell_version(app: FastAPI, version: str) -> None:
+    runtime: Runtime | None = getattr(app.state, "runtime", None)
+    if runtime is not None:  # else it is about to be made, of that version
+        app.state.model = replace(app.state.model, fingerprint=fingerprint(runtime.info, version))
 
 
 def _add_routes(app: FastAPI) -> None:

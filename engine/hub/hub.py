@@ -193,8 +193,7 @@ class Hub:
         """Tell an API process that the engine is ready, once both are there."""
         if self._info is not None:
             channel.welcomed = True
-            self._write(identity, Welcome(self._info, self._lasting.get(channel.number)))
-            self._write(identity, self._now())
+            self._write(identity, Welcome(self._info, self._now(), self._lasting.get(channel.number)))
 
     def _submit(self, channel: Channel, message: Submit) -> None:
         stream = Relayed(self._client, message.requests, channel)

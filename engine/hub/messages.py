@@ -103,12 +103,6 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     body: bytes | None
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    info: EngineInfo
-    inherited: bytes | None
-    """The last LASTING answer of the API process that this one replaces."""
-
-
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """What one step gave to the requests of one API process, or what adds and aborts did."""
 
@@ -168,6 +162,13 @@ class State(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Requests that have not ended, of all API processes, by tenant."""
     queued_tokens: int
     """Prompt tokens of those that have given no output."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    info: EngineInfo
+    state: State
+    inherited: bytes | None
+    """The last LASTING answer of the API process that this one replaces."""
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -242,6 +242,7 @@ class RemoteClient(EngineClient):
                     changing.set_result(message)
             case Welcome():
                 assert self._welcome is not None
+                self._take_state(message.state)
                 if not self._welcome.done():
                     self._welcome.set_result(message)
 

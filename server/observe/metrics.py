@@ -103,11 +103,9 @@ class Metrics:
         self, client: EngineClient, model_name: str, max_model_len: int, rejections: Mapping[str, int]
     ) -> None:
         """`rejections` counts the calls that were not admitted, by reason."""
-        self._engines = CollectorRegistry()
-        """What is known of the engines, to all API processes alike."""
+        self._engines = CollectorRegistry()  # what all API processes know alike
         self._engines.register(EngineCollector(client, model_name))
-        self._registry = CollectorRegistry()
-        """What this process counts."""
+        self._registry = CollectorRegistry()  # what this process counts
         self._registry.register(RefusalCollector(client, model_name, rejections))
         self._between = SpanCollector(
             "vllm:inter_token_latency_seconds", "Seconds between the steps of one stream.", model_name, TOKEN_SECONDS

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.engine.config import DEMO_MODEL
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
 
@@ -45,8 +46,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 async def served(log: Path) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
     server = Server(log, *FLAGS, "--api-server-count", "2")
     try:
-        while len(server.api_pids()) < 2 or "ready" not in log.read_text():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await until(lambda: "ready " in log.read_text())
         # Every request has a connection of its own, so that each API process gets some.
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
@@ -56,10 +56,14 @@ async def served(log: Path) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
         server.process.wait()
 
 
-async def running(server: Server, count: int) -> None:
+async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(120):
-        while server.metric("vllm:num_requests_running") != count:
+        while not holds():  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(0.02)
+
+
+async def running(server: Server, count: int) -> None:
+    await until(lambda: server.metric("vllm:num_requests_running") == count)
 
 
 async def test_tokens_are_those_of_one_process_whatever_engine_dies(tmp_path: Path, expected: dict[str, Any]) -> None:
@@ -68,10 +72,8 @@ async def test_tokens_are_those_of_one_process_whatever_engine_dies(tmp_path: Pa
 
         async def kill() -> None:
             for kills in range(KILLS):
-                while server.metric("quire:engine_deaths_total") < kills or not server.metric(
-                    "quire:engine_responsive"
-                ):
-                    await asyncio.sleep(0.05)
+                await until(lambda: server.metric("quire:engine_deaths_total") == kills)  # noqa: B023
+                await until(lambda: server.metric("quire:engine_responsive") == 1)
                 await asyncio.sleep(rng.uniform(0.2, 1.0))
                 os.kill(server.engine_pids()[0], signal.SIGKILL)
 
@@ -92,8 +94,7 @@ async def test_an_api_process_takes_its_own_connections_along_and_no_others(
         streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
         await running(server, STREAMS)
         os.kill(before[0], signal.SIGKILL)
-        while before[0] in server.api_pids():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: before[0] not in server.api_pids())
         for _ in range(LOOKS):
             assert (await client.get("/v1/models")).status_code == 200, "the other one serves"
         ends = await asyncio.gather(*streams, return_exceptions=True)
@@ -103,18 +104,14 @@ async def test_an_api_process_takes_its_own_connections_along_and_no_others(
         assert [end for end in ends if not isinstance(end, BaseException)] == [expected["long"]] * (STREAMS - len(lost))
         await running(server, 0)
 
-        async with asyncio.timeout(120):
-            while len(now := set(server.api_pids())) < 2 or "another starts" not in server.log.read_text():
-                await asyncio.sleep(0.05)
-            (new,) = now - set(before)
-            while not listens(new):
-                await asyncio.sleep(0.05)
-        others = set(before) & now
-        os.kill(others.pop(), signal.SIGSTOP)
+        await until(lambda: len(server.api_pids()) == 2)
+        (new,) = set(server.api_pids()) - set(before)
+        await until(lambda: listens(new))
+        os.kill(before[1], signal.SIGSTOP)
         streams = [asyncio.create_task(answer(client, KINDS["greedy"])) for _ in range(STREAMS)]
         done, _ = await asyncio.wait(streams, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         assert all(task.result() == expected["greedy"] for task in done), "the new one serves too"
-        os.kill((set(before) & now).pop(), signal.SIGCONT)
+        os.kill(before[1], signal.SIGCONT)
         assert await asyncio.gather(*streams) == [expected["greedy"]] * STREAMS
         found = server.metric("vllm:request_success_total")
         assert found == counted + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
@@ -134,33 +131,35 @@ def listens(pid: int) -> bool:
 
 async def test_any_api_process_tells_of_and_cancels_any_request(tmp_path: Path) -> None:
     async with served(tmp_path / "log") as (server, client):
-        asked = asyncio.create_task(client.post(COMPLETIONS, json=LONG | {"max_tokens": 2000, "request_id": "mine"}))
+        named = {"X-Request-Id": "mine"}
+        asked = asyncio.create_task(client.post(COMPLETIONS, json=LONG | {"max_tokens": 2000}, headers=named))
         await running(server, 1)
         for _ in range(LOOKS):
             found = (await client.get("/v1/requests/mine/explain")).json()
-            assert found["state"] == "open"
+            assert found["state"] == "open", found
         for _ in range(LOOKS):
             listed = (await client.get("/v1/engine/requests")).json()
             assert listed["tenants"][0]["open"] == 1
-        assert (await client.delete("/v1/requests/mine")).json()["sequences"] == 1
+        assert (await client.delete(f"/v1/requests/{found['id']}")).json()["sequences"] == 1
         choice = (await asked).json()["choices"][0]
         assert choice["finish_reason"] == "abort"
-        assert (await client.delete("/v1/requests/mine")).status_code == 404
+        assert (await client.delete(f"/v1/requests/{found['id']}")).status_code == 404
 
-        fingerprints = set()
         for level in (1, 2):
             assert (await client.post("/sleep", params={"level": level})).json()["is_sleeping"]
             for _ in range(LOOKS):
                 assert (await client.get("/is_sleeping")).json()["is_sleeping"]
             assert not (await client.post("/wake_up")).json()["is_sleeping"]
+
+        fingerprints = set()
+        await client.post("/update_weights", json={"path": str(DEMO_MODEL), "version": "next"})
         for _ in range(LOOKS):
-            fingerprints.add(
-                (await client.post(COMPLETIONS, json=LONG | {"max_tokens": 1})).json()["system_fingerprint"]
-            )
+            answered = (await client.post(COMPLETIONS, json=LONG | {"max_tokens": 1})).json()
+            assert answered["weights_version"] == "next"
+            fingerprints.add(answered["system_fingerprint"])
         assert len(fingerprints) == 1
-        refused = await client.post(
-            "/init_weights_group", json={"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2}
-        )
+        group = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2}
+        refused = await client.post("/init_weights_group", json=group)
         assert refused.status_code == 400
         assert "--api-server-count" in refused.json()["error"]["message"]
 
