@@ -1,7 +1,7 @@
 """The interface through which the server uses an engine: submit requests, read their outputs, abort them.
 
-Three classes implement it: InProcessClient (engine/offline/in_process.py) runs the engine in this process,
-ProcessClient (supervisor.py) in a process of its own, and Replicas (engine/replicas/replicas.py) several of these.
+Four classes implement it: InProcessClient (engine/offline/in_process.py) runs the engine in this process, ProcessClient
+(supervisor.py) in one of its own, Replicas (engine/replicas/replicas.py) several; RemoteClient (engine/hub) shares one.
 """
 
 from __future__ import annotations

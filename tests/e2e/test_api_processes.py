@@ -17,11 +17,11 @@ import httpx
 import pytest
 
 from quire.engine.config import DEMO_MODEL
-from tests.e2e.server import Server
+from tests.e2e.server import Server, command
 from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-FLAGS = ("--threads", "1", "--tool-call-parser", "hermes")
+FLAGS = ("--threads", "2", "--tool-call-parser", "hermes")
 LONG = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 400, "ignore_eos": True}
 STREAMS, LOOKS, KILLS = 24, 12, 2
 
@@ -43,8 +43,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def served(log: Path) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
-    server = Server(log, *FLAGS, "--api-server-count", "2")
+async def served(log: Path, *flags: str) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
+    server = Server(log, *FLAGS, "--api-server-count", "2", *flags)
     try:
         await until(lambda: "ready " in log.read_text())
         # Every request has a connection of its own, so that each API process gets some.
@@ -66,14 +66,17 @@ async def running(server: Server, count: int) -> None:
     await until(lambda: server.metric("vllm:num_requests_running") == count)
 
 
-async def test_tokens_are_those_of_one_process_whatever_engine_dies(tmp_path: Path, expected: dict[str, Any]) -> None:
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_tokens_are_those_of_one_process_whatever_engine_dies(
+    engines: int, tmp_path: Path, expected: dict[str, Any]
+) -> None:
     rng = random.Random(1)
-    async with served(tmp_path / "log") as (server, client):
+    async with served(tmp_path / "log", "--data-parallel-size", str(engines)) as (server, client):
 
         async def kill() -> None:
             for kills in range(KILLS):
                 await until(lambda: server.metric("quire:engine_deaths_total") == kills)  # noqa: B023
-                await until(lambda: server.metric("quire:engine_responsive") == 1)
+                await until(lambda: server.metric("quire:engine_responsive") == engines)
                 await asyncio.sleep(rng.uniform(0.2, 1.0))
                 os.kill(server.engine_pids()[0], signal.SIGKILL)
 
@@ -164,6 +167,14 @@ async def test_any_api_process_tells_of_and_cancels_any_request(tmp_path: Path) 
         assert "--api-server-count" in refused.json()["error"]["message"]
 
 
+async def test_nothing_outlives_the_command(tmp_path: Path) -> None:
+    async with served(tmp_path / "log") as (server, _):
+        pids = [*server.api_pids(), *server.engine_pids()]
+        assert len(pids) == 3
+        server.process.kill()
+        await until(lambda: not any(command(pid) for pid in pids))
+
+
 async def test_all_api_processes_drain(tmp_path: Path, expected: dict[str, Any]) -> None:
     async with served(tmp_path / "log") as (server, client):
         streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
@@ -190,3 +201,11 @@ def test_what_each_would_know_a_part_of_is_refused(flags: tuple[str, ...], names
     assert ended.returncode == 1
     assert names in ended.stderr
     assert "--api-server-count" in ended.stderr
+
+
+def test_why_an_api_process_cannot_start_is_said_once() -> None:
+    quire = Path(sys.executable).with_name("quire")
+    command = [str(quire), "serve", "--api-server-count", "2", "--port", "0", "--ssl-certfile", "/none.pem"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr == "quire serve: ssl_certfile: cannot read /none.pem: No such file or directory\n"
