@@ -50,7 +50,8 @@ from quire.engine.hub.messages import (
     encode,
 )
 from quire.engine.hub.relay import Channel, Relayed, RelayedHistory
-from quire.engine.types import EngineInfo, EngineStats, StepRecord
+from quire.engine.stats import EngineStats, StepRecord
+from quire.engine.types import EngineInfo
 
 log = logging.getLogger("quire.hub")
 

@@ -11,7 +11,8 @@ import msgspec
 from quire.engine import errors
 from quire.engine.client.weights import Mode
 from quire.engine.errors import ConfigError, ModelError, QuireError
-from quire.engine.types import EngineInfo, EngineSnapshot, EngineStats, Request, RequestOutput, StepRecord
+from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
+from quire.engine.types import EngineInfo, Request, RequestOutput
 
 LASTING = "metrics"
 """The topic of questions whose answers count when the API process that gave them is gone."""

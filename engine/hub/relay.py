@@ -9,7 +9,8 @@ from quire.engine.client.client import EngineClient, OutputStream
 from quire.engine.client.history import History
 from quire.engine.errors import QuireError
 from quire.engine.hub.messages import EngineDied, Failed, Fault, FromHub, NotStarted, Part, Serving, Stepped
-from quire.engine.types import EngineStats, Request, RequestOutput, StepRecord
+from quire.engine.stats import EngineStats, StepRecord
+from quire.engine.types import Request, RequestOutput
 
 
 class Channel:

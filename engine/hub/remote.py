@@ -48,7 +48,8 @@ from quire.engine.hub.messages import (
     encode,
 )
 from quire.engine.replicas.together import total
-from quire.engine.types import EngineInfo, EngineStats, Request
+from quire.engine.stats import EngineStats
+from quire.engine.types import EngineInfo, Request
 
 _ALIVE_SECONDS = 1.0
 _LINGER_MS = 1000

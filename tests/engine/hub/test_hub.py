@@ -19,7 +19,8 @@ from quire.engine.hub.hub import Hub
 from quire.engine.hub.messages import LASTING, Fault, FromHub, Stepped
 from quire.engine.hub.relay import Channel, Relayed
 from quire.engine.hub.remote import NoWeightsGroup, RemoteClient, RemoteWeights
-from quire.engine.types import EngineStats, Request, RequestOutput, SamplingParams, StepRecord
+from quire.engine.stats import EngineStats, StepRecord
+from quire.engine.types import Request, RequestOutput, SamplingParams
 from tests.server.fake import FakeEngine, hashed
 
 PICK = hashed(range(10, 90))
