@@ -89,7 +89,7 @@ class Server:
     def _children(self, module: bytes) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         # A dead child that nobody has waited for has no command line any more.
-        return [int(pid) for pid in children if module in command(pid)]
+        return [int(pid) for pid in children if module in _command(pid)]
 
     def engine_pid(self) -> int | None:
         """Of the engine of the moment; None between two."""
@@ -106,8 +106,7 @@ class Server:
             raise
 
 
-def command(pid: int | str) -> bytes:
-    """Empty for one that has ended."""
+def _command(pid: str) -> bytes:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it has been waited for meanwhile
