@@ -2,7 +2,8 @@
 
 An engine process that computes nothing sends steps of one token for each stream, through ProcessClient and the HTTP
 server, to a reader in a process of its own. With steps that are `--pause` apart the server's processor time per event
-is what counts, and with `--pause 0` the tokens per second. Starts and ends of streams are not measured.
+is what counts, and with `--pause 0` the tokens per second. With `--api-server-count` several API processes share the
+engine through a hub, whose time is told apart. Starts and ends of streams are not measured.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import json
 import multiprocessing
 import os
 import socket
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from statistics import median
 from typing import cast
 
@@ -27,6 +31,8 @@ from quire.engine.client.heartbeat import Heartbeat
 from quire.engine.client.messages import Ready, Stepped, Submit, decode_to_engine, encode
 from quire.engine.client.process import EngineProcess
 from quire.engine.client.supervisor import ProcessClient
+from quire.engine.hub.hub import Hub
+from quire.engine.hub.remote import RemoteClient
 from quire.engine.main import end_with_parent, read_first_line
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import EngineInfo, RequestOutput
@@ -83,12 +89,12 @@ def compute_nothing(address: str, descriptor: int) -> None:
             time.sleep(pause / 1e6)
 
 
-def serve(port: int, ready: Connection) -> None:
-    """The API process."""
+def serve(port: int, ready: Connection, hub: str | None = None, identity: str = "") -> None:
+    """An API process; hub: where it finds the engine, if several share it."""
 
     async def run() -> None:
         config = ServerConfig(served_model_name=[NAME], disable_access_log=True)
-        client = NullClient(config)
+        client = NullClient(config) if hub is None else RemoteClient(config, hub, identity)
         client.launch()
         app = make_app(client)
 
@@ -98,10 +104,49 @@ def serve(port: int, ready: Connection) -> None:
 
         async with app.router.lifespan_context(app):
             server = HttpServer(app, config, announce, lambda: [app])
-            with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
+            with socket.create_server(("127.0.0.1", port), backlog=2048, reuse_port=hub is not None) as listener:
                 await server.serve(sockets=[listener])
 
     uvloop.run(run())
+
+
+def share(hub: str, count: int, ready: Connection) -> None:
+    """The process that has the engine, where several API processes share it."""
+
+    async def run() -> None:
+        client = NullClient(ServerConfig())
+        client.launch()
+        shared = Hub(client, hub)
+        for number in range(count):
+            shared.add(f"{number}".encode(), number)
+        shared.listen()
+        shared.ready(await client.start())
+        ready.send(os.getpid())
+        gc.freeze()
+        await asyncio.Event().wait()
+
+    uvloop.run(run())
+
+
+def start(args: argparse.Namespace, folder: str) -> tuple[list[BaseProcess], list[int], list[int]]:
+    """The processes, and their ids: of those that serve, and of the hub's."""
+    ready, there = multiprocessing.Pipe(duplex=False)
+    spawn, address = multiprocessing.get_context("spawn").Process, f"ipc://{folder}/hub"
+    if args.api_server_count == 1:
+        server = spawn(target=serve, args=(args.port, there))
+        server.start()
+        return [server], [ready.recv()], []
+    hub = spawn(target=share, args=(address, args.api_server_count, there))
+    hub.start()
+    own = ready.recv()
+    servers = [spawn(target=serve, args=(args.port, there, address, f"{n}")) for n in range(args.api_server_count)]
+    for each in servers:
+        each.start()
+    return [hub, *servers], [ready.recv() for _ in servers], [own]
+
+
+def processor_seconds(pids: Sequence[int]) -> float:
+    return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)  # clock_getcpuclockid(3)
 
 
 @dataclass
@@ -135,36 +180,39 @@ class Reader(asyncio.Protocol):
         counts.ended += b"[DONE]" in data
 
 
-async def read_all(port: int, server: int, args: argparse.Namespace) -> None:
+async def read_all(port: int, servers: Sequence[int], hub: Sequence[int], args: argparse.Namespace) -> None:
     """One round."""
     path, body = CALLS[args.call]
     content = json.dumps({**body, "stream": True, "max_tokens": args.steps}).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
     counts, loop = Counts(), asyncio.get_running_loop()
-    clock = (~server << 3) | 2  # clock_getcpuclockid(3)
     for _ in range(args.streams):
         await loop.create_connection(lambda: Reader(head.encode() + b"\r\n\r\n" + content, counts), "127.0.0.1", port)
 
     windows: list[float] = []
-    """Processor microseconds of the server per event, in spans of WINDOW_SECONDS."""
+    """Processor microseconds of the API processes per event, in spans of WINDOW_SECONDS."""
 
-    async def until(tokens: int) -> float:
+    async def until(tokens: int) -> tuple[float, float]:
         while counts.tokens < tokens:
-            events, used = counts.events, time.clock_gettime(clock)
+            events, used = counts.events, processor_seconds(servers)
             await asyncio.sleep(WINDOW_SECONDS)
             if counts.events > events + args.streams:
-                windows.append(1e6 * (time.clock_gettime(clock) - used) / (counts.events - events))
-        return time.clock_gettime(clock)
+                windows.append(1e6 * (processor_seconds(servers) - used) / (counts.events - events))
+        return processor_seconds(servers), processor_seconds(hub)
 
-    began = await until(args.streams)
+    began, hub_began = await until(args.streams)
     windows.clear()
     events, counts.first = counts.events, 0.0
-    used = await until(args.streams * (args.steps - 1)) - began
+    ended, hub_ended = await until(args.streams * (args.steps - 1))
+    used = ended - began
     tokens, events, seconds = args.streams * (args.steps - 2), counts.events - events, counts.last - counts.first
     while counts.ended < args.streams:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     shown = f"{1e6 * used / tokens:.1f} us of the API process per token; {tokens / seconds:,.0f} tokens/s; "
-    shown += f"{events / tokens:.2f} events per token, each {median(windows):.1f} us, at least {min(windows):.1f}"
+    if hub:
+        shown = f"{1e6 * (hub_ended - hub_began) / tokens:.1f} us of the hub and {shown}"
+    shown += f"{events / seconds:,.0f} events/s, {events / tokens:.2f} per token, "
+    shown += f"each {median(windows):.1f} us, at least {min(windows):.1f}"
     print(shown, flush=True)
 
 
@@ -175,6 +223,7 @@ def main() -> None:
     parser.add_argument("--pause", type=int, default=50_000, help="between two steps, in microseconds")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--call", choices=CALLS, default="chat")
+    parser.add_argument("--api-server-count", type=int, default=1)
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -184,16 +233,16 @@ def main() -> None:
         f"NULL_{name}": str(value)
         for name, value in (("STREAMS", args.streams), ("STEPS", args.steps), ("PAUSE_US", args.pause))
     }
-    ready, there = multiprocessing.Pipe(duplex=False)
-    server = multiprocessing.get_context("spawn").Process(target=serve, args=(args.port, there))
-    server.start()
-    pid = ready.recv()
-    try:
-        for _ in range(args.rounds):
-            uvloop.run(read_all(args.port, pid, args))
-    finally:
-        server.terminate()
-        server.join()
+    with tempfile.TemporaryDirectory() as folder:
+        processes, servers, hub = start(args, folder)
+        try:
+            for _ in range(args.rounds):
+                uvloop.run(read_all(args.port, servers, hub, args))
+        finally:
+            for process in processes:
+                process.terminate()
+            for process in processes:
+                process.join()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
@@ -16,6 +17,7 @@ from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
 from quire.engine.client.weights import Weights
+from quire.engine.hub.remote import NoWeightsGroup, RemoteClient, RemoteWeights
 from quire.engine.lora.modules import Modules
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo
@@ -34,6 +36,7 @@ from quire.server.observe.live_view import LiveView
 from quire.server.observe.logs import log_request
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
+from quire.server.observe.others import Others
 from quire.server.observe.request_log import RequestLog, RequestLogMiddleware, RequestRecord
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.protocol.chat import ChatRequest
@@ -105,7 +108,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        group = WeightsGroup(Weights(client))
+        group = weights_group(app, client)
         workers: WorkerPool | None = None
         store: Store | None = None
         turns, background, beside = Turns(), Background(), ExitStack()
@@ -165,6 +168,20 @@ def _started(model: ServedModel, info: EngineInfo, version: str, adapters: Adapt
     )
 
 
+def weights_group(app: FastAPI, client: EngineClient) -> WeightsGroup:
+    """What changes the weights. Where another API process may have them changed, the app is told."""
+    if not isinstance(client, RemoteClient):
+        return WeightsGroup(Weights(client))
+    client.on_version.append(partial(_tell_version, app))
+    return NoWeightsGroup(RemoteWeights(client))
+
+
+def _tell_version(app: FastAPI, version: str) -> None:
+    runtime: Runtime | None = getattr(app.state, "runtime", None)
+    if runtime is not None:  # else it is about to be made, of that version
+        app.state.model = replace(app.state.model, fingerprint=fingerprint(runtime.info, version))
+
+
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations)
     for module in (*generating, models, tokenize, requests, engine, status, page):
@@ -191,6 +208,7 @@ def _runtime(
     adapters: Adapters | None,
 ) -> Runtime:
     metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
+    log = RequestLog(config.request_history)
     max_body = int(config.max_body_size * 2**20)
     metrics.tell_cache(info, config)
     if adapters is not None:
@@ -204,7 +222,8 @@ def _runtime(
         started=model.created,
         metrics=metrics,
         live_view=LiveView(client, metrics.rolling),
-        request_log=RequestLog(config.request_history),
+        request_log=log,
+        others=Others(client, metrics, log),
         bodies=Bodies(max_body, BODIES_BYTES),
         workers=workers,
         grammars=GrammarChecker(workers),

@@ -28,6 +28,9 @@ class ServerConfig(EngineConfig):
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0: all interfaces")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0: any free one")
+    api_server_count: int = Field(
+        1, ge=1, le=64, description="API processes that listen on the port together and share the engines"
+    )
     served_model_name: list[str] = Field(
         default_factory=list, description="Names that requests may use, the first one in answers; default: the model's"
     )

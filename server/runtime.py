@@ -19,6 +19,7 @@ from quire.server.generation.fold import Kept
 from quire.server.generation.turns import Turns
 from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
+from quire.server.observe.others import Others
 from quire.server.observe.request_log import RequestLog
 from quire.server.store import Store
 from quire.server.workers.grammars import GrammarChecker
@@ -38,6 +39,7 @@ class Runtime:
     metrics: Metrics
     live_view: LiveView
     request_log: RequestLog
+    others: Others
     bodies: Bodies
     workers: WorkerPool
     grammars: GrammarChecker

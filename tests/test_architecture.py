@@ -83,7 +83,7 @@ ROOMS = {
     "engine": (
         *("errors", "types", "stats", "batch", "advice", "config", "folder", "gguf", "text", "checkpoint", "client"),
         *("blocks", "sequence", "fairness", "executor", "lora", "drafting", "tiers", "scheduler", "snapshot", "steps"),
-        *("replicas", "layers", "models", "encoders", "worker", "loop", "offline", "main"),
+        *("replicas", "hub", "layers", "models", "encoders", "worker", "loop", "offline", "main"),
     ),
 }
 """The rooms (folders, and modules that stand beside them), each of which may import those before it and no other."""

@@ -1,7 +1,7 @@
 """The interface through which the server uses an engine: submit requests, read their outputs, abort them.
 
-Three classes implement it: InProcessClient (engine/offline/in_process.py) runs the engine in this process,
-ProcessClient (supervisor.py) in a process of its own, and Replicas (engine/replicas/replicas.py) several of these.
+Four classes implement it: InProcessClient (engine/offline/in_process.py) runs the engine in this process, ProcessClient
+(supervisor.py) in one of its own, Replicas (engine/replicas/replicas.py) several; RemoteClient (engine/hub) shares one.
 """
 
 from __future__ import annotations
@@ -151,14 +151,14 @@ class EngineClient(ABC):
         """Number of a tenant's requests that have not ended."""
         return self._open_by_tenant[tenant]
 
-    def submit(self, requests: Sequence[Request], call: str = "") -> OutputStream:
-        """Submit a group of requests, all of one tenant and with new ids. `call` is the id of their API call.
+    def submit(self, requests: Sequence[Request], call: str = "", stream: OutputStream | None = None) -> OutputStream:
+        """Submit a group of requests, all of one tenant and with new ids, of the API call `call`; maybe for a `stream`.
 
         Raises EngineError when the engine is gone for good.
         """
         if self._failure is not None:
             raise self._failure
-        stream = OutputStream(self, [request.id for request in requests], requests[0].tenant, call)
+        stream = stream or OutputStream(self, [request.id for request in requests], requests[0].tenant, call)
         for request in requests:
             assert request.id not in self._streams, f"request id {request.id} is in use"
             self._streams[request.id] = stream

@@ -55,6 +55,8 @@ class Step:
     ids: tuple[str, ...]
     replica: int = 0
     """Which of the engines that work beside each other it was."""
+    counts: bool = True
+    """False where another API process of this server counts it."""
 
 
 @dataclass(slots=True)
@@ -117,6 +119,8 @@ class History:
         """Called with every step."""
         self.end_listeners: list[Callable[[Timeline], None]] = []
         """Called with every request that has ended."""
+        self.counts = True
+        """`Step.counts` of the next step."""
         self._open: dict[str, Timeline] = {}
         self._ended: dict[str, Timeline] = {}
         self._order: deque[str] = deque()
@@ -170,7 +174,7 @@ class History:
         ids = tuple([each if of is None else of.id for each, of in zip(named, timelines, strict=True)])
         if ids != self._last_ids[replica]:  # steps in a row mostly have the same requests, and share a tuple of them
             self._last_ids[replica] = ids
-        step = Step(record, self._engines[replica], self._last_ids[replica], replica)
+        step = Step(record, self._engines[replica], self._last_ids[replica], replica, self.counts)
         for request_id in record.preempted:
             if (timeline := self._open.get(request_id)) is not None:
                 timeline.enter("preempted", record.began)

@@ -16,7 +16,7 @@ from quire.engine.errors import EngineError
 
 _PREFIX = "quire-"
 _LOCK = "quire-owner.lock"
-_SOCKETS = ("engine.sock", "http.sock")
+_SOCKETS = ("engine.sock", "http.sock", "hub.sock")
 """The only names of sockets. Nothing else is ever removed: a folder that a person named like ours stays as it is."""
 _MOST_BYTES = 107
 """The longest path of a Unix socket on Linux; elsewhere 103."""
@@ -53,6 +53,11 @@ class SocketFolder:
     def http(self) -> Path:
         """Where a private server listens."""
         return self._path / _SOCKETS[1]
+
+    @property
+    def hub(self) -> Path:
+        """Where a hub and its API processes meet."""
+        return self._path / _SOCKETS[2]
 
     def close(self) -> None:
         """Remove it with what is in it."""

@@ -62,6 +62,10 @@ class RateLimits:
         self._requests = None if requests_per_minute is None else Bucket(requests_per_minute, clock)
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)
 
+    @property
+    def limited(self) -> bool:
+        return self._requests is not None or self._tokens is not None
+
     def count_request(self) -> None:
         """Count a request, before it is read. A tenant whose token bucket is in debt is refused, too."""
         if self._tokens is not None:

@@ -86,6 +86,11 @@ class Tenants:
         self.anonymous = Tenant("", b"", limits, admin=not self.closed)
         """The tenant of requests without a key: all of them on a server without keys, else those to open paths."""
 
+    @property
+    def all(self) -> tuple[Tenant, ...]:
+        """Those with keys."""
+        return tuple(self._all)
+
     def find(self, key: str) -> Tenant | None:
         """The owner of a key, which is given as a header's bytes decoded as Latin-1; None if there is none.
 

@@ -27,7 +27,8 @@ import uvloop
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.replicas.replicas import processes
+from quire.engine.hub.remote import RemoteClient
+from quire.engine.replicas.replicas import Processes, processes
 from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import raise_file_limit
 from quire.server.cli.plan.configured import predicted_tokens
@@ -63,15 +64,23 @@ def main(argv: Sequence[str], started: float) -> int:
         "--models", type=Path, metavar="FILE", help="TOML file of several models to serve; see the docs"
     )
     args, config = parse(parser, argv, ServerConfig, "name")
-    models: OneModel | SeveralModels = OneModel(config)
-    if args.models is not None:
+    models: OneModel | SeveralModels | None = None
+    if config.api_server_count > 1:
+        shared = import_module("quire.server.cli.api_processes")
+        shared.check(config, args.models)
+    elif args.models is None:
+        models = OneModel(config)
+    else:
         if "model" in config.model_fields_set:
             parser.error("MODEL and --models are two ways to say what is served: give one of them")
         models = import_module("quire.server.cli.several").SeveralModels(config, args.models)
     logs.set_up(config)
     raise_file_limit()
     with bind(config.host, config.port) as listener:
-        return uvloop.run(Service(config, models, listener, started).run())
+        if models is not None:
+            return uvloop.run(Service(config, models, listener, started).run())
+        status: int = uvloop.run(shared.ApiProcesses(config, listener, started).run())
+        return status
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -94,9 +103,10 @@ def bind(host: str, port: int) -> socket.socket:
 class OneModel:
     """What a server serves: a model, from its engine's launch to its end."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, client: Processes | RemoteClient | None = None) -> None:
+        """client: one that reaches an engine of another process; None: the engine is to be started."""
         self._config = config
-        self._client = processes(config)
+        self._client = client or processes(config)
         self._machine: Machine | None = None
         self._app: FastAPI | None = None
 
@@ -214,9 +224,12 @@ class Service:
         host, port = self._listener.getsockname()[:2]
         seconds = time.perf_counter() - self._started
         base = url(host, port, tls=tls is not None)
-        with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
-            print(self._models.announcement(base, seconds, tls), flush=True)
+        self._show(self._models.announcement(base, seconds, tls))
         gc.freeze()  # exempts what lives as long as the process from every later collection
+
+    def _show(self, announcement: str) -> None:
+        with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
+            print(announcement, flush=True)
 
 
 def _end_now(number: int, frame: FrameType | None) -> None:

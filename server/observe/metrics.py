@@ -20,6 +20,7 @@ from quire.engine.stats import TierStats
 from quire.engine.types import EngineInfo
 from quire.server.observe.gen_ai import GenAiHistograms
 from quire.server.observe.rolling_stats import RollingStats
+from quire.server.observe.summed import Count, Summed, counts
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -85,7 +86,6 @@ SUPERVISION = (
     ("quire:engine_deaths", "Engines that died under way.", "deaths"),
     ("quire:request_replays", "Requests submitted again after a death.", "replays"),
     ("quire:quarantined_requests", "Requests given up because they end every engine.", "quarantined"),
-    ("quire:slow_readers", "Answers given up because nobody read them.", "slow_readers"),
 )
 
 
@@ -101,8 +101,10 @@ class Metrics:
         self, client: EngineClient, model_name: str, max_model_len: int, rejections: Mapping[str, int]
     ) -> None:
         """`rejections` counts the calls that were not admitted, by reason."""
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(client, model_name, rejections))
+        self._engines = CollectorRegistry()  # what all API processes know alike
+        self._engines.register(EngineCollector(client, model_name))
+        self._registry = CollectorRegistry()  # what this process counts
+        self._registry.register(RefusalCollector(client, model_name, rejections))
         self._between = SpanCollector(
             "vllm:inter_token_latency_seconds", "Seconds between the steps of one stream.", model_name, TOKEN_SECONDS
         )
@@ -197,18 +199,19 @@ class Metrics:
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
         names = ("engine", *facts)
-        gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._registry)
-        ranks = Gauge("quire:ranks", "Processes that compute every layer.", ("engine",), registry=self._registry)
+        gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._engines)
+        ranks = Gauge("quire:ranks", "Processes that compute every layer.", ("engine",), registry=self._engines)
         for engine in map(str, range(config.data_parallel_size)):
             gauge.labels(engine=engine, **{name: str(value) for name, value in facts.items()}).set(1)
             ranks.labels(engine=engine).set(config.tensor_parallel_size)
 
     def tell_adapters(self, client: EngineClient, max_loras: int) -> None:
         """Show which adapters the open requests need, as vLLM does."""
-        self._registry.register(AdapterCollector(client, max_loras))
+        self._engines.register(AdapterCollector(client, max_loras))
 
     def _stepped(self, step: Step) -> None:
-        self._step_tokens.observe(step.record.tokens)
+        if step.counts:
+            self._step_tokens.observe(step.record.tokens)
         self.rolling.count()  # of the step before
 
     def _ended(self, timeline: Timeline) -> None:
@@ -225,10 +228,17 @@ class Metrics:
         self._sources[1].inc(cached)
         self._cached_total.inc(cached)
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+    def counts(self) -> list[Count]:
+        """What this process has counted."""
         self.rolling.count()
-        return generate_latest(self._registry)
+        return counts(self._registry)
+
+    def text(self, others: Sequence[Count] = ()) -> bytes:
+        """All metrics in Prometheus' text format; `others`: what other API processes have counted."""
+        self.rolling.count()
+        summed = CollectorRegistry()
+        summed.register(Summed(self._registry, others))
+        return generate_latest(self._engines) + generate_latest(summed)
 
 
 class SpanCollector(Collector):
@@ -261,10 +271,9 @@ class SpanCollector(Collector):
 class EngineCollector(Collector):
     """Reads the engine's latest statistics when Prometheus asks."""
 
-    def __init__(self, client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> None:
+    def __init__(self, client: EngineClient, model_name: str) -> None:
         self._client = client
         self._model_name = model_name
-        self._rejections = rejections
 
     def collect(self) -> Iterable[Metric]:
         stats = [each.stats for each in self._client.engines]
@@ -273,7 +282,7 @@ class EngineCollector(Collector):
         # Who waits here waits for a slot or for pages; nothing else holds a request back.
         reasons = [{"capacity": each.waiting, "deferred": 0} for each in stats]
         name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
-        yield self._by(GaugeMetricFamily, name, text, "reason", reasons)
+        yield _by(self._model_name, GaugeMetricFamily, name, text, "reason", reasons)
         for name, text, field in STATES:
             states = [float(getattr(each, field)) for each in self._client.engines]
             yield self._family(GaugeMetricFamily, name, text, states)
@@ -287,14 +296,12 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model_name], getattr(self._client, field))
             yield counter
-        name, text = "vllm:admission_rejections", "Requests answered 503, by why."
-        yield self._by(CounterMetricFamily, name, text, "reason", [self._rejections])
 
     def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterable[Metric]:
         """Those of tiers of KV pages, where there are some."""
         for kind, name, text, field in TIERS if any(tiers) else ():
             values = [{tier.name: getattr(tier, field) for tier in each} for each in tiers]
-            yield self._by(kind, name, text, "tier", values)
+            yield _by(self._model_name, kind, name, text, "tier", values)
 
     def _accepted(self, by_place: Sequence[Sequence[int]]) -> Iterable[Metric]:
         totals, text = [sum(each) for each in by_place], "Guessed tokens that were right."
@@ -303,7 +310,7 @@ class EngineCollector(Collector):
         values = [{str(place): count for place, count in enumerate(each)} for each in by_place]
         if any(by_place):
             name = "vllm:spec_decode_num_accepted_tokens_per_pos"
-            yield self._by(CounterMetricFamily, name, text, "position", values)
+            yield _by(self._model_name, CounterMetricFamily, name, text, "position", values)
 
     def _family(self, kind: type[Family], name: str, text: str, values: Sequence[float]) -> Family:
         """`values`: one for each engine."""
@@ -312,20 +319,38 @@ class EngineCollector(Collector):
             family.add_metric([self._model_name, str(engine)], value)
         return family
 
-    def _by(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        text: str,
-        label: str,
-        values: Sequence[Mapping[str, float]],
-    ) -> Metric:
-        """`values`: for each engine, by that label."""
-        family = kind(name, text, labels=["model_name", "engine", label])
-        for engine, by_label in enumerate(values):
-            for key, value in by_label.items():
-                family.add_metric([self._model_name, str(engine), key], value)
-        return family
+
+class RefusalCollector(Collector):
+    """Counts the calls that this process refused, and the answers that it gave up."""
+
+    def __init__(self, client: EngineClient, model_name: str, rejections: Mapping[str, int]) -> None:
+        self._client = client
+        self._model_name = model_name
+        self._rejections = rejections
+
+    def collect(self) -> Iterable[Metric]:
+        text = "Answers given up because nobody read them."
+        counter = CounterMetricFamily("quire:slow_readers", text, labels=["model_name"])
+        counter.add_metric([self._model_name], self._client.slow_readers)
+        yield counter
+        name, text = "vllm:admission_rejections", "Requests answered 503, by why."
+        yield _by(self._model_name, CounterMetricFamily, name, text, "reason", [self._rejections])
+
+
+def _by(
+    model_name: str,
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    label: str,
+    values: Sequence[Mapping[str, float]],
+) -> Metric:
+    """`values`: for each engine, by that label."""
+    family = kind(name, text, labels=["model_name", "engine", label])
+    for engine, by_label in enumerate(values):
+        for key, value in by_label.items():
+            family.add_metric([model_name, str(engine), key], value)
+    return family
 
 
 class AdapterCollector(Collector):

@@ -18,6 +18,7 @@ MOST_ANSWERS = 1000
 MOST_SEQUENCES = 4000
 MOST_TENANTS = 100
 MOST_ADAPTERS = 100
+_SUMS = ("requests", "open", "computed_tokens", "output_tokens")
 
 
 def recent_answers(log: RequestLog, history: History, limit: int) -> dict[str, Any]:
@@ -39,6 +40,24 @@ def recent_answers(log: RequestLog, history: History, limit: int) -> dict[str, A
         "remembered": len(records),
         "tenants": tenants[:MOST_TENANTS],
         "other_tenants": len(tenants[MOST_TENANTS:]),
+    }
+
+
+def merged(parts: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """One of what `recent_answers` says in several processes, at least one."""
+    answers = [answer for part in parts for answer in part["data"]]
+    answers.sort(key=lambda each: -(each["created"] + each["wall_ms"] / 1000))
+    tenants: dict[str, dict[str, Any]] = {}
+    for each in (tenant for part in parts for tenant in part["tenants"]):
+        known = tenants.setdefault(each["name"], dict.fromkeys(_SUMS, 0) | {"name": each["name"]})
+        known |= {name: known[name] + each[name] for name in _SUMS} | {"weight": each["weight"]}
+    ordered = _shared(tenants)
+    return {
+        "object": "list",
+        "data": answers[:limit],
+        "remembered": sum(part["remembered"] for part in parts),
+        "tenants": ordered[:MOST_TENANTS],
+        "other_tenants": max([len(ordered[MOST_TENANTS:]), *(part["other_tenants"] for part in parts)]),
     }
 
 
@@ -97,6 +116,11 @@ def _tenants(
         tenant["open"] += ends[record.job] is None
         tenant["computed_tokens"] += sum(each.prompt_tokens - (each.cached_tokens or 0) for each in sequences)
         tenant["output_tokens"] += sum(each.output_tokens for each in sequences)
+    return _shared(found)
+
+
+def _shared(found: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """With each tenant's share, the largest first."""
     costs = {name: each["computed_tokens"] + OUTPUT_COST * each["output_tokens"] for name, each in found.items()}
     total = sum(costs.values())
     for name, tenant in found.items():

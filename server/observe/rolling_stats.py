@@ -82,7 +82,7 @@ class RollingStats:
         """Times between tokens that are to be counted in `_gaps_bin`."""
         self._gaps_bin = Bin(0)
         self._bins: deque[Bin] = deque()
-        self._generated = self._prompt = 0
+        self._generated, self._prompt = client.stats.generation_tokens, client.stats.prompt_tokens
 
     def since(self, second: int) -> list[Bin]:
         """The complete bins since `second` of the Unix clock, oldest first."""

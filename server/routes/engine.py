@@ -20,7 +20,7 @@ from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record
 from quire.server.observe.live_view import LiveViewStream
-from quire.server.observe.recent import adapters, recent_answers
+from quire.server.observe.recent import adapters, merged, recent_answers
 from quire.server.protocol.weights import BroadcastTensor, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.resolve.parse import parse
 from quire.server.routes.bodies import documented, worked_on
@@ -54,6 +54,8 @@ async def engine_requests(request: Request, limit: Annotated[int, Query(ge=1, le
     all that are remembered (--request-history); and the adapters. Nothing of what was asked or answered."""
     runtime = runtime_of(request)
     found = recent_answers(runtime.request_log, runtime.client.history, limit)
+    if others := await runtime.others.recent(limit):
+        found = merged([found, *others], limit)
     names = () if runtime.adapters is None else runtime.adapters.names
     return Response(encode_json(found | {"adapters": adapters(runtime.client, names)}), media_type="application/json")
 

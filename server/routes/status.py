@@ -45,6 +45,7 @@ async def version() -> dict[str, str]:
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
     runtime = runtime_of(request)
+    others = await runtime.others.counts()
     async with runtime.turns:
-        text = runtime.metrics.text()
+        text = runtime.metrics.text(others)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -80,9 +80,16 @@ class Server:
 
     def engine_pids(self) -> list[int]:
         """Of the engines of the moment."""
+        return self._children(b"quire.engine.main")
+
+    def api_pids(self) -> list[int]:
+        """Of the API processes of the moment, where there are several."""
+        return self._children(b"quire.server.cli.api_process")
+
+    def _children(self, module: bytes) -> list[int]:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         # A dead child that nobody has waited for has no command line any more.
-        return [int(pid) for pid in children if b"quire.engine.main" in _command(pid)]
+        return [int(pid) for pid in children if module in _command(pid)]
 
     def engine_pid(self) -> int | None:
         """Of the engine of the moment; None between two."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quire.engine.stats import EngineStats, TierStats
-from quire.server.observe.metrics import EngineCollector
+from quire.server.observe.metrics import EngineCollector, RefusalCollector
 
 
 def test_each_engine_has_its_own_figures() -> None:
@@ -15,8 +15,9 @@ def test_each_engine_has_its_own_figures() -> None:
     two = EngineStats(running=1, waiting=3, total_blocks=10)
     states = [SimpleNamespace(stats=one, asleep=False, responsive=True)]
     states.append(SimpleNamespace(stats=two, asleep=False, responsive=False))
-    client: Any = SimpleNamespace(engines=states, deaths=1, replays=2, quarantined=0, slow_readers=0)
-    samples = [sample for family in EngineCollector(client, "m", {"asleep": 3}).collect() for sample in family.samples]
+    client: Any = SimpleNamespace(engines=states, deaths=1, replays=2, quarantined=0, slow_readers=4)
+    collectors = [EngineCollector(client, "m"), RefusalCollector(client, "m", {"asleep": 3})]
+    samples = [sample for each in collectors for family in each.collect() for sample in family.samples]
 
     def values(name: str) -> dict[str, float]:
         found = [sample for sample in samples if sample.name == name]
@@ -31,4 +32,5 @@ def test_each_engine_has_its_own_figures() -> None:
     assert values("quire:kv_tier_pages") == {"0": 3}
     assert values("quire:engine_responsive") == {"0": 1, "1": 0}
     assert values("quire:engine_deaths_total") == {"all": 1}
+    assert values("quire:slow_readers_total") == {"all": 4}
     assert values("vllm:admission_rejections_total") == {"0": 3}

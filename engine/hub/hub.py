@@ -1,0 +1,321 @@
+"""Lets several API processes share one client of an engine: `Hub` in the process that has the client, RemoteClient
+(remote.py) in each of the others.
+
+The hub keeps no text and no history. It knows which API process has which open request, hands the engine's outputs on,
+aborts the requests of an API process that has ended, and passes on what API processes ask each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Coroutine
+from itertools import count
+from time import monotonic
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from quire.engine.client.client import EngineClient
+from quire.engine.client.process import MOST_IN_TURN
+from quire.engine.client.weights import Weights
+from quire.engine.errors import EngineError, QuireError
+from quire.engine.hub.messages import (
+    LASTING,
+    Abort,
+    Alive,
+    Answer,
+    Answers,
+    Ask,
+    Change,
+    Changed,
+    EngineDied,
+    EngineState,
+    Fault,
+    FromHub,
+    Hello,
+    NotStarted,
+    Question,
+    ResetPrefixCache,
+    Serving,
+    SnapshotRequest,
+    SnapshotTaken,
+    State,
+    Submit,
+    ToHub,
+    Welcome,
+    decode_to_hub,
+    encode,
+)
+from quire.engine.hub.relay import Channel, Relayed, RelayedHistory
+from quire.engine.stats import EngineStats, StepRecord
+from quire.engine.types import EngineInfo
+
+log = logging.getLogger("quire.hub")
+
+_TICK_SECONDS = 0.1
+"""Time between two looks at how the engines are."""
+_ANSWER_SECONDS = 2.0
+"""How long an API process may take for an answer to another."""
+_REMEMBER_SECONDS = 5.0
+"""Time between two questions to all for what would be lost with them."""
+
+
+class Hub:
+    """All methods must be called from the client's event loop."""
+
+    def __init__(self, client: EngineClient, address: str) -> None:
+        """address: where API processes connect, as ZeroMQ writes it."""
+        self._client = client
+        self._weights = Weights(client)
+        client.history = RelayedHistory(self._on_step, self._on_death, client.history.replicas)
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._address = address
+        self._channels: dict[bytes, Channel] = {}
+        """By what the API process calls itself."""
+        self._info: EngineInfo | None = None
+        self._flushing = False
+        self._state: State | None = None
+        """What was last told."""
+        self._numbers = count()
+        self._asked: dict[tuple[bytes, int], asyncio.Future[bytes | None]] = {}
+        """Answers that are awaited, by who was asked and the question's number."""
+        self._lasting: dict[int, bytes] = {}
+        """By number of the API process: its last answer to LASTING."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.changed = asyncio.Event()
+        """Set when an API process says something of its start; each has a successor."""
+
+    def listen(self) -> None:
+        """Begin to hear API processes. Raises EngineError where there can be no socket."""
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.set(option, 0)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # last words come over a connection of their own
+        try:
+            self._socket.bind(self._address)
+        except zmq.ZMQError as error:
+            raise EngineError(f"TMPDIR: no socket can be made in it: {error.strerror}") from None
+        self._begin(self._receive())
+        self._begin(self._tick())
+        self._begin(self._remember())
+
+    @property
+    def channels(self) -> list[Channel]:
+        """The API processes that there are."""
+        return list(self._channels.values())
+
+    def ready(self, info: EngineInfo) -> None:
+        """The engine is ready: API processes may begin."""
+        self._info = info
+        for identity, channel in self._channels.items():
+            self._welcome(identity, channel)
+
+    def add(self, identity: bytes, number: int) -> Channel:
+        """An API process is about to come that calls itself so."""
+        channel = Channel(number, lambda message: self._write(identity, message))
+        self._channels[identity] = channel
+        return channel
+
+    def remove(self, identity: bytes) -> int:
+        """An API process has ended. Returns how many requests of its were aborted."""
+        channel = self._channels.pop(identity)
+        for (asked, _), answer in self._asked.items():
+            if asked == identity and not answer.done():
+                answer.set_result(None)
+        return channel.close()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the hub failed", exc_info=error)
+            self._client._fail(f"the hub failed: {type(error).__name__}")
+
+    def _write(self, identity: bytes, message: FromHub) -> None:
+        # The queue is unlimited, so this never blocks; for an API process that has ended it does nothing.
+        self._socket.send_multipart([identity, encode(message)])
+
+    @property
+    def _stats(self) -> list[EngineStats]:
+        return [each.stats for each in self._client.engines]
+
+    async def _receive(self) -> None:
+        for number in count(1):
+            if number % MOST_IN_TURN == 0:
+                await asyncio.sleep(0)  # receiving what is there already would give nobody else a turn
+            identity, message = await self._socket.recv_multipart()
+            channel = self._channels.get(identity)
+            if channel is not None:  # else it has ended
+                channel.silence = 0.0
+                self._take(identity, channel, decode_to_hub(message))
+
+    def _take(self, identity: bytes, channel: Channel, message: ToHub) -> None:
+        match message:
+            case Submit():
+                self._submit(channel, message)
+            case Abort():
+                for request_id in message.ids:
+                    if (stream := channel.open.get(request_id)) is not None:
+                        stream.abort(request_id)
+            case Hello():
+                self._welcome(identity, channel)
+            case Serving() | NotStarted():
+                channel.started = channel.started or message
+                self.changed.set()
+                self.changed = asyncio.Event()
+            case SnapshotRequest():
+                self._begin(self._snapshot(channel))
+            case ResetPrefixCache():
+                self._client.reset_prefix_cache()
+            case Change():
+                self._begin(self._change(channel, message))
+            case Ask():
+                self._begin(self._ask(identity, channel, message))
+            case Answer():
+                answer = self._asked.get((identity, message.number))
+                if answer is not None and not answer.done():
+                    answer.set_result(message.body)
+            case Alive():
+                pass
+
+    def _welcome(self, identity: bytes, channel: Channel) -> None:
+        """Tell an API process that the engine is ready, once both are there."""
+        if self._info is not None:
+            channel.welcomed = True
+            self._write(identity, Welcome(self._info, self._now(), self._lasting.get(channel.number)))
+
+    def _submit(self, channel: Channel, message: Submit) -> None:
+        stream = Relayed(self._client, message.requests, channel)
+        try:
+            self._client.submit(message.requests, stream=stream)
+        except EngineError as error:
+            stream.fail(error)
+
+    # From the engine
+
+    def _on_step(self, record: StepRecord | None, replica: int) -> None:
+        version, first = self._client.weights_version, True
+        for channel in self._channels.values():
+            channel.begin(record, replica, version, counts=first)
+            first = first and not channel.welcomed
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing, stats = False, self._stats
+        for channel in self._channels.values():
+            channel.flush(stats)
+
+    def _on_death(self, message: EngineDied) -> None:
+        self._tell(message)
+        asyncio.get_running_loop().call_soon(self._tell_state)
+
+    def _tell(self, message: FromHub) -> None:
+        stats = self._stats
+        for channel in self._channels.values():
+            if channel.welcomed:
+                channel.send(message, stats)
+
+    # What API processes want
+
+    async def _snapshot(self, channel: Channel) -> None:
+        view = None
+        if self._client.responsive:
+            pending = self._client.snapshot()
+            await asyncio.wait([pending])
+            view = None if pending.cancelled() else pending.result()
+        channel.send(SnapshotTaken(view), self._stats)
+
+    async def _change(self, channel: Channel, wanted: Change) -> None:
+        fault = None
+        try:
+            if wanted.do == "sleep":
+                await self._weights.sleep(wanted.level, wanted.mode, refuse=wanted.refuse)
+            elif wanted.do == "wake_up":
+                await self._weights.wake_up()
+            else:
+                await self._weights.update(wanted.path, wanted.mode, wanted.version)
+        except QuireError as error:
+            fault = Fault.of(error)
+        self._tell_state()  # before the answer, so that whoever gets it finds it true in every API process
+        channel.send(Changed(wanted.number, self._client.weights_version, fault), self._stats)
+
+    async def _ask(self, identity: bytes, channel: Channel, asked: Ask) -> None:
+        bodies = await self._answers(asked.topic, asked.body, but=identity)
+        if asked.topic == LASTING:  # those that are being replaced
+            there = {each.number for each in self._channels.values() if each.welcomed}
+            bodies += [body for number, body in self._lasting.items() if number not in there]
+        channel.send(Answers(asked.number, bodies), self._stats)
+
+    async def _answers(self, topic: str, body: bytes, *, but: bytes | None = None) -> list[bytes]:
+        """What all API processes answer, or all but one."""
+        number = next(self._numbers)
+        waiting = {}
+        for identity, channel in self._channels.items():
+            if identity != but and channel.welcomed:
+                self._asked[identity, number] = waiting[channel] = asyncio.get_running_loop().create_future()
+                self._write(identity, Question(number, topic, body))
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=_ANSWER_SECONDS)
+        self._asked = {key: answer for key, answer in self._asked.items() if key[1] != number}
+        found = []
+        for channel, answer in waiting.items():
+            said = answer.result() if answer.done() else None
+            if topic == LASTING:
+                said = self._lasting[channel.number] = said or self._lasting.get(channel.number, b"")
+            found.append(said)
+        return [said for said in found if said]
+
+    async def _remember(self) -> None:
+        while True:
+            await asyncio.sleep(_REMEMBER_SECONDS)
+            await self._answers(LASTING, b"")
+
+    # How the engines are
+
+    async def _tick(self) -> None:
+        last = monotonic()
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            last, elapsed = monotonic(), min(monotonic() - last, 2 * _TICK_SECONDS)
+            for channel in self._channels.values():
+                channel.silence += elapsed
+            self._tell_state()
+
+    def _tell_state(self) -> None:
+        state = self._now()
+        if state != self._state:
+            self._state = state
+            self._tell(state)
+
+    def _now(self) -> State:
+        client = self._client
+        failure = client._failure
+        tenants = Counter(stream.tenant for channel in self._channels.values() for stream in channel.open.values())
+        return State(
+            engines=[EngineState(each.stats, each.responsive, each.asleep) for each in client.engines],
+            responsive=client.responsive,
+            healthy=client.healthy,
+            asleep=client.asleep,
+            refusing=client.refusing,
+            weights_version=client.weights_version,
+            deaths=client.deaths,
+            replays=client.replays,
+            quarantined=client.quarantined,
+            failure=None if failure is None else Fault.of(failure),
+            open=dict(tenants),
+            queued_tokens=client.queued_tokens,
+        )

@@ -1,0 +1,313 @@
+"""A client whose engine another process has: the hub (hub.py), which several API processes share.
+
+What it has of its own are its streams and their history; how the engines are it is told, up to 0.1 s late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from quire.engine.client.broadcast import Group, WeightsGroup
+from quire.engine.client.client import EngineClient
+from quire.engine.client.history import History
+from quire.engine.client.process import MOST_IN_TURN
+from quire.engine.client.weights import Mode, Weights
+from quire.engine.config import EngineConfig
+from quire.engine.errors import EngineError, InvalidRequest, QuireError
+from quire.engine.hub.messages import (
+    Abort,
+    Alive,
+    Answer,
+    Answers,
+    Ask,
+    Change,
+    Changed,
+    EngineDied,
+    EngineState,
+    Failed,
+    FromHub,
+    Hello,
+    Question,
+    ResetPrefixCache,
+    Serving,
+    SnapshotRequest,
+    SnapshotTaken,
+    State,
+    Stepped,
+    Submit,
+    ToHub,
+    Welcome,
+    decode_from_hub,
+    encode,
+)
+from quire.engine.replicas.together import total
+from quire.engine.stats import EngineStats
+from quire.engine.types import EngineInfo, Request
+
+_ALIVE_SECONDS = 1.0
+_LINGER_MS = 1000
+"""How long the last message of a process that ends may take."""
+Answering = Callable[[bytes], Awaitable[bytes | None]]
+
+
+class RemoteClient(EngineClient):
+    """`launch()` says hello to the hub and returns at once; `start()` waits until the engine is ready."""
+
+    def __init__(self, config: EngineConfig, address: str, identity: str) -> None:
+        """address, identity: where the hub listens, and how it knows this process."""
+        super().__init__()
+        self.history = History(replicas=config.data_parallel_size)
+        self.answering: Mapping[str, Answering] = {}
+        """What this process says to others' questions, by topic."""
+        self.on_version: list[Callable[[str], None]] = []
+        """Called with the version of weights that have changed."""
+        self._told_version = self.weights_version
+        """What `on_version` was last called with."""
+        self.inherited: bytes | None = None
+        """What a process that this one replaces answered last to messages.LASTING."""
+        self._address, self._identity = address, identity
+        self._socket: zmq.asyncio.Socket | None = None
+        self._welcome: asyncio.Future[Welcome] | None = None
+        self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
+        self._responsive = self._healthy = False
+        self._others: Counter[str] = Counter()
+        """Open requests of other API processes, by tenant."""
+        self._others_queued = 0
+        """Their prompt tokens, which are in `queued_tokens` too."""
+        self._numbers = count()
+        self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
+        self._changing: dict[int, asyncio.Future[Changed]] = {}
+        self._unsent_aborts: list[str] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def launch(self) -> None:
+        self._welcome = asyncio.get_running_loop().create_future()
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.set(zmq.IDENTITY, self._identity.encode())
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
+        self._socket.connect(self._address)
+        self._write(Hello())
+        self._begin(self._receive())
+        self._begin(self._live())
+
+    async def start(self) -> EngineInfo:
+        assert self._welcome is not None, "launch comes first"
+        welcome = await self._welcome
+        self.inherited = welcome.inherited
+        return welcome.info
+
+    async def stop(self) -> None:
+        self._fail("the engine was stopped")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def tell_serving(self, announcement: str) -> None:
+        """This process listens."""
+        self._write(Serving(announcement))
+
+    @property
+    def responsive(self) -> bool:
+        return self.alive and self._responsive
+
+    @property
+    def healthy(self) -> bool:
+        return self.alive and self._healthy
+
+    @property
+    def engines(self) -> Sequence[EngineState]:  # type: ignore[override]
+        """What is measured of each, and whether it works or sleeps."""
+        return self._states
+
+    @property
+    def num_open(self) -> int:
+        """Those of all API processes."""
+        return len(self._streams) + self._others.total()
+
+    def num_open_of(self, tenant: str) -> int:
+        return super().num_open_of(tenant) + self._others[tenant]
+
+    async def rest(self, level: int) -> None:
+        raise NotImplementedError("RemoteWeights changes weights")
+
+    async def check(self, weights: str) -> None:
+        raise NotImplementedError("RemoteWeights changes weights")
+
+    async def load(self, weights: str | None, version: str) -> None:
+        raise NotImplementedError("RemoteWeights changes weights")
+
+    def reset_prefix_cache(self) -> None:
+        self._write(ResetPrefixCache())
+
+    async def ask(self, topic: str, body: bytes = b"") -> list[bytes]:
+        """What the other API processes answer; those that do not in time, or have no answer, are left out."""
+        number = next(self._numbers)
+        self._asked[number] = asyncio.get_running_loop().create_future()
+        self._write(Ask(number, topic, body))
+        try:
+            return await self._asked[number]
+        finally:
+            del self._asked[number]
+
+    async def change(self, **wanted: Any) -> str:
+        """Have the weights changed: the fields of `Change`. Returns their version; raises what Weights raises."""
+        number = next(self._numbers)
+        self._changing[number] = asyncio.get_running_loop().create_future()
+        self._write(Change(number, **wanted))
+        try:
+            changed = await self._changing[number]
+        finally:
+            del self._changing[number]
+        if changed.fault is not None:
+            raise changed.fault.error()
+        return changed.version
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        self._write(Submit(list(requests)))
+
+    def _send_abort(self, request_id: str) -> None:
+        if not self._unsent_aborts:
+            asyncio.get_running_loop().call_soon(self._send_aborts)
+        self._unsent_aborts.append(request_id)
+
+    def _send_aborts(self) -> None:
+        ids, self._unsent_aborts = self._unsent_aborts, []
+        if self._socket is not None:
+            self._write(Abort(ids))
+
+    def _send_snapshot_request(self) -> None:
+        self._write(SnapshotRequest())
+
+    def _write(self, message: ToHub) -> None:
+        if self._socket is None:
+            raise EngineError("the engine was stopped")
+        self._socket.send(encode(message))  # the queue is unlimited: it never blocks
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(f"the connection to the engine failed: {type(task.exception()).__name__}")
+
+    async def _live(self) -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_SECONDS)
+            self._write(Alive())
+
+    async def _receive(self) -> None:
+        """Take messages; those that are there together in one turn of the loop, some at most: see EngineProcess."""
+        socket, in_turn = self._socket, 0
+        assert socket is not None
+        while True:
+            in_turn += 1
+            if in_turn == MOST_IN_TURN or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                in_turn = 0
+                await asyncio.sleep(0)
+            self._take(decode_from_hub(await socket.recv()))
+
+    def _take(self, message: FromHub) -> None:
+        match message:
+            case Stepped():
+                self._take_steps(message)
+            case State():
+                self._take_state(message)
+            case Failed():
+                self._end_streams(message.ids, message.fault.error())
+            case EngineDied():
+                self.history.engine_died(message.replica, message.ids)
+            case SnapshotTaken():
+                self._on_snapshot(message.view)
+            case Question():
+                self._begin(self._answer(message))
+            case Answers():
+                if (asked := self._asked.get(message.number)) is not None and not asked.done():
+                    asked.set_result(message.bodies)
+            case Changed():
+                if (changing := self._changing.get(message.number)) is not None and not changing.done():
+                    changing.set_result(message)
+            case Welcome():
+                assert self._welcome is not None
+                self._take_state(message.state)
+                if not self._welcome.done():
+                    self._welcome.set_result(message)
+
+    def _take_steps(self, message: Stepped) -> None:
+        states = zip(self._states, message.stats, strict=True)
+        self._states = [EngineState(stats, each.responsive, each.asleep) for each, stats in states]
+        stats = self._total()
+        for part in message.parts:
+            self.weights_version = part.weights_version
+            self.history.counts = part.counts
+            self._deliver(part.outputs, stats, part.record, part.replica)
+
+    def _take_state(self, state: State) -> None:
+        self._states = state.engines
+        self.stats = self._total()
+        self._responsive, self._healthy = state.responsive, state.healthy
+        self.asleep, self.refusing = state.asleep, state.refusing
+        self.deaths, self.replays, self.quarantined = state.deaths, state.replays, state.quarantined
+        self.weights_version = state.weights_version
+        if self._told_version != state.weights_version:
+            self._told_version = state.weights_version
+            for told in self.on_version:
+                told(state.weights_version)
+        # What is ours and on its way to the hub or back makes these inexact for a moment.
+        self._others = Counter(state.open) - self._open_by_tenant
+        queued = self.queued_tokens - self._others_queued
+        self._others_queued = max(0, state.queued_tokens - queued)
+        self.queued_tokens = queued + self._others_queued
+        if state.failure is not None:
+            self._fail(state.failure.message)
+
+    def _total(self) -> EngineStats:
+        return self._states[0].stats if len(self._states) == 1 else total([each.stats for each in self._states])
+
+    def _end_streams(self, ids: Sequence[str], error: QuireError) -> None:
+        streams = [stream for each in ids if (stream := self._streams.get(each)) is not None]
+        for stream in dict.fromkeys(streams):
+            stream.give_up(error)
+
+    async def _answer(self, question: Question) -> None:
+        answering = self.answering.get(question.topic)
+        body = None if answering is None else await answering(question.body)
+        self._write(Answer(question.number, body))
+
+
+class RemoteWeights(Weights):
+    """Those that the hub changes; changes of all API processes are made one after another."""
+
+    def __init__(self, client: RemoteClient) -> None:
+        super().__init__(client)
+        self._remote = client
+
+    async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
+        await self._remote.change(do="sleep", level=level, mode=mode, refuse=refuse)
+
+    async def wake_up(self) -> None:
+        await self._remote.change(do="wake_up")
+
+    async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
+        return await self._remote.change(do="update", path=path, mode=mode, version=version)
+
+
+class NoWeightsGroup(WeightsGroup):
+    """A group has one member here, and calls for it may come to any API process."""
+
+    async def join(self, group: Group) -> None:
+        raise InvalidRequest("a server with --api-server-count above 1 joins no group: its weights come from a path")

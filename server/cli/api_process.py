@@ -1,0 +1,83 @@
+"""`python -m quire.server.cli.api_process`: one of several API processes, which api_processes.py starts.
+
+It is what `quire serve` is with one process, but for the engine, which it reaches through the hub, and for the
+announcement, which its parent prints.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+
+import msgspec
+import uvloop
+import zmq
+
+from quire.engine.errors import ConfigError, QuireError
+from quire.engine.hub.messages import Fault, NotStarted, encode
+from quire.engine.hub.remote import RemoteClient
+from quire.engine.main import end_with_parent, read_first_line
+from quire.server.cli.api_processes import Setup
+from quire.server.cli.environment import end_on_signals
+from quire.server.cli.serve import OneModel, Service
+from quire.server.config import ServerConfig
+from quire.server.observe import logs
+
+_LINGER_MS = 1000
+
+
+class ApiService(Service):
+    """Tells its parent what is to be announced."""
+
+    def __init__(self, config: ServerConfig, client: RemoteClient, listener: socket.socket, started: float) -> None:
+        super().__init__(config, OneModel(config, client), listener, started)
+        self._remote = client
+
+    def _show(self, announcement: str) -> None:
+        self._remote.tell_serving(announcement)
+
+
+def main() -> int:
+    end_on_signals()
+    setup = msgspec.json.decode(read_first_line(), type=Setup)
+    end_with_parent()
+    config = ServerConfig.model_validate_json(setup.config)
+    logs.set_up(config)
+    logging.getLogger("quire.server.cli.serve").setLevel(logging.WARNING)  # the parent says that all drain
+    try:
+        with bind(setup) as listener:
+            client = RemoteClient(config, setup.hub, setup.identity)
+            return uvloop.run(ApiService(config, client, listener, setup.started).run())
+    except QuireError as error:
+        tell(setup, error)
+        return 1
+
+
+def bind(setup: Setup) -> socket.socket:
+    """A socket of our own for the port that all API processes share. Raises ConfigError."""
+    listener = socket.socket(setup.family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(tuple(setup.address))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot share port {setup.address[1]}: {error.strerror}", param="port") from None
+    return listener
+
+
+def tell(setup: Setup, error: QuireError) -> None:
+    """Tell the parent why we end."""
+    context = zmq.Context()
+    link = context.socket(zmq.DEALER)
+    link.set(zmq.IDENTITY, setup.identity.encode())
+    link.set(zmq.LINGER, _LINGER_MS)
+    link.connect(setup.hub)
+    link.send(encode(NotStarted(Fault.of(error))))
+    link.close()
+    context.term()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""`quire serve --api-server-count N`: N API processes listen on one port and share the engines. This process has the
+engines' supervisor, starts the API processes and replaces those that end; it serves nothing itself.
+
+Each API process has a listening socket of its own for the port (SO_REUSEPORT), so that connections go to
+the others as soon as one has ended. The socket that this process bound never listens: it keeps the port from others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from contextlib import closing, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from quire.engine.client.exit_cause import exit_cause
+from quire.engine.client.socket_folder import SocketFolder
+from quire.engine.errors import ConfigError, EngineError
+from quire.engine.hub.hub import Hub
+from quire.engine.hub.messages import NotStarted, Serving
+from quire.engine.hub.relay import Channel
+from quire.engine.replicas.replicas import processes
+from quire.server.access.tenants import Tenants
+from quire.server.config import ServerConfig
+
+log = logging.getLogger("quire.server")
+INTERRUPTED = 130
+MOST_FAILURES = 3
+"""API processes of one number in a row that may end without having served; with the last one the server ends."""
+_CHECK_SECONDS = 0.5
+_SILENCE_SECONDS = 60.0
+"""An API process that gives no sign of life for so long is killed, and replaced."""
+_LAST_WORDS_SECONDS = 0.2
+"""How long the message may take with which an API process says why it ends."""
+_BACKOFF_SECONDS = 0.5
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What an API process is told, as a line of JSON on its standard input."""
+
+    config: str
+    """A ServerConfig as JSON."""
+    hub: str
+    identity: str
+    family: int
+    address: tuple[Any, ...]
+    """To listen on, as the socket module writes it."""
+    started: float
+    """When the command began, by time.perf_counter()."""
+
+
+def check(config: ServerConfig, models: Path | None) -> None:
+    """Raise ConfigError for what several API processes cannot serve, because each would know a part of it. `models`:
+    the file of --models."""
+    alone = {
+        "models": models is not None,
+        "enable_lora": config.enable_lora,
+        "data_dir": config.data_dir is not None,
+        "requests_per_minute": config.requests_per_minute is not None,
+        "tokens_per_minute": config.tokens_per_minute is not None,
+        "api_key_file": any(tenant.limits.limited for tenant in Tenants(config).all),
+    }
+    for name in (name for name, given in alone.items() if given):
+        what = "with limits a minute " if name == "api_key_file" else ""
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{name}: {flag} {what}needs --api-server-count 1, not {config.api_server_count}", param=name)
+    if not hasattr(socket, "SO_REUSEPORT"):
+        raise ConfigError("api_server_count: this system has no SO_REUSEPORT, by which processes share a port")
+
+
+class ApiProcesses:
+    """One run of the server: start, serve, drain. `run()` returns the exit status."""
+
+    def __init__(self, config: ServerConfig, listener: socket.socket, started: float) -> None:
+        """Of a configuration that `check` lets through."""
+        self._config = config
+        self._listener = listener
+        self._started = started
+        self._client = processes(config)
+        self._processes: dict[int, Process] = {}
+        self._hub_address = ""
+        self._ready = False
+        self._signals = 0
+
+    async def run(self) -> int:
+        main_task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert main_task is not None
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            numbers.append(signal.SIGHUP)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(self._on_signal, number, main_task)
+
+        for number in numbers:
+            signal.signal(number, handle)
+        self._client.launch()
+        try:
+            with closing(SocketFolder()) as folder:
+                self._hub_address = f"ipc://{folder.hub}"
+                return await self._serve(Hub(self._client, self._hub_address))
+        except asyncio.CancelledError:
+            return 0
+        finally:
+            await self._client.stop()
+            for number in numbers:
+                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else _end_now)
+
+    async def _serve(self, hub: Hub) -> int:
+        keeping = [asyncio.create_task(self._keep(hub, number)) for number in range(self._config.api_server_count)]
+        starting = asyncio.create_task(self._start(hub))
+        try:
+            hub.listen()
+            done, _ = await asyncio.wait([starting, *keeping], return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
+            codes = [task.result() for task in keeping]
+        finally:
+            for task in (starting, *keeping):
+                task.cancel()
+            await asyncio.gather(starting, *keeping, return_exceptions=True)
+            for process in self._processes.values():
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+            await hub.close()
+        if not self._client.alive:
+            raise EngineError("the engine ended and could not be brought back; see the log above")
+        if INTERRUPTED in codes:
+            return INTERRUPTED
+        return 0 if all(code in (0, -signal.SIGTERM) for code in codes) else 1
+
+    async def _start(self, hub: Hub) -> None:
+        """Wait for the engine and for all API processes, and say so."""
+        hub.ready(await self._client.start())
+        texts: list[str] = []
+        while len(texts) < self._config.api_server_count:
+            await hub.changed.wait()
+            texts = [each.started.announcement for each in hub.channels if isinstance(each.started, Serving)]
+        self._ready = True
+        with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
+            print(texts[0], flush=True)
+
+    async def _keep(self, hub: Hub, number: int) -> int:
+        """Have an API process of this number, until the server ends. Returns the last one's return code; raises
+        ConfigError or EngineError when too many in a row cannot serve."""
+        failures = generation = 0
+        while True:
+            identity, generation = f"{number}.{generation}", generation + 1
+            channel = hub.add(identity.encode(), number)
+            process = self._processes[number] = await self._spawn(identity)
+            code = await self._watched(process, channel)
+            await asyncio.sleep(_LAST_WORDS_SECONDS)
+            aborted = hub.remove(identity.encode())
+            if self._signals or not self._client.alive:
+                return code
+            failures = 0 if isinstance(channel.started, Serving) else failures + 1
+            said = exit_cause(code, sender=None, oom_kills=None).description
+            if isinstance(channel.started, NotStarted) and (failures == MOST_FAILURES or not self._ready):
+                raise channel.started.fault.error()
+            if failures == MOST_FAILURES:
+                raise EngineError(f"API process {number} {said} before it served, {failures} times in a row")
+            log.warning("API process %d %s; %d open requests of its are aborted, another starts", number, said, aborted)
+            await asyncio.sleep(_BACKOFF_SECONDS * failures)
+
+    async def _spawn(self, identity: str) -> Process:
+        """Start an API process. In a session of its own it does not get the terminal's Ctrl-C: we pass it on."""
+        setup = Setup(
+            config=self._config.model_dump_json(exclude_unset=True),
+            hub=self._hub_address,
+            identity=identity,
+            family=self._listener.family,
+            address=self._listener.getsockname(),
+            started=self._started,
+        )
+        # -P: see engine/client/process.py
+        command = (sys.executable, "-P", "-m", "quire.server.cli.api_process")
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, start_new_session=True)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(setup) + b"\n")  # and it stays open: its end is the process's end
+        return process
+
+    async def _watched(self, process: Process, channel: Channel) -> int:
+        """The return code of a process, which is killed when it hangs."""
+        exited = asyncio.create_task(process.wait())
+        try:
+            while not exited.done():
+                await asyncio.wait([exited], timeout=_CHECK_SECONDS)
+                if channel.welcomed and channel.silence > _SILENCE_SECONDS and not exited.done():
+                    log.error("API process %d gave no sign of life for %g s", channel.number, channel.silence)
+                    process.kill()
+        finally:
+            exited.cancel()
+        return exited.result()
+
+    def _on_signal(self, number: int, main_task: asyncio.Task[int]) -> None:
+        if number == signal.SIGHUP and self._signals:
+            return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
+        self._signals += 1
+        if not self._ready:
+            if self._signals > 1:
+                os._exit(INTERRUPTED)  # engines and API processes end with this process
+            main_task.cancel()
+            return
+        if self._signals == 1 and self._client.num_open:
+            count, seconds = self._client.num_open, self._config.shutdown_timeout
+            log.info("draining: %d open, at most %g s; Ctrl-C again ends them at once", count, seconds)
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+
+
+def _end_now(number: int, frame: FrameType | None) -> None:
+    """A signal for haste, which arrives when nothing is left to be done but to exit."""
+    os._exit(INTERRUPTED)

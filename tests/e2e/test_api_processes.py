@@ -1,0 +1,229 @@
+"""Several API processes in front of one engine: the tokens of one process, and each death costs what it alone held."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import ConfigError
+from quire.server.cli.api_processes import check
+from quire.server.config import ServerConfig
+from tests.e2e.server import Server
+from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+FLAGS = ("--threads", "2", "--tool-call-parser", "hermes")
+LONG = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 400, "ignore_eos": True}
+STREAMS, LOOKS, KILLS = 24, 12, 2
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process answers."""
+    server = Server(tmp_path_factory.mktemp("one") / "log", *FLAGS)
+
+    async def ask() -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
+            kinds = KINDS | {"long": LONG}
+            return {kind: await answer(client, asked) for kind, asked in kinds.items()}
+
+    try:
+        return asyncio.run(ask())
+    finally:
+        server.stop()
+
+
+@asynccontextmanager
+async def served(log: Path, *flags: str) -> AsyncIterator[tuple[Server, httpx.AsyncClient]]:
+    server = Server(log, *FLAGS, "--api-server-count", "2", *flags)
+    try:
+        await until(lambda: "ready " in log.read_text())
+        # Every request has a connection of its own, so that each API process gets some.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
+            yield server, client
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while not holds():  # noqa: ASYNC110 - a poll is soon enough
+            await asyncio.sleep(0.02)
+
+
+async def running(server: Server, count: int) -> None:
+    await until(lambda: server.metric("vllm:num_requests_running") == count)
+
+
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_tokens_are_those_of_one_process_whatever_engine_dies(
+    engines: int, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    rng = random.Random(1)
+    async with served(tmp_path / "log", "--data-parallel-size", str(engines)) as (server, client):
+
+        async def kill() -> None:
+            for kills in range(KILLS):
+                await until(lambda: server.metric("quire:engine_deaths_total") == kills)  # noqa: B023
+                await until(lambda: server.metric("quire:engine_responsive") == engines)
+                await asyncio.sleep(rng.uniform(0.2, 1.0))
+                os.kill(server.engine_pids()[0], signal.SIGKILL)
+
+        await ask_until(asyncio.create_task(kill()), client, expected, 2 * len(KINDS))
+        assert server.metric("quire:engine_deaths_total") == KILLS
+        assert server.metric("quire:request_replays_total") > 0
+        assert server.metric("quire:quarantined_requests_total") == 0
+        assert server.stop(signal.SIGTERM) == 0
+
+
+async def test_an_api_process_takes_its_own_connections_along_and_no_others(
+    tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    async with served(tmp_path / "log") as (server, client):
+        before = server.api_pids()
+        assert await answer(client, LONG) == expected["long"]
+        counted = server.metric("vllm:request_success_total")
+        streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
+        await running(server, STREAMS)
+        os.kill(before[0], signal.SIGKILL)
+        await until(lambda: ended(before[0]))
+        for _ in range(LOOKS):
+            assert (await client.get("/v1/models")).status_code == 200, "the other one serves"
+        ends = await asyncio.gather(*streams, return_exceptions=True)
+        lost = [end for end in ends if isinstance(end, BaseException)]
+        assert all(isinstance(end, httpx.TransportError) for end in lost), lost
+        assert 0 < len(lost) < STREAMS, "each had some"
+        assert [end for end in ends if not isinstance(end, BaseException)] == [expected["long"]] * (STREAMS - len(lost))
+        await running(server, 0)
+
+        await until(lambda: len(server.api_pids()) == 2)
+        (new,) = set(server.api_pids()) - set(before)
+        await until(lambda: listens(new))
+        os.kill(before[1], signal.SIGSTOP)
+        streams = [asyncio.create_task(answer(client, KINDS["greedy"])) for _ in range(STREAMS)]
+        done, _ = await asyncio.wait(streams, timeout=120, return_when=asyncio.FIRST_COMPLETED)
+        assert all(task.result() == expected["greedy"] for task in done), "the new one serves too"
+        os.kill(before[1], signal.SIGCONT)
+        assert await asyncio.gather(*streams) == [expected["greedy"]] * STREAMS
+        found = server.metric("vllm:request_success_total")
+        assert found == counted + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has ended, and its sockets with it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a socket that listens."""
+    inodes = {line.split()[9] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"}
+    links = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            links.append(os.readlink(each))
+        except OSError:  # it was closed meanwhile
+            continue
+    return any(link.removeprefix("socket:[").removesuffix("]") in inodes for link in links)
+
+
+async def test_any_api_process_tells_of_and_cancels_any_request(tmp_path: Path) -> None:
+    async with served(tmp_path / "log") as (server, client):
+        named = {"X-Request-Id": "mine"}
+        asked = asyncio.create_task(client.post(COMPLETIONS, json=LONG | {"max_tokens": 2000}, headers=named))
+        await running(server, 1)
+        for _ in range(LOOKS):
+            found = (await client.get("/v1/requests/mine/explain")).json()
+            assert found["state"] == "open", found
+        for _ in range(LOOKS):
+            listed = (await client.get("/v1/engine/requests")).json()
+            assert listed["tenants"][0]["open"] == 1
+        assert (await client.delete(f"/v1/requests/{found['id']}")).json()["sequences"] == 1
+        choice = (await asked).json()["choices"][0]
+        assert choice["finish_reason"] == "abort"
+        assert (await client.delete(f"/v1/requests/{found['id']}")).status_code == 404
+
+        for level in (1, 2):
+            assert (await client.post("/sleep", params={"level": level})).json()["is_sleeping"]
+            for _ in range(LOOKS):
+                assert (await client.get("/is_sleeping")).json()["is_sleeping"]
+            assert not (await client.post("/wake_up")).json()["is_sleeping"]
+
+        fingerprints = set()
+        await client.post("/update_weights", json={"path": str(DEMO_MODEL), "version": "next"})
+        for _ in range(LOOKS):
+            answered = (await client.post(COMPLETIONS, json=LONG | {"max_tokens": 1})).json()
+            assert answered["weights_version"] == "next"
+            fingerprints.add(answered["system_fingerprint"])
+        assert len(fingerprints) == 1
+        group = {"master_address": "127.0.0.1", "master_port": 1, "rank": 1, "world_size": 2}
+        refused = await client.post("/init_weights_group", json=group)
+        assert refused.status_code == 400
+        assert "--api-server-count" in refused.json()["error"]["message"]
+
+
+@pytest.mark.slow
+async def test_nothing_outlives_the_command(tmp_path: Path) -> None:
+    async with served(tmp_path / "log") as (server, _):
+        pids = [*server.api_pids(), *server.engine_pids()]
+        assert len(pids) == 3
+        server.process.kill()
+        await until(lambda: all(ended(pid) for pid in pids))
+
+
+async def test_all_api_processes_drain(tmp_path: Path, expected: dict[str, Any]) -> None:
+    async with served(tmp_path / "log") as (server, client):
+        streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
+        await running(server, STREAMS)
+        server.process.send_signal(signal.SIGTERM)
+        assert await asyncio.gather(*streams) == [expected["long"]] * STREAMS
+        assert await asyncio.to_thread(server.process.wait, 60) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "models", "flag"),
+    [
+        ({"enable_lora": True}, None, "--enable-lora"),
+        ({"data_dir": "/tmp/x"}, None, "--data-dir"),
+        ({"requests_per_minute": 3}, None, "--requests-per-minute"),
+        ({"tokens_per_minute": 3}, None, "--tokens-per-minute"),
+        ({}, Path("/tmp/x"), "--models"),
+    ],
+)
+def test_what_each_would_know_a_part_of_is_refused(options: dict[str, Any], models: Path | None, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} needs --api-server-count 1, not 2"):
+        check(ServerConfig(api_server_count=2, **options), models)
+
+
+def test_keys_with_limits_of_their_own_are_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    config = ServerConfig(api_server_count=2, api_key_file=keys)
+    keys.write_text('[alice]\nkey = "a"\n[bob]\nkey = "b"\nweight = 2.0\n')
+    check(config, None)
+    keys.write_text('[alice]\nkey = "a"\n[bob]\nkey = "b"\ntokens_per_minute = 5\n')
+    with pytest.raises(ConfigError, match="--api-key-file with limits a minute needs --api-server-count 1"):
+        check(config, None)
+
+
+def test_why_an_api_process_cannot_start_is_said_once() -> None:
+    quire = Path(sys.executable).with_name("quire")
+    command = [str(quire), "serve", "--api-server-count", "2", "--port", "0", "--ssl-certfile", "/none.pem"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr == "quire serve: ssl_certfile: cannot read /none.pem: No such file or directory\n"
