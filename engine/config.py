@@ -163,6 +163,9 @@ class EngineConfig(BaseModel):
     tensor_parallel_size: int = Field(
         1, ge=1, le=64, description="Processes that compute every layer together, each with its part of the model"
     )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, le=64, description="Processes that each compute some of the layers, one after the other"
+    )
     data_parallel_size: int = Field(
         1, ge=1, le=32, description="Engines of the same model beside each other, which share the requests"
     )
@@ -174,6 +177,11 @@ class EngineConfig(BaseModel):
     engine_step_timeout: float = Field(120.0, gt=0, description="Seconds without progress in a step that end an engine")
     max_engine_starts: int = Field(5, ge=1, description="Failed starts in a row after which a dead engine is given up")
     seed: int = Field(0, description="Seed of dummy weights")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that compute one engine's model together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def most_running(self) -> int:

@@ -100,6 +100,7 @@ class Engine:
             waiting=None if worker.adapters is None else AdapterQueue(worker.adapters, config.max_loras),
             drafter=drafter_of(worker, config),
             tiers=tiers,
+            micro_batches=worker.micro_batches,
         )
         self.add, self.abort = self.scheduler.add, self.scheduler.abort
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
@@ -179,7 +180,7 @@ def drafter_of(worker: Worker, config: EngineConfig) -> Drafter | None:
     """What guesses tokens, if somebody does: by default what grammars force, though not on a GPU, where nothing was
     measured."""
     asked = config.speculative_config
-    if "generate" not in worker.tasks or (asked is None and worker.steps_ahead):
+    if "generate" not in worker.tasks or (asked is None and worker.device != "cpu"):
         return None
     return choose_drafter(asked, worker.step_costs, model_drafter(worker, config), worker.compiler)
 

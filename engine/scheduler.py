@@ -45,6 +45,7 @@ class Scheduler:
         pools_all: bool = False,
         tasks: Collection[Task] = ("generate", "embed", "classify"),
         tiers: NoTiers | None = None,
+        micro_batches: int = 1,
     ) -> None:
         """`windows`: by group of layers, as PageGroups has them; a page is of one group.
 
@@ -60,7 +61,8 @@ class Scheduler:
         `whole_prompts`: a step computes a prompt whole or not at all, as an encoder must; no prompt may be longer than
         max_num_batched_tokens. `pools_all`: see Sequence. `tasks`: what requests may ask of the model.
 
-        `tiers`: where pages are kept below the device's cache; by default nowhere.
+        `tiers`: where pages are kept below the device's cache; by default nowhere. `micro_batches`: steps that may be
+        under way in a pipeline, each of other sequences, but for the parts of one prompt.
         """
         self._max_tokens = max_num_batched_tokens
         self._most_of_one = long_prefill_token_threshold or max_num_batched_tokens
@@ -72,9 +74,8 @@ class Scheduler:
         self.tiers.serve(self.pool, self.prefixes)
         self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
-        self._whole_prompts = whole_prompts
-        self._pools_all = pools_all
-        self._tasks = tasks
+        self._whole_prompts, self._pools_all = whole_prompts, pools_all
+        self._tasks, self._micro_batches = tasks, micro_batches
         self._drafter = drafter or NoDrafts()
         self._drafts = DraftCounts()
         self._sequences: dict[str, Sequence] = {}
@@ -92,8 +93,9 @@ class Scheduler:
 
     @property
     def looks_back(self) -> bool:
-        """Whether some sequence takes part in the next step only if all steps before it are learnt from first."""
-        return any(seq.looks_back for seq in self._running)
+        """Whether some sequence takes part in the next step only if all steps before it are learnt from first, and
+        there are no others whose turn it is."""
+        return self._micro_batches == 1 and any(seq.looks_back for seq in self._running)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -134,7 +136,9 @@ class Scheduler:
             self._refuse(request, f"the prompt has {num_prompt} tokens, the context {self._max_model_len}")
             return
         drafting = self._drafter.may_guess(request)
-        seq = Sequence(request, self._arrivals, limit, drafting=drafting, pools_all=self._pools_all)
+        turns = self._micro_batches > 1  # the first stage must know a token before it can compute it
+        own = (request, self._arrivals, limit)
+        seq = Sequence(*own, drafting=drafting, pools_all=self._pools_all, looks_back=turns)
         self._arrivals += 1
         longest = num_prompt + limit
         if self._needs.most(longest) > self.pool.num_blocks:
@@ -212,9 +216,11 @@ class Scheduler:
         budget = self._max_tokens
         planned: dict[Sequence, int] = {}
         pending = {seq: seq.pending for seq in self._running}
+        going = sum(seq.in_flight > 0 or pending[seq] == 1 for seq in self._running)
+        share = -(-going // self._micro_batches)
         for seq in sorted(self._running, key=lambda seq: (pending[seq] > 1, seq.rank)):
             count = min(pending[seq], budget, self._most_of_one)
-            if count == 0 or seq.status is not Status.RUNNING:
+            if count == 0 or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
                 continue
             if self._tables.windowed:
                 self._tables.trim(seq)

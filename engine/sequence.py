@@ -30,10 +30,17 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, arrival: int, limit: int, *, drafting: bool = False, pools_all: bool = False
+        self,
+        request: Request,
+        arrival: int,
+        limit: int,
+        *,
+        drafting: bool = False,
+        pools_all: bool = False,
+        looks_back: bool = False,
     ) -> None:
-        """`drafting`: somebody may guess its tokens. `pools_all`: a vector takes the hidden states of all tokens,
-        which no cache keeps."""
+        """`drafting`: somebody may guess its tokens. `looks_back`: whatever it asks for. `pools_all`: a vector takes
+        the hidden states of all tokens, which no cache keeps."""
         assert request.prompt_ids, "an empty prompt is refused before it comes here"
         self.request = request
         self.arrival = arrival
@@ -68,7 +75,7 @@ class Sequence:
         has_grammar = sampling is not None and sampling.grammar is not None
         self.drafts = drafting and sampling is not None
         """Whether its rows may carry drafts."""
-        self.looks_back = self.drafts or has_grammar
+        self.looks_back = looks_back or self.drafts or has_grammar
         """Whether its next step can be decided only when every token before is known: for its grammar, or to propose
         drafts."""
         self._digests: list[bytes] = []

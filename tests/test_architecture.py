@@ -49,6 +49,7 @@ SHARED = {
     "quire.engine.checkpoint.pooling",
     "quire.engine.checkpoint.quantization",
     "quire.engine.checkpoint.safetensors",
+    "quire.engine.checkpoint.stages",
     "quire.engine.folder",
     "quire.engine.lora.files",
     "quire.engine.lora.modules",

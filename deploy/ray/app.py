@@ -55,7 +55,7 @@ def build(args: dict[str, Any]) -> Application:
 def _resources(config: ServerConfig) -> dict[str, Any]:
     """What Ray sets aside for a replica: a core for each of its threads. Ranks share memory, so all of a replica's are
     on one machine."""
-    ranks = config.tensor_parallel_size
+    ranks = config.ranks
     cores = max(1, (config.threads or 1) // ranks)
     told: dict[str, Any] = {"ray_actor_options": {"num_cpus": cores}}
     if ranks > 1:

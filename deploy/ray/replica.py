@@ -30,7 +30,7 @@ class Replica:
         logs.set_up(config)
         if config.threads is None:
             cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
-            config = config.model_copy(update={"threads": cores * config.tensor_parallel_size})
+            config = config.model_copy(update={"threads": cores * config.ranks})
         client = processes(config)
         client.launch()
         self._client = client

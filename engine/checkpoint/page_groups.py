@@ -86,9 +86,10 @@ def _grouped(seen: Sequence[int | None], kinds: Counter[int | None], places: int
         first[window] = len(windows)
         windows += [window] * -(-count // places)
     group_of, place_of = [], []
-    for window in seen:
-        group_of.append(first[window] + met[window] // places)
-        place_of.append(met[window] % places)
+    for window in seen:  # in turn, so that each stage of a pipeline has as many layers of every group
+        groups = -(-kinds[window] // places)
+        group_of.append(first[window] + met[window] % groups)
+        place_of.append(met[window] // groups)
         met[window] += 1
     return PageGroups(tuple(windows), tuple(group_of), tuple(place_of))
 

@@ -53,6 +53,8 @@ class Adapters:
 
     def __init__(self, backend: Backend, count: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         """`count`: slots, from 1 on."""
+        self.elsewhere: tuple[str, ...] = ()
+        """What the names begin with of modules that other processes have."""
         self._backend = backend
         self._count = count
         self._max_rank = max_rank
@@ -86,6 +88,8 @@ class Adapters:
         deltas: dict[int, list[Delta]] = {}
         embedding = None
         for name, part in sorted(modules.items(), key=lambda item: self._order(item[0])):
+            if f"{name}.".startswith(self.elsewhere):
+                continue
             down, up = part.down.to(self._dtype), part.up.to(self._dtype)
             if name == EMBEDDING:
                 embedding = (down.t().contiguous(), up)

@@ -26,20 +26,21 @@ class Embedding:
         hidden_size: int,
         *,
         tied: bool,
+        looks_up: bool = True,
         scale: float,
         dtype: torch.dtype,
         adapters: Adapters | None = None,
         shard: Shard = WHOLE,
     ) -> None:
-        """tied: it is the head as well; scale: what embeddings are multiplied by, in their dtype; adapters: where the
-        head gets room for some, if it does, and who adds those of embeddings; shard: whose part of the vocabulary it
-        has."""
+        """tied: it is the head as well; looks_up: somebody asks for rows; scale: what embeddings are multiplied by, in
+        their dtype; adapters: where the head gets room for some, if it does, and who adds those of embeddings; shard:
+        whose part of the vocabulary it has."""
         self._shard, self._cut = shard, shard.outs(vocab_size)
         self._vocab_size, self._hidden_size = vocab_size, hidden_size
         self._adapters = adapters
         self._scheme = scheme
         self._stored = scheme.table(vocab_size, hidden_size)
-        self._tied = tied
+        self._tied, self._looks_up = tied, looks_up
         self.scale = torch.tensor(scale, dtype=dtype).item()  # rounded to the weights' dtype, as Gemma was trained
         self._table: Table | None = None
         self._head: Linear | None = None
@@ -67,13 +68,12 @@ class Embedding:
     @property
     def head(self) -> Linear:
         """Logits by the same weight, float32, where it is tied; of the rank's part of the vocabulary."""
-        assert self._table is not None, "weights are not loaded"
-        assert self._head is not None, "it is not the head"
+        assert self._head is not None, "it is not the head, or its weights are not loaded"
         return self._head
 
     def _put(self, tensor: Tensor) -> None:
-        self._table = self._scheme.pack_table(tensor, self._cut, tied=self._tied)
-        self._head = self._table.project
+        table = self._scheme.pack_table(tensor, self._cut, tied=self._tied)
+        self._table, self._head = table if self._looks_up else None, table.project
         if self._head is not None and self._adapters is not None:
             sizes = {HEAD: self._vocab_size}, self._hidden_size
             self._head = self._adapters.adapted(self._head, *sizes, {HEAD: self._cut}, wide=True)

@@ -7,7 +7,6 @@ a config.json to a DecoderSpec; a family has no other code.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.page_groups import PageGroups, one_group
-from quire.engine.layers.adapters import HEAD, Adapters
+from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
 from quire.engine.layers.attention import Attention, AttentionSpec, PageTensor
 from quire.engine.layers.embedding import Embedding
 from quire.engine.layers.linear import JoinedLinear
@@ -128,12 +127,14 @@ class Decoder:
         adapters: Adapters | None = None,
         shard: Shard = WHOLE,
         groups: PageGroups | None = None,
+        layers: range | None = None,
     ) -> None:
         """`scheme`: of its linears; `dtype`: of activations and all other weights. `progress` is called after every
         layer and before logits are computed. Without a `head` there are no logits. `kv_dtype`: what pages hold; None:
         `dtype`. `kv_scales`: by layer, of pages that hold 8-bit floats, where it is not 1. `adapters`: where its
-        linears get room for some, if they do. `shard`: whose part of the model it is. `groups`: how its layers share
-        pages; by default each page is of all layers."""
+        linears get room for some, if they do. `shard`: whose part of each layer it is. `groups`: how its layers
+        share pages; by default each page is of all layers. `layers`: which of the model's it has, where others have the
+        rest: the first ones with the embedding, the last ones with the last norm and the head."""
         self.spec = spec
         self.dtype = dtype
         self.kv_dtype = dtype if kv_dtype is None else kv_dtype
@@ -145,16 +146,19 @@ class Decoder:
         self._scheme = scheme
         self.adapters = adapters
         self.shard = shard
-        self.groups = one_group(spec.num_layers) if groups is None else groups
-        self.has_head = head
+        self.layers = layers = range(spec.num_layers) if layers is None else layers
+        self.groups = one_group(len(layers)) if groups is None else groups
+        self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
+        self.has_head = head and self.is_last
         ropes = {str(rope): rope for rope in spec.ropes if rope is not None}
         tables = {key: rope_table(rope, spec.head_dim, max_model_len).to(device) for key, rope in ropes.items()}
-        self._layers = [self._layer(index, tables.get(str(rope))) for index, rope in enumerate(spec.ropes)]
+        self._layers = [self._layer(index, tables.get(str(spec.ropes[index]))) for index in layers]
         self._embedding = Embedding(
             scheme,
             spec.vocab_size,
             spec.hidden_size,
-            tied=spec.tie_embeddings and head,
+            tied=spec.tie_embeddings and self.has_head,
+            looks_up=self.is_first,
             scale=spec.embedding_scale,
             dtype=dtype,
             adapters=adapters,
@@ -221,12 +225,21 @@ class Decoder:
 
     def parameters(self) -> ParameterTable:
         """Every tensor the model takes, by its name in the checkpoint."""
-        table = self._embedding.parameters() | self._norm.parameters()
-        if self.has_head and not self.spec.tie_embeddings:
+        tied = self.has_head and self.spec.tie_embeddings
+        table = self._embedding.parameters() if self.is_first or tied else {}
+        table |= self._norm.parameters() if self.is_last else {}
+        if self.has_head and not tied:
             table |= self._head.parameters()
         for layer in self._layers:
             table |= layer.attention.parameters() | layer.feed_forward.parameters()
         return table
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """What the names begin with of tensors that other stages have."""
+        others = [index for index in range(self.spec.num_layers) if index not in self.layers]
+        ends = [*([] if self.is_first else [EMBEDDING]), *([] if self.is_last else [_NORM, HEAD])]
+        return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in others), *ends))
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
         """By place, the tensors that hold so many pages. Layers of one place, which are of different groups, share
@@ -235,11 +248,14 @@ class Decoder:
 
     @property
     def page_formula(self) -> str:
-        """The bytes of a page of every group, as a sum of products."""
-        groups = self.groups
-        counts = Counter(layer.attention.page_formula for layer in self._layers[: groups.places])
-        unused = f" ({groups.unused} of them unused)" if groups.unused else ""
-        return " + ".join(f"{each} x {count * groups.count} layers" for each, count in counts.items()) + unused
+        """The bytes of a page of every group, as a product."""
+        return self.formula_of(self.groups.places)
+
+    def formula_of(self, places: int) -> str:
+        """The same where a page has so many places for layers, in all processes together."""
+        slots = places * self.groups.count
+        unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
+        return f"{self._layers[0].attention.page_formula} x {slots} layers{unused}"
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
         """Hidden states [R, hidden] of the tokens at `rows` [R], ascending; stores all T tokens' keys and values."""
@@ -254,16 +270,30 @@ class Decoder:
         taps: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """The same; and the residual streams [T, hidden] that go into the layers `taps`, ascending."""
-        x, residual = self._embedding.look_up(token_ids, metadata.linear), None
+        x, residual = self.begin(token_ids, metadata)
         kept = None if len(rows) == len(token_ids) else rows
         begin, tapped = 0, list[Tensor]()
+        assert self.is_last
+        assert self.is_first or not taps
         for tap in taps:
             x, residual = self._run(x, residual, metadata, kv_cache, range(begin, tap), None)
             tapped.append(x.clone() if residual is None else x + residual)  # a backend may overwrite both
             begin = tap
-        x, residual = self._run(x, residual, metadata, kv_cache, range(begin, self.spec.num_layers), kept)
+        x, residual = self._run(x, residual, metadata, kv_cache, range(begin, len(self.layers)), kept)
         assert residual is not None
         return self._backend.add_rms_norm(x, residual, self._norm[_NORM], self.spec.norm_eps)[0], tapped
+
+    def begin(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
+        """What goes into the layers, [T, hidden]: x, and the residual stream that it is to be added to, if there is
+        one."""
+        return self._embedding.look_up(token_ids, metadata.linear), None
+
+    def pass_on(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
+        """The same after the layers; stores all T tokens' keys and values."""
+        x, residual = self.begin(token_ids, metadata)
+        x, residual = self._run(x, residual, metadata, kv_cache, range(len(self.layers)), None)
+        assert residual is not None
+        return x, residual
 
     def _run(
         self,
@@ -274,7 +304,8 @@ class Decoder:
         layers: range,
         kept: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Some layers one after the other; the last of them goes on with the rows `kept` alone, if they are given."""
+        """Some of its layers one after the other, by their place among these; the last of them goes on with the rows
+        `kept` alone, if they are given."""
         done = layers.start
         if self._fused is not None:
             together = self.spec.num_layers if len(x) <= _FEW_TOKENS else 1

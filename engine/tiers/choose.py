@@ -40,11 +40,10 @@ def check_tiers(config: EngineConfig, *, encoder: bool) -> None:
         raise ConfigError(f"{asked[0]}: encoders keep no KV cache", param=asked[0])
     if asked and not config.enable_prefix_caching:
         raise ConfigError(f"{asked[0]}: pages are found as cached prefixes: it needs prefix caching", param=asked[0])
-    if asked and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"{asked[0]}: pages of several ranks (tensor_parallel_size) are not kept beside their cache yet",
-            param=asked[0],
-        )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if asked and getattr(config, name) > 1:
+            why = f"pages of several ranks ({name}) are not kept beside their cache yet"
+            raise ConfigError(f"{asked[0]}: {why}", param=asked[0])
 
 
 def choose_tiers(

@@ -36,7 +36,7 @@ kernels do not compute, that breaks the promise of the same tokens. oneDNN reads
 
 def set_up_cpu(config: EngineConfig) -> None:
     """Threads, of which each rank gets an equal part; and the instructions that PyTorch's own products may use."""
-    ranks = config.tensor_parallel_size
+    ranks = config.ranks
     if config.threads is not None or ranks > 1:
         torch.set_num_threads(max((config.threads or torch.get_num_threads()) // ranks, 1))
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ONEDNN_ISA)

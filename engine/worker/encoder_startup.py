@@ -74,6 +74,7 @@ def start_encoder(
         deterministic=backend.keeps_rows_apart(device, dtype),
         weight_bytes=weight_bytes,
         steps_ahead=0,
+        micro_batches=1,
         tasks=tasks,
         pooling=pooling,
         whole_prompts=True,
@@ -91,6 +92,7 @@ def refuse(config: EngineConfig) -> None:
     """Raise ConfigError for what decoders alone can have."""
     for name, asked, why in (
         ("tensor_parallel_size", config.tensor_parallel_size > 1, "encoders are not divided"),
+        ("pipeline_parallel_size", config.pipeline_parallel_size > 1, "encoders are not divided"),
         ("enable_lora", config.enable_lora, "encoders have no adapters"),
         ("quantization", config.quantization is not None, "encoders are not quantized"),
         ("kv_cache_dtype", config.kv_cache_dtype != "auto", "encoders keep no KV cache"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.engine.batch import Batch, Row
-from quire.engine.executor import PageMover
+from quire.engine.executor import PageMover, Pending
 from quire.engine.layers.pooling import PooledRow, Pooler
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import PoolingParams, SamplingParams
@@ -30,6 +31,15 @@ _LOGIT_ROWS = 256
 
 _WARM_PROMPTS = (2, 16, 128)
 """Tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A batch whose tensors are made; the `inputs` are None where a graph makes them."""
+
+    batch: Batch
+    picks: Picks
+    inputs: ForwardInputs | None
 
 
 class Runner:
@@ -63,12 +73,16 @@ class Runner:
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> PendingStep:
+    def launch(self, batch: Batch) -> Pending:
         """Start to compute the batch's tokens, and to pick tokens after those of each row that samples.
 
         On a GPU this only queues work, in the order of the calls: a step reads what earlier ones picked and stored,
         though the host has not waited for them.
         """
+        return self._finish(self._begin(batch))
+
+    def _begin(self, batch: Batch) -> Begun:
+        """Take in what a batch says, and make its tensors."""
         self._admit(batch)
         for copy in batch.copies:
             copy_page(self._pages, copy)
@@ -79,10 +93,15 @@ class Runner:
         if self._headroom is not None:
             self._headroom.use(page for row in batch.rows for page in row.new_blocks)
         picks = self._slots.picks(batch)
+        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
+        return Begun(batch, picks, inputs)
+
+    def _finish(self, begun: Begun) -> PendingStep:
+        """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
+        batch, picks, inputs = begun.batch, begun.picks, begun.inputs
         chunks: list[PromptChunk] = []
         found: list[Tensor] = []
         pooled = [] if self._pooler is None else self._pooled(batch.rows)
-        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
         whole = bool(pooled) or any(self._wants_prompt_logprobs(row) for row in batch.rows)
         hidden = self._compute(picks, inputs, whole=whole)
         if whole and hidden.every is not None:

@@ -11,8 +11,9 @@ import torch
 
 from quire.engine.checkpoint.files import ModelConfig, resolve_model, stored_at
 from quire.engine.checkpoint.kv_plan import KVPlan, plan_kv
-from quire.engine.checkpoint.page_groups import keeps_all
+from quire.engine.checkpoint.page_groups import PageGroups, keeps_all
 from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.executor import AdapterLoader, Executor
@@ -39,9 +40,11 @@ from quire.engine.worker.loading.draft_model import DraftModel, DraftWorker, spa
 from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import LoadedModel, load_model
 from quire.engine.worker.memory import allocate_explained, explained, kv_budget, measure_step, page_bytes
-from quire.engine.worker.ranks.leader import LeadingAdapters, LeadingDecoder
+from quire.engine.worker.ranks.leader import LeadingAdapters, LeadingDecoder, TensorRanks
 from quire.engine.worker.ranks.messages import Allocate
+from quire.engine.worker.ranks.pipeline import PipelineRunner, Stages
 from quire.engine.worker.ranks.processes import Ranks
+from quire.engine.worker.ranks.stages import Stage
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
@@ -62,6 +65,8 @@ class Worker:
     weight_bytes: int
     steps_ahead: int
     """How many steps may be under way while the next one is decided."""
+    micro_batches: int
+    """How many steps keep all stages of a pipeline busy, each of other sequences; 1: there is none."""
     tasks: tuple[Task, ...]
     """What requests may ask of the model."""
     pooling: Pooling
@@ -98,10 +103,7 @@ def start_worker(
     kept = keep_kernels() if choose_device(config).type == "cuda" else None
     set_up_cpu(config)
     chosen = choose(config, model_config)
-    ranks = None
-    if config.tensor_parallel_size > 1:
-        check_division(config, chosen, given=tensors is not None)
-        ranks = start_ranks(config, path, chosen, on_rank_end)
+    ranks = start_ranks(config, path, chosen, progress, on_rank_end, given=tensors is not None)
     try:
         return _start(config, path, model_config, chosen, progress, tensors, ranks, kept)
     except BaseException:
@@ -123,11 +125,11 @@ def _start(
     device, backend = chosen.device, chosen.backend
     with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
         load = partial(load_model, config, path, model_config, chosen, progress)
-        loaded = load(tensors) if ranks is None else load_first(load, ranks)
+        loaded, elsewhere = (load(tensors), 0) if ranks is None else load_first(load, ranks)
         model = loaded.model
-        weight_bytes = held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        weight_bytes = elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
         draft = load_drafting(config, model_config, backend, progress, model)
-    plan = plan_pages(config, model_config, model, backend, draft)
+    plan = plan_pages(config, model_config, model, backend, draft, loaded.groups)
     capture = choose_capture(config, backend, device) if "generate" in loaded.tasks else None
     scratch = None if capture is None else plan.group_pages
     pages = allocate_explained(model, plan.group_pages + (scratch is not None))
@@ -139,7 +141,10 @@ def _start(
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, slots, plan.num_blocks)
     notes = (chosen.changed, kept, None if ranks is None else ranks.note, kept_windows(config, chosen.spec.windows))
-    runner = Runner(model, pages, slots, grammars, model_config.eos_token_ids, capture, pooler, heads)
+    kind = PipelineRunner if isinstance(ranks, Stages) else Runner
+    runner = kind(model, pages, slots, grammars, model_config.eos_token_ids, capture, pooler, heads)
+    if isinstance(ranks, Stages) and isinstance(runner, PipelineRunner):
+        runner.lead(ranks)
     return Worker(
         runner=runner,
         plan=plan,
@@ -148,8 +153,10 @@ def _start(
         backend=f"{backend.name} ({chosen.why})",
         deterministic=backend.keeps_rows_apart(device, chosen.dtype),
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
-        # On a CPU the step occupies the host itself: running ahead overlaps nothing, and delays every token by a step.
-        steps_ahead=1 if device.type == "cuda" else 0,
+        # On a CPU a step occupies the host itself: running ahead overlaps nothing but what other stages compute, and
+        # delays every token by a step.
+        steps_ahead=1 if device.type == "cuda" else config.pipeline_parallel_size - 1,
+        micro_batches=config.pipeline_parallel_size,
         tasks=loaded.tasks,
         pooling=loaded.pooling,
         whole_prompts=False,
@@ -168,13 +175,6 @@ def kept_windows(config: EngineConfig, windows: tuple[int | None, ...]) -> str |
     if (setting := keeps_all(config)) is None or not any(windows):
         return None
     return f"layers with a sliding window keep all tokens, for {setting} needs pages of all layers"
-
-
-def start_ranks(config: EngineConfig, path: Path, chosen: Chosen, on_end: Callable[[int], None] | None) -> Ranks:
-    """The processes that compute the model together with this one."""
-    weights = None if config.weights is None else str(stored_at(config))
-    local = config.model_copy(update={"model": str(path), "revision": None, "weights": weights})
-    return Ranks(local, chosen.backend, 4 * -(-chosen.spec.vocab_size // config.tensor_parallel_size), on_end)
 
 
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
@@ -197,12 +197,63 @@ def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None
         raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size")
 
 
-def load_first(load: Callable[..., LoadedModel], ranks: Ranks) -> LoadedModel:
-    """The first rank's part of the model, which `load` loads, once all have theirs. Counts what all have read."""
+def check_stages(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
+    """Raise ConfigError where a model's layers cannot be divided among so many stages, or what else is asked for does
+    not go with stages. given: its weights are in no file."""
+    stages, layers, asked = config.pipeline_parallel_size, chosen.spec.num_layers, config.speculative_config
+    wrong = None
+    if chosen.device.type != "cpu":
+        wrong = "stages compute on CPUs alone so far; see --device"
+    elif config.tensor_parallel_size > 1:
+        wrong = "ranks that divide every layer (tensor_parallel_size) cannot be stages too yet; use one of the two"
+    elif stages > layers:
+        wrong = f"the model's {layers} layers cannot be divided among {stages} stages"
+    elif asked is not None and (asked.method == "draft_model" or asked.hidden_states):
+        wrong = f"speculative_config: {asked.method!r} needs all layers in one process; ngram and suffix do not"
+    elif given:
+        wrong = "weights given as tensors reach one stage alone; give them as a file"
+    if wrong is not None:
+        raise ConfigError(f"pipeline_parallel_size: {wrong}", param="pipeline_parallel_size")
+
+
+def start_ranks(
+    config: EngineConfig,
+    path: Path,
+    chosen: Chosen,
+    progress: Callable[[], None],
+    on_end: Callable[[int], None] | None,
+    *,
+    given: bool,
+) -> Ranks | None:
+    """The processes that compute the model together with this one; None: it is alone. given: the weights are in no
+    file. Raises ConfigError."""
+    if config.ranks == 1:
+        return None
+    check = check_stages if config.pipeline_parallel_size > 1 else check_division
+    check(config, chosen, given=given)
+    weights = None if config.weights is None else str(stored_at(config))
+    local = config.model_copy(update={"model": str(path), "revision": None, "weights": weights})
+    if config.pipeline_parallel_size > 1:
+        return Stages(local, progress, on_end)
+    return TensorRanks(local, chosen.backend, 4 * -(-chosen.spec.vocab_size // config.tensor_parallel_size), on_end)
+
+
+def load_first(load: Callable[..., LoadedModel], ranks: Ranks) -> tuple[LoadedModel, int]:
+    """This process' part of the model, which `load` loads, once all have theirs; and the bytes of what other stages
+    hold. Of ranks that divide every layer it counts what all have read."""
+    if isinstance(ranks, Stages):
+        loaded = load(kind=Stage)
+        assert isinstance(loaded.model, Stage)
+        loaded.model.follow(ranks.passed)
+        others = ranks.wait_loaded()
+        checkpoint = loaded.checkpoint.joined(each.table for each in others)
+        return replace(loaded, checkpoint=checkpoint), sum(each.weight_bytes for each in others)
+    assert isinstance(ranks, TensorRanks)
     loaded = load(shard=Shard(0, ranks.count, ranks.group), kind=LeadingDecoder)
     assert isinstance(loaded.model, LeadingDecoder)
     loaded.model.lead(ranks)
-    return replace(loaded, read_bytes=loaded.read_bytes + ranks.wait_loaded())
+    others = ranks.wait_loaded()
+    return replace(loaded, read_bytes=loaded.read_bytes + sum(each.weight_bytes for each in others)), 0
 
 
 def serve_adapters(
@@ -221,11 +272,12 @@ def plan_pages(
     model: Decoder,
     backend: Backend,
     draft: DraftModel | LoadedHead | None,
+    groups: PageGroups,
 ) -> KVPlan:
-    """The KV cache for what the loaded weights leave of the memory."""
-    ranks = model.shard.count
-    formula = model.page_formula if ranks == 1 else f"{model.page_formula} x {ranks} ranks"
-    each = page_bytes(model) * model.groups.count * ranks
+    """The KV cache for what the loaded weights leave of the memory; groups: of all layers."""
+    ranks, places = model.shard.count, sum(places_of_stages(groups, config.pipeline_parallel_size))
+    formula = model.formula_of(places) if ranks == 1 else f"{model.page_formula} x {ranks} ranks"
+    each = page_bytes(model) // model.groups.places * places * groups.count * ranks
     available = kv_budget(config, model.device, set_aside(model, model_config, backend, config))
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)
@@ -239,7 +291,7 @@ def plan_pages(
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         num_blocks=config.num_kv_blocks,
-        windows=model.groups.windows,
+        windows=groups.windows,
         at_once=config.long_prefill_token_threshold or config.max_num_batched_tokens,
     )
 

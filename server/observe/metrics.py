@@ -200,10 +200,10 @@ class Metrics:
         }
         names = ("engine", *facts)
         gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._engines)
-        ranks = Gauge("quire:ranks", "Processes that compute every layer.", ("engine",), registry=self._engines)
+        ranks = Gauge("quire:ranks", "Processes that compute the model together.", ("engine",), registry=self._engines)
         for engine in map(str, range(config.data_parallel_size)):
             gauge.labels(engine=engine, **{name: str(value) for name, value in facts.items()}).set(1)
-            ranks.labels(engine=engine).set(config.tensor_parallel_size)
+            ranks.labels(engine=engine).set(config.ranks)
 
     def tell_adapters(self, client: EngineClient, max_loras: int) -> None:
         """Show which adapters the open requests need, as vLLM does."""

@@ -1,5 +1,5 @@
-"""Servers whose model is on several ranks: a rank's death is survived as an engine's is, and no rank outlives its
-server."""
+"""Servers whose model is on several ranks, which divide every layer or are stages: a rank's death is survived as an
+engine's is, and no rank outlives its server."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import EngineError
 from quire.engine.loop import Engine, let_go
 from quire.engine.worker.ranks.leader import LeadingDecoder
+from quire.engine.worker.ranks.pipeline import PipelineRunner
 from quire.kernels.cpu.backend import Cpu
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
@@ -67,9 +68,9 @@ def started(tmp_path: Path) -> Iterator[Start]:
     """Starts a server of so many ranks; returns it, and what marks its processes. None outlives a test that fails."""
     servers: list[Server] = []
 
-    def start(ranks: int, *, wait: bool = True) -> tuple[Server, str]:
+    def start(ranks: int, *, how: str = "tensor", wait: bool = True) -> tuple[Server, str]:
         mark = uuid.uuid4().hex
-        divided = ("--tensor-parallel-size", str(ranks), "--threads", str(ranks), "--tool-call-parser", "hermes")
+        divided = (f"--{how}-parallel-size", str(ranks), "--threads", str(ranks), "--tool-call-parser", "hermes")
         servers.append(Server(tmp_path / "log", *divided, env={"TEST_MARK": mark}, wait=wait))
         return servers[-1], mark
 
@@ -95,10 +96,29 @@ def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
+    """The last one of those before it is told by the first one's end, and does not end by itself."""
+    settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1, "dtype": "float32"}
+    made = Engine(EngineConfig(model=DEMO_MODEL, pipeline_parallel_size=3, **settings))
+    alone = Engine(EngineConfig(model=DEMO_MODEL, **settings))
+    asked = [request(str(i), [435, 1029 + i], seed=i, temperature=0.8, logprobs=0) for i in range(4)]
+    assert run(made, asked) == run(alone, asked)
+    assert isinstance(made.runner, PipelineRunner)
+    pids = made.runner._stages.pids
+    made.add(request("b", [435, 1029]))
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(EngineError, match=f"rank 1 of 3 .process {pids[0]}. was killed by SIGKILL"):
+        run(made, [])
+    assert Path(f"/proc/{pids[1]}").exists()
+    del made
+    let_go()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-async def test_no_stream_notices_that_ranks_die(ranks: int, started: Start) -> None:
-    server, mark = started(ranks)
+@pytest.mark.parametrize(("how", "ranks"), [("tensor", 2), ("tensor", 4), ("pipeline", 2), ("pipeline", 3)])
+async def test_no_stream_notices_that_ranks_die(how: str, ranks: int, started: Start) -> None:
+    server, mark = started(ranks, how=how)
     limits = httpx.Limits(max_connections=STREAMS + 1)
     async with httpx.AsyncClient(base_url=server.url, timeout=280, limits=limits) as client:
         expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
@@ -126,9 +146,10 @@ async def test_no_stream_notices_that_ranks_die(ranks: int, started: Start) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["tensor", "pipeline"])
 @pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "engine", "stopped", "starting"])
-def test_no_rank_outlives_its_server(way: str, started: Start) -> None:
-    server, mark = started(2, wait=way != "starting")
+def test_no_rank_outlives_its_server(way: str, how: str, started: Start) -> None:
+    server, mark = started(2, how=how, wait=way != "starting")
     if way == "starting":
         wait_until(lambda: bool(ranks_of(mark)), "no rank was started")
         server.process.kill()

@@ -18,17 +18,17 @@ from quire.engine.worker.ranks.messages import Start, decode_to_rank, frame
 
 
 class _Orders:
-    """The pipe to a rank; tells it of a descriptor of its own, as a process would have."""
+    """The pipe to a rank; tells it of descriptors of its own, as a process would have."""
 
-    def __init__(self, descriptor: int, owned: int) -> None:
+    def __init__(self, descriptor: int, owned: list[int]) -> None:
         self._file = os.fdopen(descriptor, "wb")
-        self._owned: int | None = owned
+        self._owned: list[int] | None = owned
 
     def write(self, content: bytes) -> None:
         if self._owned is not None:
             start = decode_to_rank(content[8:])
             assert isinstance(start, Start)
-            content, self._owned = frame(msgspec.structs.replace(start, descriptor=self._owned)), None
+            content, self._owned = frame(msgspec.structs.replace(start, descriptors=self._owned)), None
         self._file.write(content)
 
     def flush(self) -> None:
@@ -43,10 +43,11 @@ class ThreadProcess:
 
     pid = 0
 
-    def __init__(self, command: Sequence[str], *, pass_fds: tuple[int, int], **_: Any) -> None:
+    def __init__(self, command: Sequence[str], *, pass_fds: tuple[int, ...], **_: Any) -> None:
         theirs, ours = os.pipe()
-        self.stdin = _Orders(ours, os.dup(pass_fds[0]))
-        ends = os.fdopen(theirs, "rb"), os.fdopen(os.dup(pass_fds[1]), "wb")
+        *own, answers = map(os.dup, pass_fds)
+        self.stdin = _Orders(ours, own)
+        ends = os.fdopen(theirs, "rb"), os.fdopen(answers, "wb")
 
         def run() -> None:
             with ends[0] as orders, ends[1] as answers:

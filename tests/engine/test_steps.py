@@ -56,8 +56,10 @@ class AsyncDevice:
     whose results it has read. That needs every token before the one to pick.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, stages: int = 1) -> None:
+        """Of several stages the first must know every token when a step is launched."""
         self.failure: BaseException | None = None
+        self._stages = stages
         self._device = FakeDevice()
         self._delays = random.Random(seed)
         self._queue: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
@@ -69,6 +71,9 @@ class AsyncDevice:
         for admission in batch.admissions:
             row = next(row for row in batch.rows if row.slot == admission.slot)
             self._read[row.request_id] = len(admission.token_ids)
+        for row in batch.rows if self._stages > 1 else ():
+            known = row.start + row.count - len(row.draft_ids)
+            assert known <= self._read[row.request_id], "a token that the first stage does not know"
         step = Step(batch, dict(self._read), device=self)
         self._queue.put(step)
         return step
@@ -104,8 +109,8 @@ class AsyncDevice:
 
 
 @contextmanager
-def device(seed: int) -> Iterator[AsyncDevice]:
-    made = AsyncDevice(seed)
+def device(seed: int, stages: int = 1) -> Iterator[AsyncDevice]:
+    made = AsyncDevice(seed, stages=stages)
     try:
         yield made
     finally:
@@ -139,7 +144,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
 
 
 def serve(
-    traffic: list[Arrival], launch_on: AsyncDevice, ahead: int, drafts: str = "none"
+    traffic: list[Arrival], launch_on: AsyncDevice, ahead: int, drafts: str = "none", micro_batches: int = 1
 ) -> dict[str, list[RequestOutput]]:
     """Step until all has ended; arrivals and aborts come at the given steps."""
     scheduler = Scheduler(
@@ -150,6 +155,7 @@ def serve(
         max_num_batched_tokens=10,
         eos_token_ids=(EOS,),
         drafter=DRAFTERS[drafts],
+        micro_batches=micro_batches,
     )
     steps = Steps(scheduler, launch_on, ahead, NoHeartbeat())
     outputs: dict[str, list[RequestOutput]] = {}
@@ -197,7 +203,24 @@ def merged(outputs: list[RequestOutput]) -> tuple[list[int], list[TokenLogprob],
 )
 def test_the_same_answers_with_steps_under_way(traffic: list[Arrival], ahead: int, drafts: str, seed: int) -> None:
     with device(seed) as one, device(seed + 1) as other:
-        plain, overlapped = serve(traffic, one, 0), serve(traffic, other, ahead, drafts)
+        compare(traffic, serve(traffic, one, 0), serve(traffic, other, ahead, drafts))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    traffic=arrivals(),
+    stages=st.integers(2, 4),
+    drafts=st.sampled_from(["none", *DRAFTERS]),
+    seed=st.integers(0, 1000),
+)
+def test_the_same_answers_from_a_pipeline(traffic: list[Arrival], stages: int, drafts: str, seed: int) -> None:
+    with device(seed) as one, device(seed + 1, stages) as other:
+        compare(traffic, serve(traffic, one, 0), serve(traffic, other, stages - 1, drafts, stages))
+
+
+def compare(
+    traffic: list[Arrival], plain: dict[str, list[RequestOutput]], overlapped: dict[str, list[RequestOutput]]
+) -> None:
     for arrival in traffic:
         name = arrival.request.id
         wanted, got = merged(plain[name]), merged(overlapped[name])

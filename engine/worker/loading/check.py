@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -38,6 +39,13 @@ class Checkpoint:
     """Those in the model's that hold more of them."""
     unused: tuple[str, ...] = ()
     """What names begin like that it may hold too."""
+
+    def joined(self, others: Iterable[Mapping[str, tuple[tuple[int, ...], str]]]) -> Checkpoint:
+        """Of this stage and of the others; by name, the shapes and types of theirs."""
+        each = {name: kind for other in others for name, kind in other.items()}
+        types = {name: getattr(torch, kind.removeprefix("torch.")) for name, (_, kind) in each.items()}
+        table = {name: Parameter(shape, types[name], _drop) for name, (shape, _) in each.items()}
+        return Checkpoint(self.table | table, self.folders)
 
     def bare(self) -> Checkpoint:
         """Without the model that the table fills."""

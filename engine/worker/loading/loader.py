@@ -86,8 +86,9 @@ def named_stream(stream: TensorStream, table: ParameterTable, unused: tuple[str,
     saved alone or as part of another. Those of other names that begin like one of `unused` are left out.
     """
     for name, tensor in stream:
-        known = next((each for each in (name, f"model.{name}", name.partition(".")[2]) if each in table), name)
-        if known in table or not (known.startswith(unused) or name.partition(".")[2].startswith(unused)):
+        names = name, f"model.{name}", name.partition(".")[2]
+        known = next((each for each in names if each in table), name)
+        if known in table or not any(each.startswith(unused) for each in names):
             yield known, tensor
 
 

@@ -13,9 +13,10 @@ import torch
 
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.checkpoint.kv_plan import check_positions, check_room
-from quire.engine.checkpoint.page_groups import keeps_all, page_groups
+from quire.engine.checkpoint.page_groups import PageGroups, keeps_all, page_groups
 from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.stages import groups_of_stage, stage_layers
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.adapters import Adapters
@@ -57,6 +58,8 @@ class LoadedModel:
     """How the weights are stored in few bits, for people to read."""
     read_bytes: int
     """Of all weights, as they were read."""
+    groups: PageGroups
+    """Of all layers of the model."""
 
 
 def load_model(
@@ -68,12 +71,14 @@ def load_model(
     tensors: Tensors | None = None,
     shard: Shard = WHOLE,
     kind: type[Decoder] = Decoder,
+    stage: int = -1,
 ) -> LoadedModel:
-    """The model at `path`, its weights from `tensors` if there are any; `shard`: whose part of it. Raises
-    ConfigError."""
+    """The model at `path`, its weights from `tensors` if there are any; `shard`: whose part of each layer; `stage`:
+    which of a pipeline's, by default the last one, which alone has all layers. Raises ConfigError."""
     stored, device, dtype, backend = stored_at(config), chosen.device, chosen.dtype, chosen.backend
     files = stored if tensors is None else None
-    if shard.rank == 0:
+    layers = stage_layers(chosen.spec.num_layers, config.pipeline_parallel_size)[stage]
+    if shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
         check_files(config, device, dtype, files)
     pooling, tasks = read_tasks(path, model_config, config)
     length = longest_context(config, model_config, device, dtype, backend)
@@ -81,6 +86,7 @@ def load_model(
     held = page_numbers(config, files, dtype)
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
+    groups = page_groups(chosen.spec.windows, positions, backend.block_size, keep_all=kept)
     model = kind(
         chosen.spec,
         backend,
@@ -94,12 +100,16 @@ def load_model(
         kv_scales=held[1],
         adapters=room,
         shard=shard,
-        groups=page_groups(chosen.spec.windows, positions, backend.block_size, keep_all=kept),
+        groups=groups_of_stage(groups, layers),
+        layers=layers,
     )
+    if room is not None:
+        room.elsewhere = model.elsewhere
     head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
-    checkpoint = Checkpoint(model.parameters() | head.parameters(), tuple(each.folder for each in pooling.dense))
+    folders = tuple(each.folder for each in pooling.dense)
+    checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.elsewhere)
     read = fill(checkpoint, config, device, weights.stream, files)
-    return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read)
+    return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups)
 
 
 def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
 from quire.engine.executor import AdapterLoader
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import Adapter
@@ -19,7 +21,28 @@ from quire.engine.worker.ranks.messages import (
     forward,
 )
 from quire.engine.worker.ranks.processes import Ranks
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext
+
+
+class TensorRanks(Ranks):
+    """The processes that compute every layer together with this one."""
+
+    setting, called = "tensor_parallel_size", "ranks"
+
+    def __init__(
+        self, config: EngineConfig, backend: Backend, row_bytes: int, on_end: Callable[[int], None] | None = None
+    ) -> None:
+        """`row_bytes`: of the longest row that they put side by side. Raises ConfigError."""
+        count = config.tensor_parallel_size
+        try:
+            memory = backend.ranks_memory(count, row_bytes)
+        except ValueError as error:
+            raise ConfigError(f"{self.setting}: {error}", param=self.setting) from error
+        self.group = backend.collective(memory, 0, count)
+        super().__init__(config, [[memory]] * (count - 1), on_end)
+
+    def _let_go(self) -> None:
+        self.group.close()
 
 
 class LeadingDecoder(Decoder):

@@ -30,8 +30,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     config: str
     """The engine's, as JSON."""
     rank: int
-    descriptor: int
-    """Of the memory that all ranks share."""
+    descriptors: list[int]
+    """Of the memory that all ranks share; or of the pipes that a stage writes to and, but for the first one, reads."""
     cores: list[int]
     """To stay on; none: all."""
 
@@ -89,6 +89,9 @@ ToRank = Start | Allocate | Forward | Logits | Embed | LoadAdapter | UseAdapter
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
     weight_bytes: int
+    """As read; a stage's, as held."""
+    table: dict[str, tuple[tuple[int, ...], str]] = {}
+    """A stage's weights: shape and type, by name in the checkpoint."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -98,14 +101,27 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     param: str | None
 
 
-FromRank = Loaded | Failed
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """A part of a stage's step is done."""
+
+
+FromRank = Loaded | Failed | Progress
+
+
+class Passed(msgspec.Struct, frozen=True, tag=True):
+    """What a stage has computed, for the next one, which adds the two."""
+
+    x: Array
+    residual: Array
+
 
 _encode = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
+decode_passed = msgspec.msgpack.Decoder(Passed).decode
 
 
-def frame(message: ToRank | FromRank) -> bytes:
+def frame(message: ToRank | FromRank | Passed) -> bytes:
     encoded = _encode(message)
     return _LENGTH.pack(len(encoded)) + encoded
 

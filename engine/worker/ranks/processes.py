@@ -15,8 +15,15 @@ from typing import BinaryIO
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
-from quire.engine.worker.ranks.messages import Failed, Loaded, Start, ToRank, decode_from_rank, frame, read_frame
-from quire.kernels.backend import Backend
+from quire.engine.worker.ranks.messages import (
+    Failed,
+    Loaded,
+    Start,
+    ToRank,
+    decode_from_rank,
+    frame,
+    read_frame,
+)
 from quire.kernels.collective import RankEnded
 
 _STOP_SECONDS = 5.0
@@ -28,16 +35,18 @@ class Ranks:
     """Started when constructed; ended by `close`, or when nobody holds this any more. Raises ConfigError where they
     cannot be started."""
 
+    setting: str
+    """That asks for them."""
+    called: str
+    """What they are called."""
+
     def __init__(
-        self, config: EngineConfig, backend: Backend, row_bytes: int, on_end: Callable[[int], None] | None = None
+        self, config: EngineConfig, descriptors: Sequence[list[int]], on_end: Callable[[int], None] | None = None
     ) -> None:
-        """`row_bytes`: of the longest row that they put side by side. `on_end` is called, by a thread, with the return
-        code of a process that ends unasked, as subprocess says it; then every later call raises EngineError."""
-        self.count = config.tensor_parallel_size
-        try:
-            descriptor = backend.ranks_memory(self.count, row_bytes)
-        except ValueError as error:
-            raise ConfigError(f"tensor_parallel_size: {error}", param="tensor_parallel_size") from error
+        """`descriptors`: for each process, by which it reaches others; they are closed here. `on_end` is called, by a
+        thread, with the return code of a process that ends unasked, as subprocess says it; then every later call raises
+        EngineError."""
+        self.count = 1 + len(descriptors)
         self._on_end = on_end
         self._closing = threading.Event()
         self._ended = threading.Event()
@@ -49,16 +58,16 @@ class Ranks:
         self.close = weakref.finalize(self, _end, self._processes, self._closing, allowed if self._cores else set())
         """Ends the processes and waits for them."""
         try:
-            self.group = backend.collective(descriptor, 0, self.count)
-            for rank in range(1, self.count):
-                self._start(config, rank, descriptor)
+            for rank, own in enumerate(descriptors, 1):
+                self._start(config, rank, own)
             stay_on(self._cores[0] if self._cores else set())
         except OSError as error:
             self.close()
             why = f"no process can be started: {error.strerror}"
-            raise ConfigError(f"tensor_parallel_size: {why}", param="tensor_parallel_size") from error
+            raise ConfigError(f"{self.setting}: {why}", param=self.setting) from error
         finally:
-            os.close(descriptor)
+            for descriptor in {each for own in descriptors for each in own}:
+                os.close(descriptor)
 
     def send(self, message: ToRank) -> None:
         """To all of them. They read it when they have done what they were told before."""
@@ -80,37 +89,37 @@ class Ranks:
             self._ended.wait(_STOP_SECONDS)  # a pipe breaks a moment before its process has ended
             raise EngineError(self._failure or "a rank has closed its pipe") from error
 
-    def wait_loaded(self) -> int:
-        """Wait until all have loaded their weights. Returns the bytes of these. Raises what they raised."""
-        size = 0
+    def wait_loaded(self) -> list[Loaded]:
+        """Wait until all have loaded their weights. Returns what each says of them. Raises what they raised."""
+        found = []
         for answers in self._answers:
             if (content := read_frame(answers)) is None:
                 with self.watched():
                     raise RankEnded
-            match decode_from_rank(content):
-                case Loaded(weight_bytes):
-                    size += weight_bytes
-                case Failed(message, param):
-                    raise ConfigError(message, param=param)
-        return size
+            answer = decode_from_rank(content)
+            if isinstance(answer, Failed):
+                raise ConfigError(answer.message, param=answer.param)
+            assert isinstance(answer, Loaded)
+            found.append(answer)
+        return found
 
     @property
     def note(self) -> str:
         where = f", on cores {'; '.join(str(sorted(each)) for each in self._cores)}" if self._cores else ""
-        return f"{self.count} ranks, beside this process {', '.join(map(str, self.pids))}{where}"
+        return f"{self.count} {self.called}, beside this process {', '.join(map(str, self.pids))}{where}"
 
     @property
     def pids(self) -> Sequence[int]:
         return [process.pid for process in self._processes]
 
-    def _start(self, config: EngineConfig, rank: int, descriptor: int) -> None:
+    def _start(self, config: EngineConfig, rank: int, descriptors: list[int]) -> None:
         answers, theirs = os.pipe()
         try:
             # -P: see EngineProcess
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _MODULE, str(theirs)],
                 stdin=subprocess.PIPE,
-                pass_fds=(descriptor, theirs),
+                pass_fds=(*descriptors, theirs),
             )
         except OSError:
             os.close(answers)
@@ -124,18 +133,21 @@ class Ranks:
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already, which `wait_loaded` will report
             cores = sorted(self._cores[rank]) if self._cores else []
-            process.stdin.write(frame(Start(config.model_dump_json(), rank, descriptor, cores)))
+            process.stdin.write(frame(Start(config.model_dump_json(), rank, descriptors, cores)))
             process.stdin.flush()
 
     def lost(self, rank: int, pid: int, code: int) -> None:
         """A process has ended unasked. Called by a thread."""
         how = f"exited with code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
-        self._failure = f"rank {rank} of {self.count} (process {pid}) {how}"
-        self.group.close()
+        self._failure = self._failure or f"rank {rank} of {self.count} (process {pid}) {how}"
+        self._let_go()
         if self._on_end is not None:
             print(f"quire: {self._failure}", file=sys.stderr, flush=True)
             self._on_end(code)  # which may end this process, before anybody gets an error for it
         self._ended.set()
+
+    def _let_go(self) -> None:
+        """Let none wait for one that has ended. Called by a thread."""
 
 
 def _watch(process: subprocess.Popen[bytes], rank: int, ranks: weakref.ref[Ranks], closing: threading.Event) -> None:

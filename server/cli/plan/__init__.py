@@ -39,12 +39,13 @@ def main(argv: Sequence[str], started: float) -> int:
     config = ServerConfig() if args.config is None else load(ServerConfig, {}, args.config)
     model = args.model or config.model
     args.dp = args.dp or config.data_parallel_size
+    args.pp = args.pp or config.pipeline_parallel_size
     raw, folder = read_raw_config(model, args.revision or config.revision)
     sizes = read_sizes(raw)
     stored = None if folder is None else read_stored_weights(folder)
     wishes = _wishes(args, config, raw)
     if args.gpu == "all":
-        cards = [divided(card, args.tp, args.dp) for card in read_cards().values()]
+        cards = [divided(card, args.tp, args.dp, args.pp) for card in read_cards().values()]
         print(as_table([estimate(sizes, card, wishes, stored) for card in cards]))
         return 0
     made = estimate(sizes, _machine(args), wishes, stored)
@@ -124,6 +125,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         *ranks, dest="tp", type=number(int, 1), default=1, metavar="N", help="GPUs, or processes, that share the model"
     )
+    stages = ("--pipeline-parallel-size", "--pp")
+    parser.add_argument(
+        *stages, dest="pp", type=number(int, 1, 64), metavar="N", help="GPUs, or processes, that share out the layers"
+    )
     replicas = ("--data-parallel-size", "--dp")
     parser.add_argument(
         *replicas, dest="dp", type=number(int, 1, 32), metavar="N", help="engines that share the requests"
@@ -174,4 +179,4 @@ def _machine(args: argparse.Namespace) -> Machine:
         bandwidth=machine.bandwidth if args.bandwidth is None else args.bandwidth * 1e9,
         flops=machine.flops if args.tflops is None else args.tflops * 1e12,
     )
-    return divided(machine, args.tp, args.dp)
+    return divided(machine, args.tp, args.dp, args.pp)

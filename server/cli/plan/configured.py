@@ -55,7 +55,8 @@ def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
                 modules=planned_modules(raw),
             )
         wishes = replace(wishes, draft=planned_draft(config.speculative_config))
-        parts = divided(machine, config.tensor_parallel_size, config.data_parallel_size)
+        counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
+        parts = divided(machine, *counts)
         made = estimate(read_sizes(raw), parts, wishes, stored)
         return made.num_blocks * made.block_size or None
     except (ModelError, ConfigError):

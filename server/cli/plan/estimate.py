@@ -21,6 +21,7 @@ from quire.engine.checkpoint.kv_plan import (
 from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, page_groups
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
+from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
 from quire.server.cli.plan.drafts import Draft
@@ -147,9 +148,10 @@ class Estimate:
         machine, sizes = self.machine, self.sizes
         if machine.bandwidth is None or machine.flops is None:
             return None
-        read = self.weight_bytes * sizes.share_read(streams) / machine.count
-        read += streams * context * self.kv_token_bytes
-        work = streams * (2 * sizes.active_parameters + 4 * sizes.attention_width * context) / machine.count
+        together, turns = -(-streams // machine.stages), max(streams, machine.stages)  # each stage has its turn
+        read = self.weight_bytes * sizes.share_read(together) * machine.stages / machine.count
+        read += turns * context * self.kv_token_bytes
+        work = turns * (2 * sizes.active_parameters + 4 * sizes.attention_width * context) / machine.count
         return streams / max(read / machine.bandwidth, work / machine.flops)
 
     def prefill_seconds(self, tokens: int) -> float | None:
@@ -160,7 +162,9 @@ class Estimate:
         body = sizes.active_parameters - sizes.head_parameters
         work = tokens * 2 * body + 2 * sizes.head_parameters + 2 * sizes.attention_width * tokens**2
         read = self.weight_bytes * sizes.share_read(tokens)
-        return max(work / machine.flops, read / machine.bandwidth) / machine.count
+        parts = -(-tokens // self.needs.at_once)
+        waits = (parts + machine.stages - 1) / parts  # until the first part has reached the last stage
+        return max(work / machine.flops, read / machine.bandwidth) / machine.count * waits
 
 
 _COMPRESSION_SAVES = 0.24
@@ -203,9 +207,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         )
     if in_8_bits:
         weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
-    on_device = weights // machine.count
-    if not in_8_bits and not machine.gpu and sizes.embeddings < 2 * sizes.head_parameters:
-        on_device += sizes.head_parameters * width // machine.count  # the CPU kernels pack a copy of a tied head
+    on_device = weights // machine.count + tied_head_bytes(sizes, machine, width, in_8_bits=in_8_bits)
     if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
         linears = on_device - sizes.head_parameters * width // machine.count  # all but the embedding table
         on_device -= round(linears * _COMPRESSION_SAVES)
@@ -216,12 +218,14 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     drafting = None if wishes.draft is None else wishes.draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
     whole = kv_bytes(sizes, dtype, wishes.kv_cache_dtype)
-    token = whole // (split := min(machine.count, sizes.kv_heads)) + own // sharing
+    split = machine.count if machine.stages > 1 else min(machine.count, sizes.kv_heads)
+    token = whole // split + own // sharing
     kept = token - own // sharing * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
     block_size = PAGE
     if wishes.kv_cache_dtype == "auto":  # flash-attn, whose pages are larger, holds no 8 bits
         block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend)
     groups = _groups(sizes, wishes, block_size)
+    slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     step = step_bytes(sizes, width)
     beside = 0 if machine.gpu else wishes.offload.host_bytes // (sharing * machine.replicas)
     budget = machine.kv_budget(on_device + beside, step, wishes.utilization)
@@ -240,7 +244,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         block_size=block_size,
         kv_cache_dtype=wishes.kv_cache_dtype,
         quantized=quantized,
-        page_bytes=(whole * groups.slots // len(sizes.windows) // split + own // sharing) * block_size,
+        page_bytes=(whole * slots // len(sizes.windows) // split + own // sharing) * block_size,
         needs=PageNeeds(groups.windows, block_size, wishes.at_once),
         layer_page_bytes=(whole + own) * block_size // sizes.num_layers,
         kv_budget=budget,
@@ -252,6 +256,15 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         tiers=wishes.offload.share(machine.replicas).tiers(kept * block_size, block_size),
     )
     return _fitted(made, wishes, on_device)
+
+
+def tied_head_bytes(sizes: ModelSizes, machine: Machine, width: int, *, in_8_bits: bool) -> int:
+    """What each device has beside the weights for a head that is the embedding: both ends of a pipeline have that, and
+    of one that is not in 8 bits the CPU kernels pack a copy."""
+    tied = sizes.embeddings < 2 * sizes.head_parameters
+    if not tied or (machine.stages == 1 and (in_8_bits or machine.gpu)):
+        return 0
+    return round(sizes.head_parameters * (TABLE_BITS / 8 if in_8_bits else width)) // machine.count
 
 
 def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
@@ -292,7 +305,8 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
     if asked is not None or context < longest:
         flags += ["--max-model-len", str(context)]
     if made.machine.count > 1:
-        flags += ["--tensor-parallel-size", str(made.machine.count)]
+        how = "pipeline" if made.machine.stages > 1 else "tensor"
+        flags += [f"--{how}-parallel-size", str(made.machine.count)]
     if made.machine.replicas > 1:
         flags += ["--data-parallel-size", str(made.machine.replicas)]
     if wishes.dtype != "auto" or made.dtype != made.sizes.dtype:
@@ -344,8 +358,10 @@ def _reasons(made: Estimate, wishes: Wishes, on_device: int, pages: int) -> list
     machine, sizes = made.machine, made.sizes
     if made.dtype == "bfloat16" and not machine.bf16:
         return [f"{machine.name} does not compute bfloat16: use --dtype float16"]
-    if sizes.heads % machine.count:
+    if machine.stages == 1 and sizes.heads % machine.count:
         return [f"the model's {sizes.heads} heads cannot be divided among {machine.count} devices"]
+    if machine.stages > sizes.num_layers:
+        return [f"the model's {sizes.num_layers} layers cannot be divided among {machine.stages} stages"]
     if wishes.context is not None and wishes.context > sizes.max_position:
         return [f"a context of {wishes.context:,} tokens exceeds the model's {sizes.max_position:,} positions"]
     if pages < 1:

@@ -46,6 +46,8 @@ class Machine:
     compresses: bool = False
     """Whether it is a CPU whose kernels compress bfloat16 linear layers to 12 bits."""
     count: int = 1
+    stages: int = 1
+    """Whether the devices divide the layers among them, instead of every layer: then as many as `count`, else 1."""
     replicas: int = 1
     """How many such machines, of `count` devices each, serve the same model; these are parts of one CPU's machine."""
 
@@ -118,18 +120,23 @@ def this_machine(*, gpu: bool = True) -> Machine:
     return Machine("this machine's CPU", memory=available_host_bytes(), gpu=False, compresses=compresses)
 
 
-def divided(machine: Machine, ranks: int, replicas: int = 1) -> Machine:
+def divided(machine: Machine, ranks: int, replicas: int = 1, stages: int = 1) -> Machine:
     """So many such GPUs; or a CPU machine as so many equal parts, for the processes that share its memory and cores: so
-    many ranks of each of so many replicas. Raises ConfigError for replicas on GPUs."""
+    many ranks, or stages, of each of so many replicas. Raises ConfigError for replicas on GPUs, and for ranks and
+    stages together."""
     if machine.gpu and replicas > 1:
         message = "data_parallel_size: replicas are served on CPUs alone so far, not with --gpu or --memory"
         raise ConfigError(message, param="data_parallel_size")
-    parts = ranks * replicas
+    if ranks > 1 and stages > 1:
+        message = "pipeline_parallel_size: stages do not go with ranks that divide every layer (tensor_parallel_size)"
+        raise ConfigError(message, param="pipeline_parallel_size")
+    count = ranks * stages
+    parts = count * replicas
     if machine.gpu or parts == 1:
-        return replace(machine, count=ranks)
+        return replace(machine, count=count, stages=stages)
     bandwidth, flops = (None if each is None else each / parts for each in (machine.bandwidth, machine.flops))
-    name, memory = f"part of {machine.name}", machine.memory // parts
-    return replace(machine, name=name, memory=memory, bandwidth=bandwidth, flops=flops, count=ranks, replicas=replicas)
+    part = replace(machine, name=f"part of {machine.name}", memory=machine.memory // parts)
+    return replace(part, bandwidth=bandwidth, flops=flops, count=count, stages=stages, replicas=replicas)
 
 
 def with_memory(gib: float) -> Machine:

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.kv_plan import CUDA_CONTEXT_BYTES, DTYPE_BYTES, GIB, KV_CODE_SCALE_BYTES
+from quire.engine.checkpoint.stages import stage_layers
 from quire.engine.config import DEMO_MODEL
 from quire.server.cli.plan.estimate import Estimate
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine
@@ -106,7 +107,7 @@ def as_dict(made: Estimate, better: Machine | None) -> dict[str, Any]:
         "adapter_bytes": made.adapter_bytes,
         "draft_bytes": made.draft_bytes,
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
-        | {"replicas": machine.replicas},
+        | {"stages": machine.stages, "replicas": machine.replicas},
         "kv": {
             "dtype": made.dtype if made.kv_cache_dtype == "auto" else made.kv_cache_dtype,
             "bytes_per_token": made.kv_token_bytes,
@@ -161,6 +162,9 @@ def notes(made: Estimate) -> list[str]:
     found = [*sizes.notes, *(f"{reason}: figures only" for reason in unserved(made))]
     if made.machine.replicas > 1:
         found.append(f"these are the figures of each of {made.machine.replicas} replicas")
+    if (stages := made.machine.stages) > 1:
+        layers = ", ".join(str(len(each)) for each in stage_layers(sizes.num_layers, stages))
+        found.append(f"stages of {layers} layers; these are the figures of one on average")
     if sizes.sliding:
         found.append(f"{sizes.sliding} of {sizes.num_layers} layers see a sliding window; {_saved(made)}")
     return found
@@ -183,7 +187,7 @@ def unserved(made: Estimate) -> list[str]:
         found.append("Quire serves mixtures of experts on CPUs alone so far")
     if made.machine.count > 1 and made.machine.gpu:
         found.append("Quire divides models on CPUs, not among GPUs yet, and their talking is not counted")
-    elif made.machine.count > 1 and made.sizes.model_type in WITH_EXPERTS:
+    elif made.machine.count > made.machine.stages and made.sizes.model_type in WITH_EXPERTS:
         found.append("Quire does not divide mixtures of experts among ranks yet")
     if made.machine.count > 1 and made.tiers:
         found.append("Quire keeps no pages of several ranks beside their cache yet")

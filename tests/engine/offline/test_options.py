@@ -54,8 +54,8 @@ def test_signature_and_help_show_the_options_with_their_defaults(made: type[Any]
 
 
 def test_engine_args_are_checked_at_once() -> None:
-    with pytest.raises(ConfigError, match="pipeline_parallel_size: no such setting, one GPU is used so far"):
-        EngineArgs("m", pipeline_parallel_size=2)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="distributed_executor_backend: no such setting, one GPU is used so far"):
+        EngineArgs("m", distributed_executor_backend="mp")  # type: ignore[call-arg]
     assert EngineArgs(Path("m"), dtype="float32").options == {"dtype": "float32"}
 
 

@@ -277,6 +277,47 @@ def test_ranks_are_planned(drafts: bool, ranks: int) -> None:
     assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
 
 
+@pytest.mark.skipif(Cpu().missing is not None, reason="stages need the compiled kernels")
+@pytest.mark.usefixtures("thread_ranks")
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_are_planned(stages: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Layers with windows too: what each stage has of a page."""
+    config = EngineConfig(
+        model=str(tiny_models.save_tiny_model(tmp_path, "gemma2", num_hidden_layers=12, max_position_embeddings=4096)),
+        pipeline_parallel_size=stages,
+        threads=torch.get_num_threads() * stages,
+        dtype="bfloat16",
+        kv_cache_memory=0.01,
+        max_num_seqs=64,
+    )
+    info = Engine(config).info
+    machine = Machine("test", memory=4 * GIB, gpu=False)
+    planned = predicted_tokens(config, machine)
+    assert planned is not None
+    assert abs(planned - info.num_blocks * info.block_size) <= info.block_size
+    sizes = read_sizes(read_raw_config(config.model)[0])
+    made = estimate(sizes, divided(machine, 1, 1, stages), Wishes(dtype="bfloat16"))
+    assert made.device_weight_bytes * stages == pytest.approx(info.weight_bytes, rel=0.03)
+    assert made.flags[made.flags.index("--pipeline-parallel-size") + 1] == str(stages)
+    assert cli.main(["plan", config.model, "--pipeline-parallel-size", str(stages)]) == 0
+    assert f"stages of {', '.join(['6'] * 2 if stages == 2 else ['4'] * 3)} layers" in capsys.readouterr().out
+
+
+def test_a_pipeline_is_as_fast_as_one_of_its_stages_for_one_stream() -> None:
+    """A stream alone is in one stage at a time; two are in both."""
+    sizes = read_sizes(read_raw_config(DEMO_MODEL)[0])
+    machine = Machine("test", memory=4 * GIB, gpu=False, bandwidth=20e9, flops=1e11)
+    one, two = (estimate(sizes, divided(machine, 1, 1, stages), Wishes()) for stages in (1, 2))
+    alone, together = two.decode_limit(1, 100), two.decode_limit(2, 100)
+    assert alone == pytest.approx(one.decode_limit(1, 100) / 2)
+    assert together == pytest.approx(2 * alone)
+    first, begun = one.prefill_seconds(100), two.prefill_seconds(100)
+    assert begun == pytest.approx(2 * first)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size: .*tensor_parallel_size"):
+        divided(machine, 2, 1, 2)
+    assert "cannot be divided among 99 stages" in estimate(sizes, divided(machine, 1, 1, 99), Wishes()).reasons[0]
+
+
 def test_replicas_share_what_is_there() -> None:
     """Each has a copy of the weights, and its part of the memory for keys and values; the fit is the engines' rule."""
     sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
@@ -300,6 +341,8 @@ def test_mixtures_of_experts_are_not_planned_on_ranks(tmp_path: Path) -> None:
         read_sizes(read_raw_config(str(path))[0]), divided(Machine("test", 4 * GIB, gpu=False), 2), Wishes()
     )
     assert unserved(made) == ["Quire does not divide mixtures of experts among ranks yet"]
+    sizes = read_sizes(read_raw_config(str(path))[0])
+    assert not unserved(estimate(sizes, divided(Machine("test", 4 * GIB, gpu=False), 1, 1, 2), Wishes()))
 
 
 def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

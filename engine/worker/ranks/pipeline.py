@@ -1,0 +1,103 @@
+"""A model whose layers are divided among processes, the stages of a pipeline. The engine is the last one: it decides
+the steps, sends each to all stages, and samples. While it computes its layers of one step, the stages before are at the
+next ones, which are of other sequences (Scheduler's `micro_batches`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import torch
+
+from quire.engine.batch import Batch, StepOutput
+from quire.engine.config import EngineConfig
+from quire.engine.worker.pending import PendingStep
+from quire.engine.worker.ranks.messages import Loaded, forward, read_frame
+from quire.engine.worker.ranks.processes import Ranks
+from quire.engine.worker.ranks.stages import Inbox
+from quire.engine.worker.runner import Begun, Runner
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
+
+class Stages(Ranks):
+    """The processes of all stages but the last, in their order."""
+
+    setting, called = "pipeline_parallel_size", "stages"
+
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[], None], on_end: Callable[[int], None] | None = None
+    ) -> None:
+        """`progress` is called, by a thread, after each part of a step of any of them. Raises ConfigError."""
+        pipes = [os.pipe() for _ in range(config.pipeline_parallel_size - 1)]
+        reads, writes = zip(*pipes, strict=True)
+        last = os.fdopen(reads[-1], "rb")
+        try:
+            super().__init__(config, [[writes[0]], *map(list, zip(writes[1:], reads, strict=False))], on_end)
+        except BaseException:
+            last.close()
+            raise
+        self.passed = Inbox(last)
+        """What the last of them passes on."""
+        self._progress = progress
+
+    def wait_loaded(self) -> list[Loaded]:
+        found = super().wait_loaded()
+        for answers in self._answers:
+            threading.Thread(target=_hear, args=(answers, self._progress), name="progress", daemon=True).start()
+        return found
+
+
+def _hear(answers: BinaryIO, progress: Callable[[], None]) -> None:
+    with answers:
+        while read_frame(answers) is not None:
+            progress()
+
+
+class PipelineRunner(Runner):
+    """The last stage's. What a step picks is computed when it is asked for, and the steps launched meanwhile are under
+    way in the stages before."""
+
+    _stages: Stages
+
+    def lead(self, stages: Stages) -> None:
+        """Call it before use."""
+        self._stages = stages
+        self._under_way: deque[_Passing] = deque()
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> _Passing:
+        """Begin a batch in the first stage. None of its rows may follow a pick that is still under way."""
+        taken = {admission.slot for admission in batch.admissions}
+        if any(row.slot in taken for step in self._under_way for row in step.begun.batch.rows):
+            self.finish(self._under_way[-1])  # what it picks for who had the slot, it must read there
+        begun = self._begin(batch)
+        assert begun.inputs is not None
+        self._stages.send(forward(begun.inputs.token_ids, begun.inputs.metadata, _NO_ROWS, ()))
+        self._under_way.append(step := _Passing(self, begun))
+        return step
+
+    @torch.inference_mode()
+    def finish(self, step: _Passing) -> PendingStep:
+        """Compute the last layers of a step, and of all before it."""
+        while step.pending is None:
+            first = self._under_way.popleft()
+            with self._stages.watched():
+                first.pending = self._finish(first.begun)
+        return step.pending
+
+
+@dataclass(slots=True)
+class _Passing:
+    """A step under way."""
+
+    runner: PipelineRunner
+    begun: Begun
+    pending: PendingStep | None = None
+
+    def result(self) -> StepOutput:
+        return self.runner.finish(self).result()

@@ -1,0 +1,350 @@
+"""A model whose layers are divided among the stages of a pipeline: bit for bit what one process says, for every family
+and feature."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace as replace_struct
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quire.engine.batch import Batch
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.page_groups import PageGroups, page_groups
+from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
+from quire.engine.client.heartbeat import NoHeartbeat
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.loop import Engine, let_go
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.spool import Spool
+from quire.engine.text.grammar import json_grammar
+from quire.engine.types import PoolingParams, Request
+from quire.engine.worker import device
+from quire.engine.worker.device import choose
+from quire.engine.worker.loading.model import load_model
+from quire.engine.worker.ranks.pipeline import PipelineRunner
+from tests.adapters import ALL, save_adapter
+from tests.engine.harness import Answer, request, run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, one_thread, prompts
+from tests.engine.test_windows import FOUR
+from tests.gguf_models import write_gguf
+from tests.quantized_models import quantize_checkpoint
+from tests.tiny_encoders import save_tiny_encoder
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["one_thread", "thread_ranks"]
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.usefixtures("thread_ranks", "one_thread"),
+]
+BASE = {"dtype": "float32", "attention_backend": "cpu", "threads": 3}
+SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "mixtral", "gpt_oss"]
+
+
+def engine(path: Path | str, stages: int, **settings: Any) -> Engine:
+    return Engine(EngineConfig(model=str(path), pipeline_parallel_size=stages, **BASE | settings))
+
+
+def said(answers: dict[str, Answer]) -> dict[str, object]:
+    return {name: (each.ids, each.logprobs, each.prompt_logprobs, each.finish_reason) for name, each in answers.items()}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("family", SHAPES)
+def test_families_say_what_one_process_says(family: str, stages: int, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    expected = said(run(engine(path, 1, **SMALL), asked()))
+    divided = engine(path, stages, **SMALL)
+    assert said(run(divided, asked())) == expected
+    assert divided.stats.preemptions > 0
+    for each in asked():  # promise 2
+        divided.reset_prefix_cache()
+        assert said(run(divided, [each])) == {each.id: expected[each.id]}
+
+
+@pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
+def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
+    wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
+    path, settings = save_tiny_model(tmp_path / "model", "llama", **wide), {}
+    if way in QUANTIZED:
+        path = quantize_checkpoint(path, tmp_path / "few", *QUANTIZED[way])
+    elif "-" in way:
+        kinds = way.split("-")
+        path = write_gguf(path, tmp_path / "model.gguf", lambda name: kinds["o_proj" in name or "down" in name])
+    else:
+        settings = {"quantization": way}
+    one, divided = engine(path, 1, **settings), engine(path, 2, **settings)
+    assert said(run(divided, asked())) == said(run(one, asked()))
+    assert (divided.info.weight_bytes, divided.info.quantization) == (one.info.weight_bytes, one.info.quantization)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
+def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
+    params: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "logprobs": 1, "ignore_eos": False}
+    texts = [[435, 1029, 261], [2497, 16, 371, 2661], list(range(300, 340))]
+    requests = [request(str(i), ids, seed=i, **params) for i, ids in enumerate(texts)]
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    requests += [request(f"json {i}", texts[0], seed=i, **params, grammar=json_grammar(schema)) for i in range(3)]
+    settings: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv, "max_model_len": 256, "num_kv_blocks": 64}
+    one, divided = engine(DEMO_MODEL, 1, **settings), engine(DEMO_MODEL, 2, **settings)
+    assert said(run(divided, requests)) == said(run(one, requests))
+    assert divided.info.kv_bytes == one.info.kv_bytes
+    assert divided.info.weight_bytes == one.info.weight_bytes + read_head_bytes(DEMO_MODEL, dtype)
+    assert divided.stats.drafts > 0, "what grammars force is not guessed"
+
+
+def read_head_bytes(path: str, dtype: str) -> int:
+    """Of a head that is the embedding too: both ends have it."""
+    config = read_model_config(Path(path))
+    return config.tie_embeddings * config.vocab_size * config.hidden_size * {"float32": 4, "bfloat16": 2}[dtype]
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_windows(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage has layers of some groups of pages alone."""
+    plain = device.decoder_spec
+    monkeypatch.setattr(device, "decoder_spec", lambda config: replace(plain(config), windows=FOUR))
+    path = save_tiny_model(tmp_path, "gemma2")
+    settings: dict[str, Any] = {"kv_cache_dtype": kv, "num_kv_blocks": 20, "max_model_len": 280}
+    settings |= {"max_num_batched_tokens": 16}
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 300, (240,), generator=generator).tolist()
+    requests = [request(str(length), ids[:length], max_tokens=30, logprobs=0) for length in (1, 20, 130, 240)]
+    one, divided = engine(path, 1, **settings), engine(path, 2, **settings)
+    assert one.info.page_groups == divided.info.page_groups == 4
+    assert said(run(divided, requests)) == said(run(one, requests))
+
+
+def test_adapters(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama-tied-biased")
+    base = AutoModelForCausalLM.from_pretrained(path)
+    folders = [save_adapter(tmp_path / f"a{rank}", base, rank, seed=rank) for rank in (3, 16)]
+    both = (*ALL, "embed_tokens", "lm_head")
+    folders.append(save_adapter(tmp_path / "head", base, 8, targets=both, seed=8, size=0.3))
+    (tmp_path / "spool").mkdir()
+    kept = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64)
+    adapters = [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
+    requests = [replace_struct(each, adapter=adapters[index % len(adapters)]) for index, each in enumerate(asked())]
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, **SMALL}
+    expected = said(run(engine(path, 1, **lora), requests))
+    for stages in (2, 3):
+        assert said(run(engine(path, stages, **lora), requests)) == expected
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_guessed_tokens(method: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama")
+    settings: dict[str, Any] = {"num_kv_blocks": 96, "max_model_len": 128}
+    repeating = [request(f"again {i}", [5, 6, 7, 8] * (4 + i), max_tokens=40, logprobs=0) for i in range(4)]
+    expected = said(run(engine(path, 1, **settings), asked() + repeating))
+    guessing = engine(path, 2, **settings, speculative_config=method)
+    assert said(run(guessing, asked() + repeating)) == expected
+
+
+@pytest.mark.parametrize("kind", ["mean", "last"])
+def test_vectors(kind: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "qwen3")
+    wanted = [Request(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts())]
+
+    def vectors(stages: int) -> dict[str, list[float]]:
+        made, found = engine(path, stages, runner="pooling", pooling_type=kind), {}
+        for each in wanted:
+            made.add(each)
+        while made.busy:
+            outputs = [each for each in made.step() if each.vector is not None]
+            found |= {each.id: np.frombuffer(each.vector, "<f4").tolist() for each in outputs}
+        return found
+
+    assert vectors(2) == vectors(1)
+
+
+def under_way(made: Engine, each: Callable[[Batch, list[Batch]], None]) -> PipelineRunner:
+    """Before every launch `each` is called with the batch and those that are still under way."""
+    runner = made.runner
+    assert isinstance(runner, PipelineRunner)
+    launch = runner.launch
+
+    def seen(batch: Batch) -> Any:
+        each(batch, [step.begun.batch for step in runner._under_way])
+        return launch(batch)
+
+    runner.launch = seen  # type: ignore[method-assign]
+    return runner
+
+
+def test_a_prompt_is_in_both_stages_and_sequences_take_turns() -> None:
+    """Two steps are under way; the parts of one prompt follow each other, and no sequence is in both but for them."""
+    made = engine(DEMO_MODEL, 2, max_model_len=256, num_kv_blocks=64, max_num_batched_tokens=32)
+    together, widths = set(), []
+
+    def look(batch: Batch, before: list[Batch]) -> None:
+        assert len(before) < 2
+        names = {row.request_id for row in batch.rows}
+        for row in before[0].rows if before else ():
+            if row.request_id in names:
+                assert not row.sample, "what follows it is not known"
+                together.add(row.request_id)
+        widths.extend([len(names)] * len(before))
+
+    under_way(made, look)
+    requests = [request(str(i), [435 + i] * (90 if i == 0 else 3), max_tokens=12, logprobs=0) for i in range(8)]
+    found = said(run(made, requests))
+    assert together == {"0"}
+    assert widths.count(4) > 8, "all sequences are in one step"
+    assert found == said(run(engine(DEMO_MODEL, 1, max_model_len=256, num_kv_blocks=64), requests))
+
+
+def test_who_gets_a_slot_changes_no_token_under_way() -> None:
+    """A sequence is preempted while its token is under way, and its slot goes to a more urgent one before that token is
+    picked, by a rule that reads the tokens before it."""
+    kinds = {"temperature": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0, "logprobs": 0}
+    long = [request(f"long {i}", [300 + i] * 30, seed=i, max_tokens=60, **kinds) for i in range(4)]
+    urgent = [request(f"urgent {i}", [400 + i] * 3, seed=i, max_tokens=4, **kinds) for i in range(4)]
+    one = engine(DEMO_MODEL, 1, max_model_len=256, num_kv_blocks=256)
+    expected = {each.id: said(run(one, [each]))[each.id] for each in long + urgent}
+    made = engine(DEMO_MODEL, 2, max_model_len=256, num_kv_blocks=16, max_num_seqs=4)
+    changed = 0
+
+    def look(batch: Batch, before: list[Batch]) -> None:
+        nonlocal changed
+        taken = {admission.slot for admission in batch.admissions}
+        changed += any(row.slot in taken for each in before for row in each.rows)
+
+    under_way(made, look)
+    found = {each.id: Answer() for each in long + urgent}
+    for each in long:
+        made.add(replace_struct(each, priority=5))
+    steps = 0
+    while made.busy:
+        for output in made.step():
+            found[output.id].ids += output.new_ids
+            found[output.id].logprobs += output.logprobs or []
+            found[output.id].finish_reason = output.finish_reason
+        steps += 1
+        if steps == 10:
+            for each in urgent:
+                made.add(each)
+    assert said(found) == expected
+    assert changed > 0
+
+
+def test_each_stage_holds_its_part(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama", vocab_size=3001, num_hidden_layers=7)
+    config = EngineConfig(model=str(path), **BASE)
+    model = read_model_config(path)
+    chosen = choose(config, model)
+    whole = load_model(config, path, model, chosen, lambda: None)
+    stages = stage_layers(7, 3)
+    assert [len(each) for each in stages] == [3, 2, 2]
+    config = EngineConfig(model=str(path), pipeline_parallel_size=3, **BASE)
+    parts = [load_model(config, path, model, chosen, lambda: None, stage=stage) for stage in range(3)]
+    assert sum(each.read_bytes for each in parts) == whole.read_bytes
+    names = [set(each.checkpoint.table) for each in parts]
+    assert set.union(*names) == set(whole.checkpoint.table)
+    assert sum(map(len, names)) == len(whole.checkpoint.table)
+    assert ["model.embed_tokens.weight" in each for each in names] == [True, False, False]
+    assert ["lm_head.weight" in each for each in names] == [False, False, True]
+    pages = [sum(tensor.nbytes for layer in each.model.pages(1) for tensor in layer) for each in (whole, *parts)]
+    assert [7 * each // pages[0] for each in pages] == [7, 3, 2, 2]
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_each_stage_has_layers_of_every_group(stages: int) -> None:
+    """Gemma's: five layers with a window to one without. A stage's pages are smaller by as much as its layers are
+    fewer, but for what does not divide."""
+    windows = tuple(None if index % 6 == 5 else 1024 for index in range(48))
+    groups = page_groups(windows, 32768, 16)
+    assert (groups.places, groups.count) == (8, 6)
+    assert len({*zip(groups.group_of, groups.place_of, strict=True)}) == 48
+    made = [groups_of_stage(groups, layers) for layers in stage_layers(48, stages)]
+    for each in made:
+        assert len({*zip(each.group_of, each.place_of, strict=True)}) == len(each.group_of)
+        assert each.windows == groups.windows
+    assert places_of_stages(groups, stages) == [each.places for each in made]
+    assert max(each.places for each in made) <= -(-groups.places // stages) + 1
+
+
+def test_what_a_stage_holds_of_groups_that_it_has_no_layer_of() -> None:
+    groups = PageGroups((16, None), (0, 0, 1, 1), (0, 1, 0, 1))
+    assert groups_of_stage(groups, range(2, 4)) == PageGroups((16, None), (1, 1), (0, 1))
+
+
+def test_refusals(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", "llama")
+    head: dict[str, Any] = {"method": "draft_model", "num_speculative_tokens": 3, "model": str(path)}
+    for settings, wrong in [
+        ({"pipeline_parallel_size": 4}, "the model's 3 layers cannot be divided among 4 stages"),
+        ({"tensor_parallel_size": 2}, r"ranks that divide every layer \(tensor_parallel_size\) cannot be stages too"),
+        ({"speculative_config": head}, "speculative_config: 'draft_model' needs all layers in one process"),
+    ]:
+        with pytest.raises(ConfigError, match=f"pipeline_parallel_size: {wrong}") as found:
+            engine(path, **{"stages": settings.pop("pipeline_parallel_size", 2)}, **settings)
+        assert found.value.param == "pipeline_parallel_size"
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: weights given as tensors"):
+        Engine(EngineConfig(model=str(path), pipeline_parallel_size=2, **BASE), tensors=iter([]))
+    with pytest.raises(ConfigError, match=r"kv_offload_memory: pages of several ranks \(pipeline_parallel_size\)"):
+        engine(path, 2, kv_offload_memory=1)
+    encoder = save_tiny_encoder(tmp_path / "encoder", "bert")
+    with pytest.raises(ConfigError, match="pipeline_parallel_size: encoders are not divided"):
+        engine(encoder, 2)
+
+
+def test_a_weight_that_no_stage_has_ends_the_start(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama", num_hidden_layers=3)
+    config = (path / "config.json").read_text()
+    (path / "config.json").write_text(config.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2'))
+    with pytest.raises(ConfigError, match=r"the weights hold what the model does not have: model.layers.2"):
+        engine(path, 2)
+
+
+def test_other_weights_are_checked_for_all_stages(tmp_path: Path) -> None:
+    path, other = (save_tiny_model(tmp_path / name, "llama") for name in ("one", "other"))
+    rewrite(other, lambda weights: {name: tensor * 0.9 for name, tensor in weights.items()})
+    made = engine(path, 2)
+    made.check_weights(EngineConfig(model=str(path), weights=str(other)))
+    expected = said(run(engine(path, 1, weights=str(other)), asked()))
+    assert expected != said(run(made, asked()))
+    assert expected == said(run(engine(path, 2, weights=str(other)), asked()))
+    for name in ("model.layers.0.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight", "model.embed_tokens.weight"):
+        lacking = save_tiny_model(tmp_path / name, "llama")
+        rewrite(lacking, lambda weights, name=name: {each: weights[each] for each in weights if each != name})
+        with pytest.raises(ConfigError, match=f"the weights lack {name}"):
+            made.check_weights(EngineConfig(model=str(path), weights=str(lacking)))
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    save_file(change(load_file(path / "model.safetensors")), path / "model.safetensors")
+
+
+def test_what_other_stages_do_is_progress() -> None:
+    """The engine waits for them, and whoever watches it must see that something is being done."""
+    called = set()
+
+    class Seen(NoHeartbeat):
+        def progress(self) -> None:
+            called.add(threading.current_thread().name)
+
+    made = Engine(EngineConfig(pipeline_parallel_size=2, max_model_len=256, num_kv_blocks=64, **BASE), Seen())
+    run(made, [request("a", [435] * 100, max_tokens=2)])
+    assert called == {threading.current_thread().name, "progress"}
+
+
+def test_stages_end_with_their_engine(tmp_path: Path) -> None:
+    made = engine(save_tiny_model(tmp_path, "llama"), 3)
+    assert isinstance(made.runner, PipelineRunner)
+    running = [process._thread for process in made.runner._stages._processes]
+    assert all(each.is_alive() for each in running)
+    del made
+    let_go()
+    assert not any(each.is_alive() for each in running)
