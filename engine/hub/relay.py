@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from quire.engine.client.client import EngineClient, OutputStream
+from quire.engine.client.client import EngineClient
 from quire.engine.client.history import History
+from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import QuireError
 from quire.engine.hub.messages import EngineDied, Failed, Fault, FromHub, NotStarted, Part, Serving, Stepped
 from quire.engine.stats import EngineStats, StepRecord
@@ -78,7 +79,8 @@ class Relayed(OutputStream):
         self._channel.open.pop(request_id, None)
         super().abort(request_id, reason)
 
-    def fail(self, error: QuireError) -> None:
+    def fail(self, error: Exception) -> None:
+        assert isinstance(error, QuireError), "others come from a shortcut, and there is none here"
         for request_id in self._ids:
             self._channel.open.pop(request_id, None)
         super().fail(error)

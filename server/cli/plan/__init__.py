@@ -121,18 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--memory", type=positive, metavar="GiB", help="a GPU of so much memory")
     parser.add_argument("--bandwidth", type=positive, metavar="GB/s", help="the device's, if the table lacks it")
     parser.add_argument("--tflops", type=positive, metavar="N", help="the device's 16-bit arithmetic, likewise")
-    ranks = ("--tensor-parallel-size", "--tp")
-    parser.add_argument(
-        *ranks, dest="tp", type=number(int, 1), default=1, metavar="N", help="GPUs, or processes, that share the model"
-    )
-    stages = ("--pipeline-parallel-size", "--pp")
-    parser.add_argument(
-        *stages, dest="pp", type=number(int, 1, 64), metavar="N", help="GPUs, or processes, that share out the layers"
-    )
-    replicas = ("--data-parallel-size", "--dp")
-    parser.add_argument(
-        *replicas, dest="dp", type=number(int, 1, 32), metavar="N", help="engines that share the requests"
-    )
+    _add_processes(parser)
     parser.add_argument("--context", type=number(int, 1), metavar="N", help="tokens of a request; default: what fits")
     parser.add_argument("--concurrency", type=number(int, 1), metavar="N", help="requests at once; default: what fits")
     parser.add_argument(
@@ -165,6 +154,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--picture", type=Path, metavar="OUT.svg", help="draw memory and what fits")
     return parser
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    ranks = ("--tensor-parallel-size", "--tp")
+    parser.add_argument(
+        *ranks, dest="tp", type=number(int, 1), default=1, metavar="N", help="GPUs, or processes, that share the model"
+    )
+    stages = ("--pipeline-parallel-size", "--pp")
+    parser.add_argument(
+        *stages, dest="pp", type=number(int, 1, 64), metavar="N", help="GPUs, or processes, that share out the layers"
+    )
+    replicas = ("--data-parallel-size", "--dp")
+    parser.add_argument(
+        *replicas, dest="dp", type=number(int, 1, 32), metavar="N", help="engines that share the requests"
+    )
 
 
 def _machine(args: argparse.Namespace) -> Machine:
