@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,9 +20,13 @@ SHARED_MEMORY = 99 * 1024
 MOST_SPILLED = 256
 """Bytes a thread, on cards other than the H100, for whose registers the tiles were chosen."""
 
+LONGEST_SECONDS = 800
+"""Of one process here; a minute or two where nothing else computes."""
+
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.slow,
+    pytest.mark.timeout(LONGEST_SECONDS + 60),
 ]
 
 
@@ -31,7 +37,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> str:
         cwd=HERE.parent.parent,
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=LONGEST_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-8000:]
     return done.stdout
@@ -47,13 +53,27 @@ def test_under_the_interpreter(path: Path) -> None:
     assert "skipped" not in said
 
 
-@pytest.mark.parametrize("capability", [80, 86, 89, 100, 120])
-def test_kernels_compile_for_other_gpus(capability: int, tmp_path: Path) -> None:
-    """They compile, and fit in the shared memory of the smallest."""
+CAPABILITIES = (80, 86, 89, 100, 120, 90)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[str]]]:
+    """What is printed for each capability. One compiles on one core, so several do it beside each other."""
     if find_spec("triton.backends.nvidia") is None:
         pytest.skip("this Triton has no compiler for NVIDIA GPUs")
-    said = run(["tests.kernels.triton.compile_for_gpu", str(tmp_path), str(capability)], {"TRITON_INTERPRET": "0"})
-    *kernels, last = [json.loads(line) for line in said.splitlines()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        module, environment = "tests.kernels.triton.compile_for_gpu", {"TRITON_INTERPRET": "0"}
+        yield {
+            each: pool.submit(run, [module, str(tmp_path_factory.mktemp("compiled")), str(each)], environment)
+            for each in CAPABILITIES
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES[:-1])
+def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capability: int) -> None:
+    """They compile, and fit in the shared memory of the smallest."""
+    *kernels, last = [json.loads(line) for line in compiled[capability].result().splitlines()]
     assert last == {"compiled_anew": 0}
     assert len(kernels) > 40
     for kernel in kernels:
@@ -61,12 +81,9 @@ def test_kernels_compile_for_other_gpus(capability: int, tmp_path: Path) -> None
         assert kernel["spilled"] <= MOST_SPILLED, kernel
 
 
-def test_kernels_compile_for_an_h100(tmp_path: Path) -> None:
+def test_kernels_compile_for_an_h100(compiled: dict[int, Future[str]]) -> None:
     """They compile, spill next to nothing, fit, use the tensor cores and asynchronous copies, and compile once."""
-    if find_spec("triton.backends.nvidia") is None:
-        pytest.skip("this Triton has no compiler for NVIDIA GPUs")
-    said = run(["tests.kernels.triton.compile_for_gpu", str(tmp_path)], {"TRITON_INTERPRET": "0"})
-    *kernels, last = [json.loads(line) for line in said.splitlines()]
+    *kernels, last = [json.loads(line) for line in compiled[90].result().splitlines()]
     assert last == {"compiled_anew": 0}
     for kernel in kernels:
         assert kernel["spilled"] <= 16, kernel
