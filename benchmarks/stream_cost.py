@@ -211,8 +211,9 @@ async def read_all(port: int, servers: Sequence[int], hub: Sequence[int], args: 
     shown = f"{1e6 * used / tokens:.1f} us of the API process per token; {tokens / seconds:,.0f} tokens/s; "
     if hub:
         shown = f"{1e6 * (hub_ended - hub_began) / tokens:.1f} us of the hub and {shown}"
-    shown += f"{events / seconds:,.0f} events/s, {events / tokens:.2f} per token, "
-    shown += f"each {median(windows):.1f} us, at least {min(windows):.1f}"
+    shown += f"{events / seconds:,.0f} events/s, {events / tokens:.2f} per token"
+    if windows:  # else all was over too soon to look at parts of it
+        shown += f", each {median(windows):.1f} us, at least {min(windows):.1f}"
     print(shown, flush=True)
 
 

