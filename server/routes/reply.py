@@ -123,7 +123,6 @@ async def events_of(
 ) -> AsyncGenerator[bytes]:
     """What a stream sends, a chunk for each step. With the `transport` that they are sent to, those that come while
     the stream waits for the next are written there at once, but for the first and the last."""
-
     if spec.continuous_usage:
         writer.tell_usage(generation.usage)
     opening, first = writer.first(), True

@@ -167,7 +167,8 @@ def test_groups_that_would_be_torn_apart_are_refused(tmp_path: Path) -> None:
         engine(path, 2)
 
 
-def test_adapters(tmp_path: Path) -> None:
+def asked_with_adapters(tmp_path: Path) -> tuple[Path, list[Request]]:
+    """A model, and requests of which three in four have an adapter: of two ranks, and of embedding and head too."""
     path = save_tiny_model(tmp_path / "model", "llama-tied-biased")
     base = AutoModelForCausalLM.from_pretrained(path)
     folders = [save_adapter(tmp_path / f"a{rank}", base, rank, seed=rank) for rank in (3, 16)]
@@ -176,7 +177,11 @@ def test_adapters(tmp_path: Path) -> None:
     (tmp_path / "spool").mkdir()
     kept = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64)
     adapters = [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
-    requests = [replace_struct(each, adapter=adapters[index % len(adapters)]) for index, each in enumerate(asked())]
+    return path, [replace_struct(each, adapter=adapters[index % len(adapters)]) for index, each in enumerate(asked())]
+
+
+def test_adapters(tmp_path: Path) -> None:
+    path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
     expected = run(engine(path, 1, **lora), requests)
     for ranks in (2, 4):

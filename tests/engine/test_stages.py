@@ -14,7 +14,6 @@ import pytest
 import torch
 from msgspec.structs import replace as replace_struct
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from quire.engine.batch import Batch
 from quire.engine.checkpoint.files import read_model_config
@@ -24,18 +23,15 @@ from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine, let_go
-from quire.engine.lora.modules import adaptable_modules
-from quire.engine.lora.spool import Spool
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import PoolingParams, Request
 from quire.engine.worker import device
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.ranks.pipeline import PipelineRunner
-from tests.adapters import ALL, save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
-from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, one_thread, prompts
+from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, asked_with_adapters, one_thread, prompts
 from tests.engine.test_windows import FOUR
 from tests.gguf_models import write_gguf
 from tests.quantized_models import quantize_checkpoint
@@ -127,15 +123,7 @@ def test_windows(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_adapters(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path / "model", "llama-tied-biased")
-    base = AutoModelForCausalLM.from_pretrained(path)
-    folders = [save_adapter(tmp_path / f"a{rank}", base, rank, seed=rank) for rank in (3, 16)]
-    both = (*ALL, "embed_tokens", "lm_head")
-    folders.append(save_adapter(tmp_path / "head", base, 8, targets=both, seed=8, size=0.3))
-    (tmp_path / "spool").mkdir()
-    kept = Spool(tmp_path / "spool", adaptable_modules(read_model_config(path)), 64)
-    adapters = [None, *(kept.add(folder.name, str(folder)) for folder in folders)]
-    requests = [replace_struct(each, adapter=adapters[index % len(adapters)]) for index, each in enumerate(asked())]
+    path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64, **SMALL}
     expected = said(run(engine(path, 1, **lora), requests))
     for stages in (2, 3):
