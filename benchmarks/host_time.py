@@ -28,7 +28,8 @@ from quire.engine.loop import Engine
 from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.steps import Steps
 from quire.engine.types import Request, SamplingParams
-from quire.engine.worker import graphs, inputs, runner, startup, transfer
+from quire.engine.worker import graphs, inputs, runner, transfer
+from quire.engine.worker.loading import room
 from quire.engine.worker.memory import allocate_pages, layers_of, prompts
 from quire.engine.worker.sampling import device_sampler, sampling_rules
 from quire.kernels.backend import AttentionMetadata, Linear, Rope, Softmax
@@ -70,7 +71,7 @@ def free_device() -> Iterator[None]:
         for name in ("add", "ban", "penalize"):
             stack.enter_context(patch.object(device_sampler.DeviceChanges, name, lambda *_: None))
         stack.enter_context(patch.object(triton_sampling, "pick", pick))
-        stack.enter_context(patch.object(startup, "choose_capture", lambda *_: capture))
+        stack.enter_context(patch.object(room, "choose_capture", lambda *_: capture))
         stack.enter_context(patch.object(runner, "choose_sampler", lambda *_: device_sampler.sample_on_device))
         yield
 

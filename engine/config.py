@@ -18,9 +18,11 @@ from quire.engine.errors import ConfigError
 
 PREFIX = "QUIRE_"
 """Of environment variables that are settings."""
-OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_KEY", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS"}
+NODE_SECRET = "QUIRE_NODE_SECRET"
+"""The variable of what machines that compute together must all know. No flag, which a list of processes would show."""
+OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS", NODE_SECRET}
 """Not the engine's: kernels/cpu/native.py reads the first, requests copied from the playground the second, and the
-server the others, which look like load_format and max_loras mistyped."""
+server the next two, which look like load_format and max_loras mistyped."""
 _KUBERNETES = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )
@@ -169,6 +171,15 @@ class EngineConfig(BaseModel):
     data_parallel_size: int = Field(
         1, ge=1, le=32, description="Engines of the same model beside each other, which share the requests"
     )
+    nnodes: int = Field(
+        1, ge=1, le=64, description="Machines that the ranks of --tensor-parallel-size are divided among"
+    )
+    node_rank: int = Field(0, ge=0, le=63, description="Which of them this is; 0 serves, the others compute for it")
+    master_addr: str = Field(
+        "127.0.0.1", min_length=1, description="Address of machine 0 in a private network, where the others join it"
+    )
+    master_port: int = Field(29501, ge=1, le=65535, description="Port of --master-addr")
+    nodes_timeout: float = Field(600.0, gt=0, description="Seconds that machines wait for each other at the start")
     threads: int | None = Field(None, ge=1, description="CPU threads that compute; default: all cores")
     niceness: int = Field(
         0, ge=0, le=19, description="How far the engine's process gives way to others on the CPU, where it has its own"
@@ -182,6 +193,11 @@ class EngineConfig(BaseModel):
     def ranks(self) -> int:
         """Processes that compute one engine's model together."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_here(self) -> int:
+        """Those of them that are on one machine."""
+        return self.ranks // self.nnodes
 
     @property
     def most_running(self) -> int:
@@ -213,6 +229,24 @@ class EngineConfig(BaseModel):
         if isinstance(value, str) and value[:-1].isdecimal() and value[-1] in _UNITS:
             return int(value[:-1]) * _UNITS[value[-1]]
         return value
+
+    @model_validator(mode="after")
+    def with_nodes(self) -> EngineConfig:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank: machine {self.node_rank} is none of the {self.nnodes} of nnodes, from 0 on")
+        if self.nnodes == 1:
+            return self
+        for name in ("pipeline_parallel_size", "data_parallel_size"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"nnodes: only ranks are on several machines so far, which {name} has none of; use 1")
+        if self.tensor_parallel_size % self.nnodes:
+            ranks = f"tensor_parallel_size {self.tensor_parallel_size}"
+            raise ValueError(f"nnodes: {ranks} cannot be divided evenly among {self.nnodes} machines")
+        if self.master_addr in ("0.0.0.0", "::"):
+            raise ValueError(
+                f"master_addr: {self.master_addr} is no address where others reach machine 0; give its own"
+            )
+        return self
 
 
 def load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,18 @@ _INSIDE = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
 }
-_ARCHS = {"gemma3_text": "gemma3", "mistral": "llama"}
+_ARCHS = {
+    "gemma3_text": "gemma3",
+    "gpt_oss": "gpt-oss",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERTS = {
+    **{"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"},
+    **{"gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps"},
+}
 TypeOf = Callable[[str], str]
 """The type in which a matrix is stored, by its GGUF name."""
 
@@ -41,13 +53,15 @@ def stored_name(name: str, model_type: str) -> str:
     stem, _, kind = name.rpartition(".")
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"
+    if name.endswith("self_attn.sinks"):
+        return f"blk.{name.split('.')[2]}.attn_sinks.weight"
     _, _, layer, part = stem.split(".", 3)
-    own = dict(_INSIDE)
+    own = dict(_INSIDE) | dict.fromkeys(("mlp.gate", "mlp.router", "block_sparse_moe.gate"), "ffn_gate_inp")
     if model_type in ("gemma2", "gemma3_text"):
         own |= {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
         own |= {"post_feedforward_layernorm": "post_ffw_norm"}
     else:
-        own["post_attention_layernorm"] = "ffn_norm"
+        own["post_attention_layernorm"] = "post_attention_norm" if model_type == "gpt_oss" else "ffn_norm"
     return f"blk.{layer}.{own[part]}.{kind}"
 
 
@@ -55,6 +69,21 @@ def permuted(weights: Tensor, heads: int) -> Tensor:
     """As llama.cpp's converter orders the rows of queries and keys."""
     halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
     return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, list[tuple[str, Tensor]]]:
+    """By GGUF name, each expert's part of what files have in one tensor: its name in the checkpoint, and the part,
+    which is a view of the checkpoint's tensor."""
+    found: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if match := _EXPERT.fullmatch(name):
+            found.setdefault(f"blk.{match[1]}.{_EXPERTS[match[3]]}.weight", []).append((name, tensor))
+        elif ".experts." in name:  # gpt-oss', of which gate and up are in turns
+            prefix, kind = f"blk.{name.split('.')[2]}.ffn", "bias" if name.endswith("_bias") else "weight"
+            rows = tensor if kind == "bias" else tensor.transpose(1, 2)
+            parts = {"down": rows} if "down" in name else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            found |= {f"{prefix}_{part}_exps.{kind}": [(name, own) for own in each] for part, each in parts.items()}
+    return found
 
 
 def quantized(weights: np.ndarray, kind: str) -> np.ndarray:
@@ -99,20 +128,23 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if config["tie_word_embeddings"]:
         tensors.pop("lm_head.weight", None)
-    for name, tensor in list(tensors.items()):
+    experts = stacked_experts(tensors)
+    for stored, parts in experts.items():
+        rows = torch.stack([part.float() for _, part in parts])
+        for (_, part), own in zip(parts, add_tensor(writer, stored, rows, type_of(stored)), strict=True):
+            part.copy_(own)
+    apart = {name for parts in experts.values() for name, _ in parts}
+    for name, tensor in tensors.items():
+        if name in apart:
+            continue
         stored = stored_name(name, kind)
         count = heads.get(stored.split(".")[-2]) if arch in ("llama", "smollm3") else None
         rows = tensor.float() if count is None else permuted(tensor.float(), count)
         rows = rows + 1 if arch.startswith("gemma") and stored.endswith("norm.weight") else rows
-        wanted = type_of(stored) if tensor.ndim == 2 else "F32"
-        if wanted == "F32":
-            writer.add_tensor(stored, rows.numpy())
-            continue
-        type_ = gguf.GGMLQuantizationType[wanted]
-        blocks = quantized(rows.numpy(), wanted)
-        writer.add_tensor(stored, blocks, raw_dtype=type_)
-        back = torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(blocks, type_)))
-        tensors[name] = back if count is None else back.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2)
+        whole = tensor.ndim == 1 or "ffn_gate_inp" in stored
+        back = add_tensor(writer, stored, rows, "F32" if whole else type_of(stored))
+        if not whole:
+            tensor.copy_(back if count is None else back.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2))
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         writer.add_tensor("rope_freqs.weight", llama3_factors(config["rope_parameters"], size))
@@ -124,6 +156,18 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     return out
 
 
+def add_tensor(writer: Any, stored: str, rows: Tensor, wanted: str) -> Tensor:
+    """Returns the numbers that the file then stands for."""
+    if wanted == "F32" or stored.endswith("bias"):
+        writer.add_tensor(stored, rows.contiguous().numpy())
+        return rows
+    type_ = gguf.GGMLQuantizationType[wanted]
+    blocks = quantized(rows.flatten(0, -2).numpy(), wanted)
+    shaped = blocks.reshape(*rows.shape[:-1], -1)
+    writer.add_tensor(stored, shaped, raw_dtype=type_)
+    return torch.from_numpy(np.ascontiguousarray(gguf.quants.dequantize(blocks, type_))).view(rows.shape)
+
+
 def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
     """The metadata that llama.cpp's converter writes of a config.json."""
     rope = config.get("rope_parameters") or {}
@@ -132,6 +176,11 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if experts := config.get("num_local_experts") or config.get("num_experts"):
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        if arch != "llama":
+            writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -142,7 +191,13 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
     if full.get("rope_type") == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(full["factor"])
-    if config.get("sliding_window") and arch.startswith("gemma"):
+    if full.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(full["factor"])
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
+    if config.get("sliding_window") and arch.startswith(("gemma", "gpt-oss")):
         writer.add_sliding_window(config["sliding_window"])
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])

@@ -37,6 +37,8 @@ NOT_RUN = {
     "serve ": "it wants Ray; tests/e2e/test_ray_serve.py runs it where there is one",
     "ray ": "as above",
     "export PYTHONPATH": "as above",
+    "export QUIRE_NODE_SECRET": "it wants several machines; tests/e2e/test_nodes.py plays two",
+    "quire serve MODEL --tensor-parallel-size 2 --nnodes": "as above",
     "pip install": "it compiles for GPUs, for hours",
     "FLASH_ATTN_CUDA_ARCHS": "as above",
     "ANTHROPIC_BASE_URL": "a program of others; make clients tests what it asks",

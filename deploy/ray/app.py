@@ -37,6 +37,8 @@ def build(args: dict[str, Any]) -> Application:
     for name, why in REFUSED.items():
         if name in args or (name not in IMAGES and getattr(config, name)):
             raise ConfigError(f"{name}: is not for replicas on Ray Serve: {why}")
+    if config.nnodes > 1:
+        raise ConfigError("nnodes: is not for replicas on Ray Serve: each is on one machine")
     replica = serve.deployment(Replica).options(
         name="Replica",
         max_ongoing_requests=2 * config.max_num_seqs,

@@ -62,6 +62,8 @@ class StoredWeights(NamedTuple):
     """How many numbers of 16 bits or more; they are loaded in the served type."""
     other_bytes: int
     """Bytes of packed integers and 8-bit floats, which are loaded as they are."""
+    table_bits: float | None = None
+    """Bits of an embedding's number where it has few; it is the head as well then, if it is tied."""
 
 
 def text_tensor(name: str) -> str | None:
@@ -147,14 +149,16 @@ def tensor_places(file: Path) -> dict[str, tuple[str, int, int]]:
 
 
 def _stored_in_gguf(path: Path) -> StoredWeights:
-    """Linears stay as they are stored; an embedding, which may be the head as well, is dequantized."""
+    """What has few bits stays as it is stored."""
     floats = other = 0
-    for name, tensor in read_gguf(path).tensors.items():
-        if tensor.type.name in FLOATS or name == EMBEDDING:
+    tensors = read_gguf(path).tensors
+    for tensor in tensors.values():
+        if tensor.type.name in FLOATS:
             floats += tensor.numbers
         else:
             other += tensor.nbytes
-    return StoredWeights(floats, other)
+    table = tensors.get(EMBEDDING)
+    return StoredWeights(floats, other, None if table is None or table.type.name in FLOATS else table.type.bits)
 
 
 def _read_header(shard: Path) -> dict[str, _Tensor] | None:

@@ -27,7 +27,7 @@ _BIASED = {"gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2
 """Families whose linear layers have biases."""
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
 """Families with a table of positions."""
-_SLIDING = {"mistral", "mixtral", "gemma2", "gemma3_text"}
+_SLIDING = {"mistral", "gemma2", "gemma3_text"}
 """Families whose layers have a sliding window where config.json does not say how long it is."""
 _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 """By family: every so many layers one has no window, where config.json does not say which."""

@@ -16,13 +16,16 @@ FAMILIES = {
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
     "smollm3": "smollm3",
 }
-"""general.architecture to config.json's model_type."""
-PERMUTED = ("llama", "smollm3")
+"""general.architecture to config.json's model_type. Mixtral's files call themselves llama."""
+_WITH_EXPERTS = ("gpt-oss", "qwen3moe")
+PERMUTED = ("llama", "mixtral", "smollm3")
 """The model types whose queries and keys are stored for rotations of neighbours; see `undone` in the loader."""
 _SAMPLING = {
     "temperature": "general.sampling.temp",
@@ -47,7 +50,7 @@ def config_json(header: Header) -> dict[str, Any]:
     head_dim = header.integer(f"{arch}.attention.key_length") or even or None
     _check_heads(header, arch, head_dim)
     config: dict[str, Any] = {
-        "model_type": FAMILIES[arch],
+        "model_type": _family(header, arch),
         "vocab_size": _vocabulary(header),
         "hidden_size": hidden,
         "intermediate_size": _uniform(header, f"{arch}.feed_forward_length"),
@@ -65,8 +68,19 @@ def config_json(header: Header) -> dict[str, Any]:
         "quantization_config": _quantization(header),
         **_ropes(header, arch),
         **_of_gemma(header, arch, even),
+        **_of_experts(header, arch),
     }
     return {key: value for key, value in config.items() if value is not None}
+
+
+def _family(header: Header, arch: str) -> str:
+    key = f"{arch}.expert_count"
+    experts = header.integer(key)
+    if experts and arch != "llama" and arch not in _WITH_EXPERTS:
+        raise _wrong(header, key, f"{experts}, where models of this architecture have none")
+    if not experts and arch in _WITH_EXPERTS:
+        raise _wrong(header, key, "missing, where models of this architecture have experts")
+    return "mixtral" if experts and arch == "llama" else FAMILIES[arch]
 
 
 def generation_config(header: Header) -> dict[str, Any]:
@@ -88,10 +102,8 @@ def weight_types(header: Header) -> dict[str, int]:
 
 
 def _check_heads(header: Header, arch: str, head_dim: int | None) -> None:
-    """Raise ModelError for what no family here computes: experts, values of another size than keys, positions that
-    are rotated into a part of a head."""
-    if header.integer(f"{arch}.expert_count"):
-        raise _wrong(header, f"{arch}.expert_count", "mixtures of experts are not served")
+    """Raise ModelError for what no family here computes: values of another size than keys, positions that are rotated
+    into a part of a head."""
     for key in ("attention.value_length", "rope.dimension_count"):
         size = header.integer(f"{arch}.{key}")
         if size is not None and size != head_dim:
@@ -124,7 +136,7 @@ def _dtype(header: Header) -> str:
 def _quantization(header: Header) -> dict[str, Any] | None:
     """As quantization_config, for people and plans: which types, and the bits of a linear's number on average."""
     linears = [
-        tensor for name, tensor in header.tensors.items() if len(tensor.shape) == 2 and name not in (EMBEDDING, _HEAD)
+        tensor for name, tensor in header.tensors.items() if len(tensor.shape) > 1 and name not in (EMBEDDING, _HEAD)
     ]
     types = [name for name in weight_types(header) if name not in FLOATS]
     if not types or not linears:
@@ -140,10 +152,12 @@ def _ropes(header: Header, arch: str) -> dict[str, Any]:
     if kind is None:  # old files scale positions without naming a kind
         factor = factor or header.number(f"{arch}.rope.scale_linear")
         kind = "none" if factor in (None, 1.0) else "linear"
-    if kind not in ("none", "linear"):
-        raise _wrong(header, f"{arch}.rope.scaling.type", f"{kind[:40]!r} is not computed (none, linear)")
-    if kind == "linear":
-        rope |= {"rope_type": "linear", "factor": factor or 1.0}
+    if kind not in ("none", "linear", "yarn"):
+        raise _wrong(header, f"{arch}.rope.scaling.type", f"{kind[:40]!r} is not computed (none, linear, yarn)")
+    if kind != "none":
+        rope |= {"rope_type": kind, "factor": factor or 1.0}
+    if kind == "yarn":
+        rope |= _yarn(header, arch)
     if (factors := header.tensors.get(_FACTORS)) is not None:
         if rope["rope_type"] != "default":
             raise _wrong(header, f"{arch}.rope.scaling.type", f"{kind!r} beside {_FACTORS} is not computed")
@@ -152,6 +166,35 @@ def _ropes(header: Header, arch: str) -> dict[str, Any]:
         return {"rope_parameters": rope}
     local = {"rope_type": "default", "rope_theta": header.number("gemma3.rope.freq_base_swa") or 10000.0}
     return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+
+
+def _yarn(header: Header, arch: str) -> dict[str, Any]:
+    """What rope_parameters say of YaRN beside its factor."""
+    scaling = f"{arch}.rope.scaling"
+    for part in ("yarn_ext_factor", "yarn_attn_factor", "attn_factor"):
+        if (value := header.number(f"{scaling}.{part}")) not in (None, 1.0):
+            raise _wrong(header, f"{scaling}.{part}", f"{value:g} is not computed (1)")
+    positions = header.integer(f"{scaling}.original_context_length") or header.integer(f"{arch}.context_length")
+    betas = {name: header.number(f"{scaling}.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+    given = {name: beta for name, beta in betas.items() if beta is not None}
+    # The format does not say that gpt-oss' bounds are not rounded, the models' own config.json does.
+    return {"original_max_position_embeddings": positions, "truncate": arch != "gpt-oss", **given}
+
+
+def _of_experts(header: Header, arch: str) -> dict[str, Any]:
+    """The fields that only families with mixtures of experts have."""
+    if not (count := header.integer(f"{arch}.expert_count")):
+        return {}
+    fields: dict[str, Any] = {
+        "num_local_experts": count,
+        "num_experts_per_tok": header.integer(f"{arch}.expert_used_count"),
+    }
+    inner = header.integer(f"{arch}.expert_feed_forward_length")
+    if arch == "qwen3moe":
+        fields |= {"moe_intermediate_size": inner, "norm_topk_prob": True}
+    elif arch == "gpt-oss":
+        fields |= {"intermediate_size": inner, "sliding_window": header.integer("gpt-oss.attention.sliding_window")}
+    return fields
 
 
 def _of_gemma(header: Header, arch: str, head_dim: int) -> dict[str, Any]:

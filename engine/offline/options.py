@@ -55,6 +55,11 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    nodes_timeout: float
     threads: int | None
     niceness: int
     engine_heartbeat_timeout: float

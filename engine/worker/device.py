@@ -35,8 +35,9 @@ kernels do not compute, that breaks the promise of the same tokens. oneDNN reads
 
 
 def set_up_cpu(config: EngineConfig) -> None:
-    """Threads, of which each rank gets an equal part; and the instructions that PyTorch's own products may use."""
-    ranks = config.ranks
+    """Threads, of which each rank on this machine gets an equal part; and the instructions that PyTorch's own products
+    may use."""
+    ranks = config.ranks_here
     if config.threads is not None or ranks > 1:
         torch.set_num_threads(max((config.threads or torch.get_num_threads()) // ranks, 1))
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _ONEDNN_ISA)
@@ -155,25 +156,27 @@ class Chosen:
     """Why it is this backend."""
 
 
-def choose(config: EngineConfig, model_config: ModelConfig) -> Chosen:
-    """Raises ConfigError where nothing can serve the model as it is configured."""
+def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = False) -> Chosen:
+    """Raises ConfigError where nothing can serve the model as it is configured. tried: another rank has tried the
+    backend that the configuration names, on a GPU like this."""
     device = check_device(choose_device(config), model_config)
     dtype, changed = choose_dtype(config, model_config, device)
     spec = decoder_spec(model_config)
-    return Chosen(spec, device, dtype, changed, *choose_backend(config, device, dtype, spec))
+    return Chosen(spec, device, dtype, changed, *choose_backend(config, device, dtype, spec, tried=tried))
 
 
 def choose_backend(
-    config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec
+    config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, *, tried: bool = False
 ) -> tuple[Backend, str]:
-    """The backend and why it is this one. Raises ConfigError for one that cannot serve, and for --deterministic where
-    that cannot be promised: on a GPU without Triton, and where a CPU has but plain PyTorch's products."""
+    """The backend and why it is this one; tried: see `choose`. Raises ConfigError for one that cannot serve, and for
+    --deterministic where that cannot be promised: on a GPU without Triton, and where a CPU has but plain PyTorch's
+    products."""
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
     wanted = (dtype, spec.head_dim, config.attention_backend, spec.softcap is not None)
     try:
-        trials = choose_trials(config, device, dtype, spec)
+        trials = [] if tried else choose_trials(config, device, dtype, spec)
         held = kv_dtype(config, dtype)
         backend, why = select_backend(device, *wanted, deterministic=deterministic, kv_dtype=held, trials=trials)
     except ValueError as error:

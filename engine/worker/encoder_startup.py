@@ -21,7 +21,7 @@ from quire.engine.worker.device import choose_device, choose_dtype
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.loader import Tensors, safetensors_stream
 from quire.engine.worker.loading.model import check_files, fill
-from quire.engine.worker.memory import explained
+from quire.engine.worker.memory import explained_weights
 from quire.engine.worker.startup import Worker, grammar_compiler
 from quire.kernels.backend import Backend
 from quire.kernels.reference import Reference
@@ -56,7 +56,7 @@ def start_encoder(
     backend, why = choose_encoder_backend(config, device, dtype, spec.head_dim)
     if config.deterministic and not backend.keeps_rows_apart(device, dtype):
         raise ConfigError(f"deterministic: not promised for encoders in {dtype_name} here", param="deterministic")
-    with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
+    with explained_weights():
         scheme = Unquantized(backend, dtype)
         model = Encoder(spec, backend, scheme, dtype=dtype, device=device, max_model_len=length, progress=progress)
         head = vector_head(pooling, backend, spec.classifier, spec.hidden_size)

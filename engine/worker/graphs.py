@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.batch import Batch
+from quire.engine.errors import ConfigError
 from quire.engine.worker.inputs import Picks, Slots
 from quire.engine.worker.transfer import upload
 from quire.kernels.gpu.faults import fault
@@ -42,9 +43,12 @@ class _Graph:
 
 
 class DecodeGraphs:
-    def __init__(self, decode: Decode, capture: Capture, slots: Slots, *, adapters: bool = False) -> None:
+    def __init__(
+        self, decode: Decode, capture: Capture, slots: Slots, *, adapters: bool = False, alone: bool = True
+    ) -> None:
         """Captures nothing yet: a graph is captured when a step first needs it, or earlier by `warm_up`. `adapters`:
-        whether rows may have some."""
+        whether rows may have some. `alone`: no other rank captures the same graphs."""
+        self._alone = alone
         self._decode = decode
         self._capture = capture
         self._slots = slots
@@ -102,7 +106,8 @@ class DecodeGraphs:
 
     def _graph(self, size: int, pages: int, parts: int) -> _Graph | None:
         """The graph of that size, captured on first use; capturing computes scratch rows alone. None where that failed,
-        once: memory that was short then is short later, and an attempt costs a step's time."""
+        once: memory that was short then is short later, and an attempt costs a step's time. Raises ConfigError where
+        there are other ranks, which wait in what this one has left."""
         kind = (size, pages, parts)
         if kind not in self._graphs and kind not in self.eager:
             rows = torch.zeros((parts, size), dtype=torch.int64, device=self._slots.device)
@@ -110,6 +115,10 @@ class DecodeGraphs:
             try:
                 replay, hidden = self._capture(lambda: self._decode(rows, pages))
             except RuntimeError as error:  # out of memory is one, and whatever CUDA says of a capture
+                if not self._alone:
+                    wrong = f"several ranks need all decode graphs, and one of {size} rows failed: {fault(error)}"
+                    advice = "use --enforce-eager, or lower --gpu-memory-utilization or --max-num-seqs"
+                    raise ConfigError(f"enforce_eager: {wrong}; {advice}", param="enforce_eager") from error
                 self.eager[kind] = fault(error)
             else:
                 self._graphs[kind] = _Graph(rows, replay, hidden)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from subprocess import SubprocessError
 from typing import Protocol
@@ -25,6 +25,7 @@ from quire.engine.checkpoint.kv_plan import (
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import PageTensor
+from quire.engine.lora.modules import adaptable_modules, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
 from quire.engine.worker.sampling.device_sampler import choose_sampler
@@ -76,7 +77,25 @@ def most_tokens(config: EngineConfig, model: ModelConfig, device: torch.device, 
         budget = int(config.kv_cache_memory * GIB)
     else:
         budget = CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
+    budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # each has some of the heads
     return max(budget // (2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize), block_size)
+
+
+def available_bytes(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
+    """What the model's device has for the KV cache. Of ranks on GPUs all must call it at the same time."""
+    return kv_budget(config, model.device, set_aside(model, model_config, backend, config))
+
+
+def set_aside(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
+    """Bytes that the largest step takes on a GPU; on a CPU, where nothing is set aside for it, those of adapters."""
+    if model.device.type != "cuda":
+        if not config.enable_lora:
+            return 0
+        each = adapter_numbers(adaptable_modules(model_config), config.max_lora_rank) * model.dtype.itemsize
+        return each * kept_adapters(config.max_loras, config.max_cpu_loras)
+    tokens = config.max_num_batched_tokens
+    with explained(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):
+        return measure_step(model, backend, config)
 
 
 @torch.inference_mode()
@@ -98,7 +117,7 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
     hidden = model.forward(ids, metadata, pages, torch.arange(picks, device=device))
     if model.has_head:
         row = SamplingRow(rules_of(SamplingParams(top_p=0.5), ()), 0, length, length, ids[None], 0)
-        choose_sampler(device, model.argmax, model.draw)(
+        choose_sampler(device, model.argmax, model.draw, model.shard.group)(
             model.logits(hidden, metadata.linear.at(torch.arange(picks, device=device))), [row] * picks, None
         )
     torch.cuda.synchronize(device)
@@ -244,6 +263,11 @@ def explained(what: str, param: str, advice: str) -> Iterator[None]:
             free, total = torch.cuda.mem_get_info()
             room = f"; {free / GIB:.1f} of the GPU's {total / GIB:.1f} GiB are free"
         raise ConfigError(f"{param}: out of memory for {what}{room}. {advice}", param=param) from error
+
+
+def explained_weights() -> AbstractContextManager[None]:
+    """`explained`, where weights are loaded."""
+    return explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold")
 
 
 def allocate_explained(model: Decoder, blocks: int) -> list[torch.Tensor]:

@@ -67,9 +67,13 @@ class Runner:
         self._heads = heads
         self._headroom = Headroom(self._kv_cache) if slots.device.type == "cpu" and capture is None else None
         self.graphs = (
-            None if capture is None else DecodeGraphs(self._decode, capture, slots, adapters=model.adapters is not None)
+            None
+            if capture is None
+            else DecodeGraphs(
+                self._decode, capture, slots, adapters=model.adapters is not None, alone=model.shard.count == 1
+            )
         )
-        self._sample = choose_sampler(slots.device, model.argmax, model.draw)
+        self._sample = choose_sampler(slots.device, model.argmax, model.draw, model.shard.group)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
 
     @torch.inference_mode()

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from quire.engine.checkpoint.files import ModelConfig, resolve_model, stored_at
+from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.checkpoint.kv_plan import KVPlan, plan_kv
 from quire.engine.checkpoint.page_groups import PageGroups, keeps_all
 from quire.engine.checkpoint.pooling import Pooling
@@ -18,20 +19,15 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.executor import AdapterLoader, Executor
 from quire.engine.layers.adapters import Adapters
-from quire.engine.layers.heads import Head
-from quire.engine.layers.pooling import Pooler, VectorOf
 from quire.engine.layers.shard import Shard
-from quire.engine.lora.modules import adaptable_modules, adapter_numbers, kept_adapters
-from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
-from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Task
 from quire.engine.worker.costs import measure_costs
-from quire.engine.worker.device import Chosen, choose, choose_capture, choose_device, keep_kernels, set_up_cpu
+from quire.engine.worker.device import Chosen, choose, choose_device, keep_kernels, set_up_cpu
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.drafting import load_drafting, start_drafting
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import held_bytes
@@ -39,11 +35,14 @@ from quire.engine.worker.loading.draft_head import LoadedHead
 from quire.engine.worker.loading.draft_model import DraftModel, DraftWorker, spare_pages
 from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import LoadedModel, load_model
-from quire.engine.worker.memory import allocate_explained, explained, kv_budget, measure_step, page_bytes
-from quire.engine.worker.ranks.leader import LeadingAdapters, LeadingDecoder, TensorRanks
+from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
+from quire.engine.worker.loading.room import make_room
+from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes
+from quire.engine.worker.ranks.leader import LeadingAdapters, LeadingDecoder, MachineRanks, TensorRanks
 from quire.engine.worker.ranks.messages import Allocate
 from quire.engine.worker.ranks.pipeline import PipelineRunner, Stages
 from quire.engine.worker.ranks.processes import Ranks
+from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.ranks.stages import Stage
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling.grammar import SlotGrammars
@@ -123,28 +122,22 @@ def _start(
     kept: str | None,
 ) -> Worker:
     device, backend = chosen.device, chosen.backend
-    with explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold"):
+    with explained_weights():
         load = partial(load_model, config, path, model_config, chosen, progress)
         loaded, elsewhere = (load(tensors), 0) if ranks is None else load_first(load, ranks)
         model = loaded.model
         weight_bytes = elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
         draft = load_drafting(config, model_config, backend, progress, model)
-    plan = plan_pages(config, model_config, model, backend, draft, loaded.groups)
-    capture = choose_capture(config, backend, device) if "generate" in loaded.tasks else None
-    scratch = None if capture is None else plan.group_pages
-    pages = allocate_explained(model, plan.group_pages + (scratch is not None))
+    plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
+    room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len)
     if ranks is not None:
-        ranks.send(Allocate(plan.group_pages))
-    size, groups = backend.block_size, len(plan.windows)
-    slots = Slots(config.max_num_seqs, plan.max_model_len, size, device, scratch_page=scratch, groups=groups)
+        ranks.send(Allocate(plan.group_pages, plan.max_model_len))
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
-    drafting, heads = start_drafting(draft, config, model, slots, plan.num_blocks)
+    drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks)
     notes = (chosen.changed, kept, None if ranks is None else ranks.note, kept_windows(config, chosen.spec.windows))
-    kind = PipelineRunner if isinstance(ranks, Stages) else Runner
-    runner = kind(model, pages, slots, grammars, model_config.eos_token_ids, capture, pooler, heads)
-    if isinstance(ranks, Stages) and isinstance(runner, PipelineRunner):
-        runner.lead(ranks)
+    eos = model_config.eos_token_ids
+    runner = make_runner(ranks, model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads)
     return Worker(
         runner=runner,
         plan=plan,
@@ -170,6 +163,19 @@ def _start(
     )
 
 
+def make_runner(ranks: Ranks | None, *parts: Any) -> Runner:
+    """`parts`: a Runner's. Where there are other processes it leads those that need a runner's lead."""
+    if isinstance(ranks, Stages):
+        last = PipelineRunner(*parts)
+        last.lead(ranks)
+        return last
+    if isinstance(ranks, SpmdRanks):
+        first = SpmdRunner(*parts)
+        first.lead(ranks)
+        return first
+    return Runner(*parts)
+
+
 def kept_windows(config: EngineConfig, windows: tuple[int | None, ...]) -> str | None:
     """A note where layers with a window keep tokens outside of it."""
     if (setting := keeps_all(config)) is None or not any(windows):
@@ -179,22 +185,48 @@ def kept_windows(config: EngineConfig, windows: tuple[int | None, ...]) -> str |
 
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
     """Raise ConfigError where a model cannot be divided among so many ranks. given: its weights are in no file."""
-    ranks, spec = config.tensor_parallel_size, chosen.spec
-    wrong = None
-    if chosen.device.type != "cpu":
-        wrong = "several ranks compute on CPUs alone so far; see --device"
-    elif any(spec.experts):
-        wrong = "mixtures of experts are not divided among ranks yet"
-    elif spec.num_heads % ranks:
-        wrong = f"the model's {spec.num_heads} heads cannot be divided among {ranks} ranks"
-    elif spec.num_kv_heads % ranks and ranks % spec.num_kv_heads:
-        wrong = f"{ranks} ranks can neither divide the model's {spec.num_kv_heads} key-value heads nor share them"
-    elif spec.intermediate_size % ranks:
-        wrong = f"the model's intermediate_size {spec.intermediate_size} cannot be divided among {ranks} ranks"
-    elif given:
+    ranks = config.tensor_parallel_size
+    wrong = lacking_gpus(ranks, chosen.device) or indivisible(chosen.spec, ranks)
+    if chosen.device.type != "cpu" and config.nnodes > 1:
+        wrong = "ranks of several machines (nnodes) compute on CPUs alone so far; see --device"
+    if wrong is None and given:
         wrong = "weights given as tensors reach one rank alone; give them as a file"
     if wrong is not None:
         raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size")
+    asked = config.speculative_config
+    if are_equal(chosen.device) and asked is not None and asked.hidden_states:
+        wrong = f"{asked.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does"
+        raise ConfigError(f"speculative_config: {wrong}", param="speculative_config")
+
+
+def indivisible(spec: DecoderSpec, ranks: int) -> str | None:
+    """What of a model cannot be divided among so many ranks; None: all can."""
+    if any(spec.experts):
+        return "mixtures of experts are not divided among ranks yet"
+    if spec.num_heads % ranks:
+        return f"the model's {spec.num_heads} heads cannot be divided among {ranks} ranks"
+    if spec.num_kv_heads % ranks and ranks % spec.num_kv_heads:
+        return f"{ranks} ranks can neither divide the model's {spec.num_kv_heads} key-value heads nor share them"
+    if spec.intermediate_size % ranks:
+        return f"the model's intermediate_size {spec.intermediate_size} cannot be divided among {ranks} ranks"
+    return None
+
+
+def lacking_gpus(ranks: int, device: torch.device) -> str | None:
+    """What so many ranks lack on this device; None: nothing."""
+    if device.type != "cuda":
+        return None
+    if (there := torch.cuda.device_count()) < ranks:
+        return f"{ranks} ranks need {ranks} GPUs, and {there} can be seen here (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    if not torch.distributed.is_nccl_available():
+        return f"this PyTorch ({torch.__version__}) was built without NCCL, by which GPUs reach each other"
+    return None
+
+
+def are_equal(device: torch.device) -> bool:
+    """Whether ranks there all run the same steps. On CPUs the first one tells the others every call instead: that needs
+    no copies there, and one process alone computes what follows the logits."""
+    return device.type == "cuda"
 
 
 def check_stages(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
@@ -227,14 +259,22 @@ def start_ranks(
 ) -> Ranks | None:
     """The processes that compute the model together with this one; None: it is alone. given: the weights are in no
     file. Raises ConfigError."""
+    if config.node_rank:
+        raise ConfigError("node_rank: machines but the first run nothing but `quire serve`", param="node_rank")
     if config.ranks == 1:
         return None
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
     check(config, chosen, given=given)
     weights = None if config.weights is None else str(stored_at(config))
-    local = config.model_copy(update={"model": str(path), "revision": None, "weights": weights})
+    told = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
+    local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
         return Stages(local, progress, on_end)
+    if are_equal(chosen.device):
+        same = {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
+        return SpmdRanks(local.model_copy(update=same), chosen.device, on_end)
+    if config.nnodes > 1:
+        return MachineRanks(config, local, on_end)
     return TensorRanks(local, chosen.backend, 4 * -(-chosen.spec.vocab_size // config.tensor_parallel_size), on_end)
 
 
@@ -248,10 +288,11 @@ def load_first(load: Callable[..., LoadedModel], ranks: Ranks) -> tuple[LoadedMo
         others = ranks.wait_loaded()
         checkpoint = loaded.checkpoint.joined(each.table for each in others)
         return replace(loaded, checkpoint=checkpoint), sum(each.weight_bytes for each in others)
-    assert isinstance(ranks, TensorRanks)
-    loaded = load(shard=Shard(0, ranks.count, ranks.group), kind=LeadingDecoder)
-    assert isinstance(loaded.model, LeadingDecoder)
-    loaded.model.lead(ranks)
+    assert isinstance(ranks, TensorRanks | SpmdRanks)
+    kind = LeadingDecoder if isinstance(ranks, TensorRanks) else Decoder
+    loaded = load(shard=Shard(0, ranks.count, ranks.group), kind=kind)
+    if isinstance(loaded.model, LeadingDecoder):
+        loaded.model.lead(ranks)
     others = ranks.wait_loaded()
     return replace(loaded, read_bytes=loaded.read_bytes + sum(each.weight_bytes for each in others)), 0
 
@@ -273,14 +314,21 @@ def plan_pages(
     backend: Backend,
     draft: DraftModel | LoadedHead | None,
     groups: PageGroups,
+    ranks: Ranks | None,
 ) -> KVPlan:
-    """The KV cache for what the loaded weights leave of the memory; groups: of all layers."""
-    ranks, places = model.shard.count, sum(places_of_stages(groups, config.pipeline_parallel_size))
-    formula = model.formula_of(places) if ranks == 1 else f"{model.page_formula} x {ranks} ranks"
-    each = page_bytes(model) // model.groups.places * places * groups.count * ranks
-    available = kv_budget(config, model.device, set_aside(model, model_config, backend, config))
+    """The KV cache for what the loaded weights leave of the memory, here and where others compute; groups: of all
+    layers."""
+    count, places = model.shard.count // config.nnodes, sum(places_of_stages(groups, config.pipeline_parallel_size))
+    formula = model.formula_of(places) if count == 1 else f"{model.page_formula} x {count} ranks"
+    each = page_bytes(model) // model.groups.places * places * groups.count * count
+    measure = partial(available_bytes, model, model_config, backend, config)
+    available = count * ranks.least(measure) if isinstance(ranks, SpmdRanks) else measure()
+    if ranks is not None and ranks.least_free is not None and config.kv_cache_memory is None:
+        available = min(available, ranks.least_free)
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)
+        if isinstance(ranks, SpmdRanks):  # what drafts is on the first GPU, and the others have as many pages
+            formula, own = f"{formula} x {count}", own * count
         each, available = each + own, available - spare_pages(config, backend.block_size) * config.max_num_seqs * own
     return plan_kv(
         model_config,
@@ -296,51 +344,7 @@ def plan_pages(
     )
 
 
-def set_aside(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:
-    """Bytes that the largest step takes on a GPU; on a CPU, where nothing is set aside for it, those of adapters."""
-    if model.device.type != "cuda":
-        if not config.enable_lora:
-            return 0
-        each = adapter_numbers(adaptable_modules(model_config), config.max_lora_rank) * model.dtype.itemsize
-        return each * kept_adapters(config.max_loras, config.max_cpu_loras)
-    tokens = config.max_num_batched_tokens
-    with explained(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):
-        return measure_step(model, backend, config)
-
-
 def grammar_compiler(config: EngineConfig, path: Path, model_config: ModelConfig) -> GrammarCompiler:
     """Takes about a second for 32,000 tokens. Raises ModelError where the model has no tokenizer that fits."""
     tokenizer = read_tokenizer(config, path)
     return GrammarCompiler(vocabulary_of(tokenizer, model_config.vocab_size, model_config.eos_token_ids))
-
-
-def read_tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
-    return Tokenizer.load(path if config.tokenizer is None else resolve_model(config.tokenizer, config.revision))
-
-
-def choose_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
-    """What makes vectors; None where requests may not ask for any."""
-    if loaded.tasks == ("generate",):
-        return None
-    model, pooling = loaded.model, loaded.pooling
-    vector_of = decoder_head(model, pooling, loaded.head, lambda: read_tokenizer(config, path))
-    return Pooler(pooling, vector_of, config.max_num_seqs, model.spec.hidden_size, model.device)
-
-
-def decoder_head(model: Decoder, pooling: Pooling, head: Head, tokenizer: Callable[[], Tokenizer]) -> VectorOf:
-    """`head`, or the difference of two tokens' logits where the pooling is that. Raises ConfigError for what is not a
-    token."""
-    if pooling.score_tokens is None:
-        return head
-    to_id = tokenizer().backend.token_to_id
-    ids = [to_id(token) for token in pooling.score_tokens]
-    if None in ids:
-        unknown = pooling.score_tokens[ids.index(None)]
-        wrong = f"classifier_from_token: the tokenizer has no token {unknown!r}"
-        raise ConfigError(wrong, param="classifier_from_token")
-
-    def score(pooled: torch.Tensor) -> torch.Tensor:
-        first, second = model.logits(pooled)[:, ids].unbind(1)
-        return (second - first)[:, None]
-
-    return score

@@ -69,39 +69,50 @@ INLINE void score_blocks(const Rows& rows, const TileBlocks& tile, int block, fl
     for (int c = 0; c < C; ++c) vstore(scores[r] + (block + c) * kBlock, acc[r][c]);
 }
 
+// The largest of a row's scores of blocks [begin, end), times `scale`. Before that they get the scales of codes, the
+// cap and the bias, where there are any, and -infinity for keys outside [from, to).
+INLINE float find_peak(float* scores, int begin, int end, int from, int to, const TileBlocks& tile,
+                       const Softmax& softmax, const float* bias, Vec scale) {
+  const bool capped = softmax.softcap > 0, as_they_are = !capped && !bias && !tile.scaled;
+  const auto hidden = [&](int b) { return b * kBlock < from || (b + 1) * kBlock > to; };
+  const Vec unscaled = vset(1.0f / softmax.scale);
+  Vec peaks = vset(-kInfinity);
+  for (int b = begin; b < end; ++b) {
+    Vec x = vload(scores + b * kBlock);
+    if (as_they_are && !hidden(b)) {
+      peaks = vmax(peaks, x);
+      continue;
+    }
+    if (tile.scaled) x = vmul(x, vload(tile.key_scales[b]));
+    if (capped) x = vmul(vtanh(vmul(x, vset(softmax.scale / softmax.softcap))), vset(softmax.softcap));
+    if (bias) x = vfma(vload(bias + b * kBlock), unscaled, x);
+    if (hidden(b)) x = vkeep(x, from - b * kBlock, to - b * kBlock, -kInfinity);
+    vstore(scores + b * kBlock, x);
+    peaks = vmax(peaks, x);
+  }
+  return vpeak(vmul(peaks, scale));
+}
+
 // Turns a row's scores of blocks [begin, end) into weights 2^(score - peak). Keys outside [from, to) get weight 0,
 // whatever their scores: a page's unwritten slots can contain anything. The scale must be positive.
 template <class T>
 INLINE Partial softmax_weights(float* scores, T* weights, int begin, int end, int from, int to, const TileBlocks& tile,
                                const Softmax& softmax, const float* bias) {
-  const bool capped = softmax.softcap > 0;
-  const auto hidden = [&](int b) { return b * kBlock < from || (b + 1) * kBlock > to; };
-  const Vec scale = vset(capped ? kLog2E : softmax.scale * kLog2E);
-  const Vec unscaled = vset(1.0f / softmax.scale);
-  Vec peaks = vset(-kInfinity);
-  for (int b = begin; b < end; ++b) {
-    Vec x = vload(scores + b * kBlock);
-    if (tile.scaled) x = vmul(x, vload(tile.key_scales[b]));
-    if (capped) x = vmul(vtanh(vmul(x, vset(softmax.scale / softmax.softcap))), vset(softmax.softcap));
-    if (bias) x = vfma(vload(bias + b * kBlock), unscaled, x);
-    if (hidden(b)) x = vkeep(x, from - b * kBlock, to - b * kBlock, -kInfinity);
-    if (hidden(b) || capped || bias || tile.scaled) vstore(scores + b * kBlock, x);
-    peaks = vmax(peaks, x);
-  }
-  const float peak = vpeak(vmul(peaks, scale));
+  const Vec scale = vset(softmax.softcap > 0 ? kLog2E : softmax.scale * kLog2E);
+  const float peak = find_peak(scores, begin, end, from, to, tile, softmax, bias, scale);
   const Vec anchor = vset(peak == -kInfinity ? 0.0f : -peak);
+  const auto weight = [&](int b) { return vexp2_below<T>(vfma(vload(scores + b * kBlock), scale, anchor)); };
   Vec sums = vset(0.0f);
+  if (!tile.scaled) {  // the rounded weights are added, so that those that are used sum to 1
+    for (int b = begin; b < end; ++b) sums = store_and_add(weights + b * kBlock, weight(b), sums);
+    return {peak, vsum(sums)};
+  }
   for (int b = begin; b < end; ++b) {
-    const Vec weight = vexp2_below<T>(vfma(vload(scores + b * kBlock), scale, anchor));
-    if (tile.scaled) {
-      Vec factors = vload(tile.value_scales[b]);
-      if (hidden(b)) factors = vkeep(factors, from - b * kBlock, to - b * kBlock, 0.0f);
-      vstore(weights + b * kBlock, vmul(weight, factors));
-      sums = vadd(sums, weight);
-      continue;
-    }
-    vstore(weights + b * kBlock, weight);
-    sums = vadd(sums, vload(weights + b * kBlock));  // the rounded weights, so that those that are used sum to 1
+    Vec factors = vload(tile.value_scales[b]);
+    if (b * kBlock < from || (b + 1) * kBlock > to) factors = vkeep(factors, from - b * kBlock, to - b * kBlock, 0.0f);
+    const Vec each = weight(b);
+    vstore(weights + b * kBlock, vmul(each, factors));
+    sums = vadd(sums, each);
   }
   return {peak, vsum(sums)};
 }

@@ -67,6 +67,21 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
 }
 #endif
 
+// Stores x and adds it, as it was rounded, to `sums`, in whatever lanes.
+INLINE Vec store_and_add(float* p, Vec x, Vec sums) {
+  vstore(p, x);
+  return vadd(sums, x);
+}
+INLINE Vec store_and_add(bf16* p, Vec x, Vec sums) {
+  const __m256i rounded = to_bf16(x);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), rounded);
+#ifdef __AVX512BF16__
+  return dot_pairs(sums, _mm512_zextsi256_si512(rounded), _mm512_set1_epi32(0x3f803f80));  // one step instead of three
+#else
+  return vadd(sums, as_floats(_mm512_slli_epi32(_mm512_cvtepu16_epi32(rounded), 16)));
+#endif
+}
+
 // The low byte of each integer.
 INLINE void store_bytes(int8_t* p, Words w) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(w));

@@ -170,6 +170,13 @@ INLINE Vec dot_pairs(Vec acc, Words a, Words b) {
   return vfma(high_halves(a), high_halves(b), vfma(low_halves(a), low_halves(b), acc));
 }
 
+// Stores x and adds it, as it was rounded, to `sums`.
+template <class T>
+INLINE Vec store_and_add(T* p, Vec x, Vec sums) {
+  vstore(p, x);
+  return vadd(sums, vload(p));
+}
+
 // The low byte of each integer.
 INLINE void store_bytes(int8_t* p, Words w) {
   uint32_t lanes[16];

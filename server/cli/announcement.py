@@ -36,7 +36,7 @@ def curl(config: ServerConfig, info: EngineInfo, base: str, tls: ssl.SSLContext 
     path, body = first_request(info, chats=chats)
     flags = []
     if config.api_key or config.api_key_file is not None or config.admin_api_key:
-        flags.append('-H "Authorization: Bearer $QUIRE_KEY"')
+        flags.append('-H "Authorization: Bearer $OPENAI_API_KEY"')
     if tls is not None:
         flags += _trust(config, base, tls)
     asked = json.dumps({"model": config.model_names[0], **body})

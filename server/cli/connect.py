@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from quire.engine.advice import nearest
 from quire.engine.errors import ConfigError, EngineError, QuireError
 
 
@@ -74,18 +75,24 @@ def refusal(response: httpx.Response) -> QuireError:
         return EngineError(f"HTTP {response.status_code} from {response.url}")
 
 
-def unreachable(base: str, error: Exception) -> EngineError:
+class Unreachable(EngineError):
+    """Nothing answers there."""
+
+
+def unreachable(base: str, error: Exception) -> Unreachable:
     """What kept a request from its answer, with the likely way out."""
-    way = ""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
-        way = "; --cacert PEM names a certificate to trust"
-    elif base.startswith("http:") and isinstance(error, httpx.RemoteProtocolError):
+        other = "mismatch" in str(error)  # of the host's name or its address
+        way = "name the server as its certificate does" if other else "--cacert PEM names a certificate to trust"
+        return Unreachable(f"cannot trust {base}: {error}; {way}")
+    way = ""
+    if base.startswith("http:") and isinstance(error, httpx.RemoteProtocolError):
         way = "; a server with TLS is at https://"
     elif base.startswith("https:") and "WRONG_VERSION_NUMBER" in str(error):
         way = "; a server without TLS is at http://"
     elif isinstance(error, httpx.ConnectError):
         way = "; is it started? quire serve starts one"
-    return EngineError(f"no server at {base}: {error}{way}")
+    return Unreachable(f"no server at {base}: {error}{way}")
 
 
 def models(http: httpx.Client) -> list[str]:
@@ -103,3 +110,23 @@ def models(http: httpx.Client) -> list[str]:
     if not names:
         raise EngineError(f"no list of models at {http.base_url}: give the model's name")
     return names
+
+
+def served_model(known: list[str], name: str) -> str:
+    """`name`, if the server lists it. Raises EngineError."""
+    if name not in known:
+        raise EngineError(f"no model {name}; {nearest(name, known) or 'there are ' + ', '.join(known)}")
+    return name
+
+
+def chosen_model(http: httpx.Client, name: str | None) -> str:
+    """The model `name`, or the first that the server lists. Raises EngineError for one that it does not list."""
+    try:
+        known = models(http)
+    except Unreachable:
+        raise
+    except EngineError:
+        if name is None:
+            raise
+        return name  # a server need not have such a list
+    return known[0] if name is None else served_model(known, name)

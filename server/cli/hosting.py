@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from socket import AF_UNIX, socket
 
 import uvicorn
@@ -137,8 +138,17 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
             context.load_verify_locations(config.ssl_ca_certs)
             context.verify_mode = ssl.CERT_REQUIRED
     except (ssl.SSLError, ValueError) as error:
+        if config.ssl_keyfile is None and _lacks_key(config.ssl_certfile):
+            lacking = f"{config.ssl_certfile} holds no private key; name it with --ssl-keyfile"
+            raise ConfigError(f"ssl_certfile: {lacking}") from None
         raise ConfigError(f"ssl_certfile: cannot be used with its key and authorities: {error}") from None
     return context
+
+
+def _lacks_key(certfile: Path) -> bool:
+    """Whether it is a PEM file of certificates alone, of which OpenSSL says "PEM lib"."""
+    content = certfile.read_bytes()
+    return b"CERTIFICATE-----" in content and b"PRIVATE KEY-----" not in content
 
 
 @asynccontextmanager

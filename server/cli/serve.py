@@ -64,6 +64,11 @@ def main(argv: Sequence[str], started: float) -> int:
         "--models", type=Path, metavar="FILE", help="TOML file of several models to serve; see the docs"
     )
     args, config = parse(parser, argv, ServerConfig, "name")
+    if config.node_rank:
+        if args.models is not None:
+            parser.error("--models has no place on machines but the first (--node-rank)")
+        status: int = import_module("quire.engine.nodes.member").run(config)
+        return status
     models: OneModel | SeveralModels | None = None
     if config.api_server_count > 1:
         shared = import_module("quire.server.cli.api_processes")
@@ -79,7 +84,7 @@ def main(argv: Sequence[str], started: float) -> int:
     with bind(config.host, config.port) as listener:
         if models is not None:
             return uvloop.run(Service(config, models, listener, started).run())
-        status: int = uvloop.run(shared.ApiProcesses(config, listener, started).run())
+        status = uvloop.run(shared.ApiProcesses(config, listener, started).run())
         return status
 
 

@@ -75,7 +75,7 @@ def _tools(renderer: ChatRenderer, template: str, turn: Turn | None) -> tuple[To
         return form, "derived from the chat template", renderer.shows.tools
     if known is not None:
         return known, f"{name}, by the chat template's text", renderer.shows.tools
-    source = f"{GENERIC}, described in the system message, as nothing can be derived from the chat template: {reason}"
+    source = f"{GENERIC}, described in the system message, for the chat template has no form of its own: {reason}"
     return tool_format(GENERIC, ""), source, False
 
 

@@ -201,9 +201,11 @@ class Metrics:
         names = ("engine", *facts)
         gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._engines)
         ranks = Gauge("quire:ranks", "Processes that compute the model together.", ("engine",), registry=self._engines)
+        nodes = Gauge("quire:nodes", "Machines that they are on.", ("engine",), registry=self._engines)
         for engine in map(str, range(config.data_parallel_size)):
             gauge.labels(engine=engine, **{name: str(value) for name, value in facts.items()}).set(1)
             ranks.labels(engine=engine).set(config.ranks)
+            nodes.labels(engine=engine).set(config.nnodes)
 
     def tell_adapters(self, client: EngineClient, max_loras: int) -> None:
         """Show which adapters the open requests need, as vLLM does."""

@@ -163,6 +163,8 @@ def _update(body: bytes, model: ServedModel, config: ServerConfig) -> UpdateWeig
 
 def _group(body: bytes, model: ServedModel, config: ServerConfig) -> WeightsGroupRequest:
     group = parse(body, WeightsGroupRequest)
+    if config.nnodes > 1:
+        raise InvalidRequest("nnodes: weights that come over a group reach one machine alone; give each machine a path")
     if group.rank >= group.world_size:
         raise InvalidRequest(f"rank must be less than world_size, {group.world_size}", param="rank")
     return group

@@ -25,7 +25,8 @@ from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FLAGS = ("--threads", "2", "--tool-call-parser", "hermes")
-LONG = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 400, "ignore_eos": True}
+LONG = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 1200, "ignore_eos": True}
+"""Long enough that all of STREAMS run at once, however slowly they come."""
 STREAMS, LOOKS, KILLS = 24, 12, 2
 
 
@@ -59,14 +60,21 @@ async def served(log: Path, *flags: str) -> AsyncIterator[tuple[Server, httpx.As
         server.process.wait()
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not holds():  # noqa: ASYNC110 - a poll is soon enough
-            await asyncio.sleep(0.02)
+async def until(holds: Callable[[], bool], seen: Callable[[], object] = str) -> None:
+    """`seen`: what a failure tells of. The looks are a thread's, for streams are read meanwhile."""
+    try:
+        async with asyncio.timeout(120):
+            while not await asyncio.to_thread(holds):  # noqa: ASYNC110 - a poll is soon enough
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        pytest.fail(f"it never came to hold: {seen()}")
 
 
 async def running(server: Server, count: int) -> None:
-    await until(lambda: server.metric("vllm:num_requests_running") == count)
+    await until(
+        lambda: server.metric("vllm:num_requests_running") == count,
+        lambda: (server.get("/metrics").text, server.log.read_text()),
+    )
 
 
 @pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -96,11 +104,13 @@ async def test_an_api_process_takes_its_own_connections_along_and_no_others(
     async with served(tmp_path / "log") as (server, client):
         before = server.api_pids()
         assert await answer(client, LONG) == expected["long"]
-        counted = server.metric("vllm:request_success_total")
+        # Whoever is asked for metrics asks the others, whose counts the hub keeps then: each must have been asked once.
+        counted = {await asyncio.to_thread(server.metric, "vllm:request_success_total") for _ in range(LOOKS)}
+        assert counted == {1.0}
         streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
         await running(server, STREAMS)
         os.kill(before[0], signal.SIGKILL)
-        await until(lambda: ended(before[0]))
+        await until(lambda: listeners(server.port) == 1)
         for _ in range(LOOKS):
             assert (await client.get("/v1/models")).status_code == 200, "the other one serves"
         ends = await asyncio.gather(*streams, return_exceptions=True)
@@ -120,11 +130,38 @@ async def test_an_api_process_takes_its_own_connections_along_and_no_others(
         os.kill(before[1], signal.SIGCONT)
         assert await asyncio.gather(*streams) == [expected["greedy"]] * STREAMS
         found = server.metric("vllm:request_success_total")
-        assert found == counted + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
+        assert found == 1 + STREAMS - len(lost) + STREAMS, "one that ended keeps its counts"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_an_api_process_that_hangs_is_killed_and_replaced(tmp_path: Path, expected: dict[str, Any]) -> None:
+    async with served(tmp_path / "log") as (server, client):
+        before = server.api_pids()
+        os.kill(before[0], signal.SIGSTOP)
+        streams = [asyncio.create_task(answer(client, KINDS["greedy"])) for _ in range(STREAMS)]
+        ends = await asyncio.gather(*streams, return_exceptions=True)
+        lost = [end for end in ends if isinstance(end, BaseException)]
+        assert all(isinstance(end, httpx.TransportError) for end in lost), lost
+        assert 0 < len(lost) < STREAMS, "each had some"
+        assert [end for end in ends if not isinstance(end, BaseException)] == [expected["greedy"]] * (
+            STREAMS - len(lost)
+        )
+        await until(lambda: len(server.api_pids()) == 2 and before[0] not in server.api_pids())
+        (new,) = set(server.api_pids()) - set(before)
+        await until(lambda: listens(new))
+        assert await answer(client, KINDS["greedy"]) == expected["greedy"]
+        assert "gave no sign of life for " in (tmp_path / "log").read_text()
+
+
+def listeners(port: int) -> int:
+    """The sockets that listen on a port. A killed process is a zombie before its last thread lets go of them."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    return sum(line[1].endswith(f":{port:04X}") and line[3] == "0A" for line in lines)
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has ended, and its sockets with it."""
+    """Whether a process has ended, but for threads that are about to."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

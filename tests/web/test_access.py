@@ -69,6 +69,8 @@ def test_both_views_pass_axe_and_fit_the_width(browser: Browser, patient: Server
         assert violations(browser) == []
         assert overflowing(browser, width) == []
     browser.until(lambda: len(browser.all("#answers tbody tr")) >= 4)
+    heads = [each.get_property("textContent") for each in browser.all("#answers thead th") if each.is_displayed()]
+    assert heads[:2] == ["Request", "Came at"]
     assert violations(browser) == []
     assert overflowing(browser, width) == []
     browser.click("#key-button")

@@ -132,6 +132,13 @@ def test_what_was_there_before_is_a_version_to_go_back_to(page: Browser) -> None
     page.until(lambda: said(page) == first)
     page.driver.refresh()
     page.until(lambda: page.all(LAST) and said(page) == first)
+    place = "const { width, height } = arguments[0].getBoundingClientRect(); return Math.min(width, height)"
+    assert min(page.run(place, each) for each in page.all(f"{LAST} .version button")) >= 24
+    page.click("#talks")
+    assert second[-20:] not in first
+    page.fill("#talks-search", second[-20:])  # of what is not shown
+    page.until(lambda: len(page.all(".talk-title")) == 1)
+    page.click("#talks-dialog [data-close]")
     page.click(f"{LAST} [aria-label='Later version']")
     page.until(lambda: said(page) == second)
     page.click(f"{LAST} [data-action=delete]")
@@ -216,9 +223,46 @@ def test_what_is_exported_can_be_imported(browser: Browser, server: Server) -> N
     assert [each["content"] for each in one] == ["One", "More"]
     assert two == [None, [{"role": "assistant", "content": "Two"}]]
     assert markdown == "# Hi\n\n## System prompt\n\nBe brief.\n\n## You\n\nHi\n\n## Model\n\nOne\n\n## You\n\nMore\n"
+    made = {"id": "chatcmpl-1", "finish": "length", "tokens": 7, "first": 0.5, "seconds": 1.5}
+    odd = {"stopped": "yes", "cached": -1, "prompt": "3", "html": "<b>"}
+    said = [{"role": "assistant", "content": "Two", "meta": made | odd}]
+    script = "const { id, messages } = module.talkFrom(args[0]).toJSON(); return [id, messages[0].meta];"
+    for name, same in (("mb2k3x9qabcdefgh", True), ("../../x", False), (7, False), (None, False)):
+        kept = browser.module("/web/js/talk.js", script, {"id": name, "messages": said})
+        assert (kept[0] == name, kept[1]) == (same, made)
     for bad in (1, {}, {"messages": 1}, {"messages": [1]}, {"messages": [{"role": "user", "content": 1}]}):
         told = browser.module("/web/js/talk.js", "module.talkFrom(args[0])", bad)
         assert str(told).startswith("failed: Error: "), bad
+
+
+def test_what_is_there_already_is_not_imported_again(page: Browser, tmp_path: Path) -> None:
+    def told(content: str, name: str = "all.json") -> str:
+        (tmp_path / name).write_text(content)
+        page.run("document.getElementById('talks-said').textContent = ''")
+        page.all("#talks-import")[0].send_keys(str(tmp_path / name))
+        return page.until(lambda: page.text("#talks-said"))
+
+    stored = "return Object.keys(localStorage).filter((name) => name.startsWith('quire.talk.')).sort()"
+    page.fill("#max_tokens", "8")
+    page.fill("#draft", "Tell me of a fox." + Keys.ENTER)
+    settled(page)
+    (name,) = page.run(stored)
+    kept = page.run("return localStorage[arguments[0]]", name)
+    exported = json.dumps({"conversations": [json.loads(kept)], "presets": {}})
+    page.click("#talks")
+    assert told(exported) == "Read: 0 conversations. One was already there."
+    other = json.loads(kept) | {"updated": 5}
+    for said in ("Read: one conversation.", "Read: 0 conversations. One was already there."):
+        assert told(json.dumps([other])) == said
+        assert len(page.run(stored)) == 2
+        assert page.run("return localStorage[arguments[0]]", name) == kept
+    page.click("#talks-list [aria-label^=Delete]")  # the one on the page
+    assert told(exported) == "Read: one conversation."
+    page.click(".talk")
+    assert "cut at max tokens" in page.text(f"{LAST} .note"), "how it was made is kept"
+    page.click("#talks")
+    assert told("# Notes\n", "notes.md") == "notes.md is not a Quire export: it is no JSON."
+    assert told("{}").startswith("all.json is not a Quire export: ")
 
 
 def attach(page: Browser, *paths: Path) -> None:
@@ -370,9 +414,16 @@ def test_errors_are_shown_in_words(page: Browser) -> None:
     page.fill("#temperature", "9")
     page.fill("#draft", STORY + Keys.ENTER)
     page.until(lambda: "temperature" in page.text("#problem"))
+    assert page.text("#said") == "", "nothing is being written any more"
     assert [message.get_attribute("class") for message in page.all("#log .message")] == ["message user"]
     assert all("400" in error for error in page.errors()), "the browser logs the refusal, and nothing else"
+    page.fill("#temperature", "0")
     page.click("#tools-fold summary")
+    page.click("#extra-example")
+    page.click("#send")
+    settled(page)
+    assert page.text("#problem") == "", "the example may go with any request"
+    page.fill("#draft", "And then?")
     page.fill("#tools", "[{")
     page.click("#send")
     page.until(lambda: page.text("#problem").startswith("Tools:"))
@@ -460,6 +511,15 @@ def test_what_is_typed_stays_until_the_settings_are_valid(page: Browser) -> None
     page.until(lambda: len(page.all("#log .message")) == 2)
     settled(page)
     assert "Who is there?" in page.text("#log .message:first-child")
+
+
+def test_fields_beside_each_other_are_in_line(page: Browser) -> None:
+    """Though a label beside them has two lines, as where scroll bars take room."""
+    script = "return [...document.querySelectorAll('.pairs input')].map((each) => each.getBoundingClientRect().bottom)"
+    longer = "document.querySelector('label[for=max_tokens]').textContent = 'A label of two lines in every font'"
+    page.run(longer)
+    bottoms = page.run(script)
+    assert bottoms[0:8:2] == bottoms[1:8:2]
 
 
 def test_a_label_belongs_to_one_field(page: Browser) -> None:

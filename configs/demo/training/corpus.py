@@ -10,12 +10,16 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from tales import article, tale
+
 WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 """Hand-written words, sentence templates and small talk."""
 CLASS_OF = {noun: kind for kind, nouns in WORDS["nouns"].items() for noun in nouns}
 NOUNS = sorted(CLASS_OF)
 
 Chat = list[dict[str, str]]
+TALES = 0.75
+"""Share of the stories asked for that are made of plots; the others are passages of books."""
 
 _QUOTES = str.maketrans({"‘": "'", "’": "'", "‚": "'", "“": '"', "”": '"', "„": '"', "—": "--", "–": "-", "…": "..."})
 _BACK_MATTER = re.compile(
@@ -107,12 +111,8 @@ def load_books(folder: Path) -> dict[str, list[list[str]]]:
     return books
 
 
-def hold_out(books: dict[str, list[list[str]]], rng: random.Random, share: float = 0.012) -> tuple[list, list]:
-    """Hold out whole books for evaluation, and remove from the others every paragraph that repeats a part of them.
-
-    The same tale is often printed in two books. A paragraph that shares 10 consecutive words with a held-out book is
-    therefore removed from the training text. Returns (training stories, held-out stories).
-    """
+def draw_held_out(books: dict[str, list[list[str]]], rng: random.Random, share: float = 0.012) -> list[str]:
+    """The names of short books, drawn until they are this share of the text."""
     size = {name: sum(len(p) for story in book for p in story) for name, book in books.items()}
     total = sum(size.values())
     if len(books) < 2:
@@ -122,6 +122,15 @@ def hold_out(books: dict[str, list[list[str]]], rng: random.Random, share: float
     held: list[str] = []
     while names and sum(size[n] for n in held) < total * share:
         held.append(names.pop())
+    return held
+
+
+def hold_out(books: dict[str, list[list[str]]], held: list[str]) -> list[list[str]]:
+    """The stories of all books but those held out, without the paragraphs that repeat a part of these.
+
+    The same tale is often printed in two books. A paragraph that shares 10 consecutive words with a held-out book is
+    therefore removed from the training text.
+    """
     seen = {gram for name in held for story in books[name] for p in story for gram in _word_runs(p)}
     train = []
     for name in sorted(set(books) - set(held)):
@@ -129,7 +138,7 @@ def hold_out(books: dict[str, list[list[str]]], rng: random.Random, share: float
             kept = [p for p in story if seen.isdisjoint(_word_runs(p))]
             if sum(map(len, kept)) >= 600:
                 train.append(kept)
-    return train, [story for name in held for story in books[name]]
+    return train
 
 
 def _word_runs(text: str, length: int = 10) -> list[int]:
@@ -166,11 +175,6 @@ def cut(text: str, limit: int) -> str:
     """The longest start of `text` that ends with a sentence and has at most `limit` characters."""
     ends = [m.end() for m in _SENTENCE_END.finditer(text[: limit + 1])]
     return text[: ends[-1]].rstrip() if ends else text[:limit].rsplit(" ", 1)[0]
-
-
-def article(phrase: str) -> str:
-    """`phrase` with "a" or "an" before it."""
-    return ("an " if phrase[0].lower() in "aeiou" and not phrase.startswith(("uni", "one")) else "a ") + phrase
 
 
 def swap_noun(text: str, old: str, new: str) -> str:
@@ -237,9 +241,38 @@ def story_turn(pool: dict[str, list[str]], rng: random.Random) -> Chat:
     return [turn("user", request), turn("assistant", body)]
 
 
+def made_up(noun: str, phrase: str, rng: random.Random, *, name: str | None = None, second: str | None = None) -> str:
+    """A whole tale about `phrase`, of one thread; `second`: another noun that has a part in it."""
+    text = tale(noun, CLASS_OF, WORDS["places"], rng, name=name, friend=second)
+    return _opening(noun, phrase, rng, name) + rng.choice(WORDS["bridges"]) + text
+
+
+def tale_turn(rng: random.Random) -> Chat:
+    """A request for a story about a noun, and a tale of it that holds together."""
+    noun = rng.choice(NOUNS)
+    living = CLASS_OF[noun] != "thing"
+    draw = rng.random()
+    name = rng.choice(WORDS["names"]) if living and draw < 0.2 else None
+    others = [each for each in NOUNS if CLASS_OF[each] != "thing" and each != noun]
+    second = rng.choice(others) if living and 0.2 <= draw < 0.35 else None
+    phrase = f"{rng.choice(WORDS['adjectives'])} {noun}" if draw > 0.7 else noun
+    about = article(phrase) + (f" named {name}" if name else "") + (f" and {article(second)}" if second else "")
+    if rng.random() < 0.2 and not name and not second:
+        about = rng.choice((f"the {phrase}", plural(phrase), phrase))
+    request = rng.choice(WORDS["requests"]).format(x=about)
+    if rng.random() < 0.2:
+        request = request.lower() if rng.random() < 0.5 else request.rstrip(".?!")
+    body = made_up(noun, phrase, rng, name=name, second=second)
+    return [
+        turn("user", request),
+        turn("assistant", body + (rng.choice(WORDS["closings"]) if rng.random() < 0.5 else "")),
+    ]
+
+
 def free_turn(openings: list[str], rng: random.Random) -> Chat:
     """A request for any story, or the first words of one, answered with the beginning of a real story."""
-    text = cut(rng.choice(openings), rng.choice((350, 600, 900, 1400)))
+    noun = rng.choice(NOUNS)
+    text = made_up(noun, noun, rng) if rng.random() < TALES else cut(rng.choice(openings), rng.choice((350, 600, 900)))
     if rng.random() < 0.3:
         given = " ".join(text.split()[: rng.randint(4, 12)])
         request = rng.choice(("{}", "{}...", "Continue this story: {}", "Go on: {}")).format(given)
@@ -281,7 +314,7 @@ def chats(folder: Path, train: list[list[str]], count: int, rng: random.Random) 
         for _ in range(1 if rng.random() < 0.88 else 2):
             draw = rng.random()
             if draw < 0.80 or not openings:
-                turns += story_turn(pool, rng)
+                turns += tale_turn(rng) if rng.random() < TALES else story_turn(pool, rng)
             elif draw < 0.88:
                 turns += free_turn(openings, rng)
             elif draw < 0.92 and questions:

@@ -24,10 +24,26 @@ _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 def linear_types(header: Header, config: ModelConfig) -> Mapping[str, TensorType]:
     """The types of the weights of linears and the embedding, by their names in a checkpoint."""
-    named = {checkpoint_name(name, config.model_type): tensor.type for name, tensor in header.tensors.items()}
     return {
-        name.removesuffix(".weight"): kind for name, kind in named.items() if name is not None and kind.name in GROUPED
+        name.removesuffix(".weight"): tensor.type
+        for stored, tensor in header.tensors.items()
+        for name in _names(stored, tensor, config)[0]
+        if tensor.type.name in GROUPED
     }
+
+
+def _names(stored: str, tensor: StoredTensor, config: ModelConfig) -> tuple[list[str], bool]:
+    """What a checkpoint calls the tensor, or each expert's part of it; and whether it has such parts."""
+    count = config.raw.get("num_local_experts") or 0
+    found = checkpoint_name(stored, config.model_type, count)
+    if not isinstance(found, list):
+        return [] if found is None else [found], False
+    if tensor.shape[:1] != (count,):
+        raise ModelError(f"model: {stored} has the shape {list(tensor.shape)}, which is not of {count} experts")
+    # Each such tensor, of however few bytes, has many names.
+    if int(stored.split(".")[1]) >= config.num_layers or not stored.endswith((".weight", ".bias")):
+        raise ModelError(f"model: the weights hold what the model does not have: {stored[:100]}")
+    return found, True
 
 
 def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
@@ -35,21 +51,23 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.model_type in PERMUTED else {}
     one = 1.0 if config.model_type.startswith("gemma") else 0.0
     for stored_name, stored in header.tensors.items():
-        name = checkpoint_name(stored_name, config.model_type)
-        if name is None:
+        names, stacked = _names(stored_name, stored, config)
+        if not names:
             continue
         rows = _read(stored_name, stored)
-        if name.endswith("norm.weight"):
-            yield name, rows.float() - one  # Gemma's files have what multiplies, not its offset from 1
+        if stacked:
+            yield from zip(names, rows, strict=True)
+        elif names[0].endswith("norm.weight"):
+            yield names[0], rows.float() - one  # Gemma's files have what multiplies, not its offset from 1
         else:
-            count = heads.get(name.split(".")[-2])
-            yield name, rows if count is None else unpermuted(name, rows, count)
+            count = heads.get(names[0].split(".")[-2])
+            yield names[0], rows if count is None else unpermuted(names[0], rows, count)
 
 
 def unpermuted(name: str, rows: Tensor, heads: int) -> Tensor:
     """The rows of queries or keys as rotations of halves need them: files have the two halves of each head in turns."""
-    if rows.shape[0] % (2 * heads):
-        raise ModelError(f"model: {name} has {rows.shape[0]} rows, which are not {heads} heads")
+    if not rows.ndim or rows.shape[0] % (2 * heads):
+        raise ModelError(f"model: {name} has the shape {list(rows.shape)}, whose rows are not {heads} heads")
     return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
 
 

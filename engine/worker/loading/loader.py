@@ -50,7 +50,8 @@ def load_weights(table: ParameterTable, stream: TensorStream, *, device: torch.d
         parameter.put(tensor)
         size += tensor.numel() * parameter.dtype.itemsize
     if waiting:
-        raise ModelError(f"model: the weights lack {_listing(list(waiting))}")
+        more = f"; they hold, which the model does not have: {_listing(left_over)}" if left_over else ""
+        raise ModelError(f"model: the weights lack {_listing(list(waiting))}{more}")
     if left_over:
         raise ModelError(f"model: the weights hold what the model does not have: {_listing(left_over)}")
     return size

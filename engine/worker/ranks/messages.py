@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import struct
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.engine.batch import Batch
+from quire.engine.nodes.greeting import FRAME_LENGTH, Ended
 from quire.engine.types import Adapter
 from quire.kernels.backend import AttentionMetadata, LinearContext
-
-_LENGTH = struct.Struct("<Q")
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -34,12 +33,45 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Of the memory that all ranks share; or of the pipes that a stage writes to and, but for the first one, reads."""
     cores: list[int]
     """To stay on; none: all."""
+    key: bytes = b""
+    """Of several machines' ranks: what these show each other. Of ranks that run the same steps: under what they meet.
+    Empty: other ranks of one machine."""
+    spmd: bool = False
+    """It runs the same steps as the first one, which else tells it every call; they meet by the descriptor."""
+
+
+class Meet(msgspec.Struct, frozen=True, tag=True):
+    """Connect with the ranks of all machines."""
+
+    places: list[tuple[str, int]]
+    """Where each can be reached, in their order."""
+
+
+class Measure(msgspec.Struct, frozen=True, tag=True):
+    """Run the largest step. Answered by Measured or Failed."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
     """Make room for so many pages, of which there will be no more and no fewer."""
 
     num_blocks: int
+    max_model_len: int = 0
+    """Of a rank that runs whole steps."""
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """Executor.launch."""
+
+    batch: Batch
+
+
+Preparation = Literal["warm_up", "warm_sampler", "warm_prompts"]
+
+
+class Prepare(msgspec.Struct, frozen=True, tag=True):
+    """A method of Runner."""
+
+    what: Preparation
 
 
 class Forward(msgspec.Struct, frozen=True, tag=True):
@@ -75,6 +107,8 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
 
     slot: int
     adapter: Adapter
+    files: dict[str, bytes] = {}
+    """For a rank on another machine, which has no such folder: its files. Empty: it got them before."""
 
 
 class UseAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +118,7 @@ class UseAdapter(msgspec.Struct, frozen=True, tag=True):
     failed: bool
 
 
-ToRank = Start | Allocate | Forward | Logits | Embed | LoadAdapter | UseAdapter
+ToRank = Start | Meet | Measure | Allocate | Step | Prepare | Forward | Logits | Embed | LoadAdapter | UseAdapter
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -92,6 +126,14 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """As read; a stage's, as held."""
     table: dict[str, tuple[tuple[int, ...], str]] = {}
     """A stage's weights: shape and type, by name in the checkpoint."""
+    free: int | None = None
+    """Of a rank on another machine: bytes that are left there for keys and values."""
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Bytes that the rank's device has for the KV cache."""
+
+    available: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +147,16 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     """A part of a stage's step is done."""
 
 
-FromRank = Loaded | Failed | Progress
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """A rank of several machines can be reached there. Answered by Meet."""
+
+    host: str
+    port: int
+    weights: str = ""
+    """As loading.samples tells them."""
+
+
+FromRank = Loaded | Measured | Failed | Progress | Reached | Ended
 
 
 class Passed(msgspec.Struct, frozen=True, tag=True):
@@ -123,15 +174,15 @@ decode_passed = msgspec.msgpack.Decoder(Passed).decode
 
 def frame(message: ToRank | FromRank | Passed) -> bytes:
     encoded = _encode(message)
-    return _LENGTH.pack(len(encoded)) + encoded
+    return FRAME_LENGTH.pack(len(encoded)) + encoded
 
 
 def read_frame(pipe: BinaryIO) -> bytes | None:
     """The next frame's content; None where the pipe has ended."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
+    head = pipe.read(FRAME_LENGTH.size)
+    if len(head) < FRAME_LENGTH.size:
         return None
-    content = pipe.read(length := _LENGTH.unpack(head)[0])
+    content = pipe.read(length := FRAME_LENGTH.unpack(head)[0])
     return content if len(content) == length else None
 
 

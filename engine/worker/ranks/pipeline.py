@@ -9,14 +9,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import torch
 
 from quire.engine.batch import Batch, StepOutput
 from quire.engine.config import EngineConfig
 from quire.engine.worker.pending import PendingStep
-from quire.engine.worker.ranks.messages import Loaded, forward, read_frame
+from quire.engine.worker.ranks.messages import Loaded, forward
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.stages import Inbox
 from quire.engine.worker.runner import Begun, Runner
@@ -47,15 +46,14 @@ class Stages(Ranks):
 
     def wait_loaded(self) -> list[Loaded]:
         found = super().wait_loaded()
-        for answers in self._answers:
-            threading.Thread(target=_hear, args=(answers, self._progress), name="progress", daemon=True).start()
+        for read in self._answers:
+            threading.Thread(target=_hear, args=(read, self._progress), name="progress", daemon=True).start()
         return found
 
 
-def _hear(answers: BinaryIO, progress: Callable[[], None]) -> None:
-    with answers:
-        while read_frame(answers) is not None:
-            progress()
+def _hear(read: Callable[[], bytes | None], progress: Callable[[], None]) -> None:
+    while read() is not None:
+        progress()
 
 
 class PipelineRunner(Runner):

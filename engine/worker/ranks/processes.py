@@ -10,25 +10,54 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
-from typing import BinaryIO
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
+from quire.engine.lora.files import CONFIG, WEIGHTS
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
+from quire.engine.types import Adapter
 from quire.engine.worker.ranks.messages import (
     Failed,
+    FromRank,
+    LoadAdapter,
     Loaded,
+    Measured,
     Start,
     ToRank,
     decode_from_rank,
     frame,
     read_frame,
 )
+from quire.engine.worker.ranks.remote import Remote
 from quire.kernels.collective import RankEnded
 
 _STOP_SECONDS = 5.0
 """How long a process gets to end by itself once its pipe is closed."""
 _MODULE = "quire.engine.worker.ranks.follower"
+
+Answer = TypeVar("Answer", Loaded, Measured)
+
+
+class Orders(Protocol):
+    """The way to a rank, on which it ends when it is closed."""
+
+    def write(self, content: bytes, /) -> object: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class RankProcess(Protocol):
+    """What subprocess.Popen is, and a rank on another machine too."""
+
+    pid: int
+
+    @property
+    def stdin(self) -> Orders | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def kill(self) -> None: ...
 
 
 class Ranks:
@@ -39,27 +68,47 @@ class Ranks:
     """That asks for them."""
     called: str
     """What they are called."""
+    pinned = True
+    """Whether each stays on cores of its own, where there are several nodes of memory."""
+    spmd = False
+    """See Start."""
 
     def __init__(
-        self, config: EngineConfig, descriptors: Sequence[list[int]], on_end: Callable[[int], None] | None = None
+        self,
+        config: EngineConfig,
+        descriptors: Sequence[list[int]],
+        on_end: Callable[[int], None] | None = None,
+        remote: Sequence[Remote] = (),
+        key: bytes = b"",
     ) -> None:
-        """`descriptors`: for each process, by which it reaches others; they are closed here. `on_end` is called, by a
-        thread, with the return code of a process that ends unasked, as subprocess says it; then every later call raises
-        EngineError."""
-        self.count = 1 + len(descriptors)
+        """`descriptors`: for each process of this machine, by which it reaches others; they are closed here. `on_end`
+        is called, by a thread, with the return code of a process that ends unasked, as subprocess says it; then every
+        later call raises EngineError. `remote`: those of other machines; then all show each other `key`."""
+        local = 1 + len(descriptors)
+        self.count = local + len(remote)
         self._on_end = on_end
         self._closing = threading.Event()
         self._ended = threading.Event()
-        self._failure = ""
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._answers: list[BinaryIO] = []
+        self.failure = ""
+        """Which of them has ended, and how."""
+        self._processes: list[RankProcess] = []
+        self._answers: list[Callable[[], bytes | None]] = []
+        """What reads each one's next frame; None: it has ended."""
+        self._sent: set[str] = set()
+        """Digests of the adapters that other machines have."""
+        self.least_free: int | None = None
+        """Bytes for keys and values that are left on the other machine that has the least, once all have loaded."""
         allowed = allowed_cores()
-        self._cores = node_cores(self.count, allowed)
+        self._cores = node_cores(local, allowed) if self.pinned else []
         self.close = weakref.finalize(self, _end, self._processes, self._closing, allowed if self._cores else set())
         """Ends the processes and waits for them."""
         try:
+            told = config.model_dump_json()
             for rank, own in enumerate(descriptors, 1):
-                self._start(config, rank, own)
+                cores = sorted(self._cores[rank]) if self._cores else []
+                self._start(Start(told, rank, own, cores, key, self.spmd))
+            for rank, each in enumerate(remote, local):
+                self._begin(each, each.get, Start(told, rank, [], [], key))
             stay_on(self._cores[0] if self._cores else set())
         except OSError as error:
             self.close()
@@ -71,9 +120,25 @@ class Ranks:
 
     def send(self, message: ToRank) -> None:
         """To all of them. They read it when they have done what they were told before."""
+        self._send(message, self._processes)
+
+    def send_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Tell them to load it; ranks of other machines get its files, once."""
+        here = [each for each in self._processes if not isinstance(each, Remote)]
+        there = [each for each in self._processes if isinstance(each, Remote)]
+        self._send(LoadAdapter(slot, adapter), here)
+        if there:
+            names = () if adapter.digest in self._sent else (CONFIG, WEIGHTS)
+            files = {}
+            with suppress(OSError):  # then they cannot load it, nor can this rank, which says why
+                files = {name: (Path(adapter.folder) / name).read_bytes() for name in names}
+                self._sent.add(adapter.digest)
+            self._send(LoadAdapter(slot, adapter, files), there)
+
+    def _send(self, message: ToRank, processes: Sequence[RankProcess]) -> None:
         content = frame(message)
         with self.watched():
-            for process in self._processes:
+            for process in processes:
                 assert process.stdin is not None
                 process.stdin.write(content)
                 process.stdin.flush()
@@ -82,67 +147,87 @@ class Ranks:
     def watched(self) -> Iterator[None]:
         """Raises EngineError, which says why, where what runs inside finds that a rank has ended."""
         if self._ended.is_set():
-            raise EngineError(self._failure)
+            raise EngineError(self.failure)
         try:
             yield
-        except (RankEnded, BrokenPipeError) as error:
+        except (RankEnded, ConnectionError, TimeoutError) as error:
             self._ended.wait(_STOP_SECONDS)  # a pipe breaks a moment before its process has ended
-            raise EngineError(self._failure or "a rank has closed its pipe") from error
+            raise EngineError(self.failure or "a rank has closed its pipe") from error
 
     def wait_loaded(self) -> list[Loaded]:
         """Wait until all have loaded their weights. Returns what each says of them. Raises what they raised."""
+        found = self.read(Loaded)
+        self.least_free = min((each.free for each in found if each.free is not None), default=None)
+        return found
+
+    def read(self, kind: type[Answer]) -> list[Answer]:
+        """The next answer of each, which is of this kind. Raises what they raised."""
         found = []
-        for answers in self._answers:
-            if (content := read_frame(answers)) is None:
+        for answer in self._answer_each():
+            assert isinstance(answer, kind)
+            found.append(answer)
+        return found
+
+    def _answer_each(self) -> Iterator[FromRank]:
+        """What each of them answers. Raises what they raised."""
+        for read in self._answers:
+            if (content := read()) is None:
                 with self.watched():
                     raise RankEnded
             answer = decode_from_rank(content)
             if isinstance(answer, Failed):
                 raise ConfigError(answer.message, param=answer.param)
-            assert isinstance(answer, Loaded)
-            found.append(answer)
-        return found
+            yield answer
+
+    def environment(self, rank: int) -> dict[str, str] | None:
+        """The variables of a process; None: this one's."""
+        return None
 
     @property
     def note(self) -> str:
         where = f", on cores {'; '.join(str(sorted(each)) for each in self._cores)}" if self._cores else ""
-        return f"{self.count} {self.called}, beside this process {', '.join(map(str, self.pids))}{where}"
+        return f"{self.count} {self.called}, beside this process {', '.join(map(_name, self._processes))}{where}"
 
     @property
     def pids(self) -> Sequence[int]:
         return [process.pid for process in self._processes]
 
-    def _start(self, config: EngineConfig, rank: int, descriptors: list[int]) -> None:
+    def _start(self, start: Start) -> None:
         answers, theirs = os.pipe()
         try:
             # -P: see EngineProcess
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", _MODULE, str(theirs)],
                 stdin=subprocess.PIPE,
-                pass_fds=(*descriptors, theirs),
+                pass_fds=(*start.descriptors, theirs),
+                env=self.environment(start.rank),
             )
         except OSError:
             os.close(answers)
             raise
         finally:
             os.close(theirs)
+        self._begin(process, partial(read_frame, os.fdopen(answers, "rb")), start)
+
+    def _begin(self, process: RankProcess, read: Callable[[], bytes | None], start: Start) -> None:
         self._processes.append(process)
-        self._answers.append(os.fdopen(answers, "rb"))
-        watch = (process, rank, weakref.ref(self), self._closing)
-        threading.Thread(target=_watch, args=watch, name=f"rank-{rank}-watch", daemon=True).start()
+        self._answers.append(read)
+        watch = (process, start.rank, weakref.ref(self), self._closing)
+        threading.Thread(target=_watch, args=watch, name=f"rank-{start.rank}-watch", daemon=True).start()
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already, which `wait_loaded` will report
-            cores = sorted(self._cores[rank]) if self._cores else []
-            process.stdin.write(frame(Start(config.model_dump_json(), rank, descriptors, cores)))
+        with suppress(ConnectionError):  # it has ended already, which `wait_loaded` will report
+            process.stdin.write(frame(start))
             process.stdin.flush()
 
-    def lost(self, rank: int, pid: int, code: int) -> None:
+    def lost(self, rank: int, process: RankProcess, code: int) -> None:
         """A process has ended unasked. Called by a thread."""
         how = f"exited with code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
-        self._failure = self._failure or f"rank {rank} of {self.count} (process {pid}) {how}"
+        if isinstance(process, Remote) and process.lost:
+            how = "is out of reach"
+        self.failure = self.failure or f"rank {rank} of {self.count} (process {_name(process)}) {how}"
         self._let_go()
         if self._on_end is not None:
-            print(f"quire: {self._failure}", file=sys.stderr, flush=True)
+            print(f"quire: {self.failure}", file=sys.stderr, flush=True)
             self._on_end(code)  # which may end this process, before anybody gets an error for it
         self._ended.set()
 
@@ -150,13 +235,17 @@ class Ranks:
         """Let none wait for one that has ended. Called by a thread."""
 
 
-def _watch(process: subprocess.Popen[bytes], rank: int, ranks: weakref.ref[Ranks], closing: threading.Event) -> None:
+def _name(process: RankProcess) -> str:
+    return f"{process.pid} on {process.host}" if isinstance(process, Remote) else str(process.pid)
+
+
+def _watch(process: RankProcess, rank: int, ranks: weakref.ref[Ranks], closing: threading.Event) -> None:
     code = process.wait()
     if not closing.is_set() and (owner := ranks()) is not None:
-        owner.lost(rank, process.pid, code)
+        owner.lost(rank, process, code)
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], closing: threading.Event, cores: Set[int]) -> None:
+def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
     """`cores`: those that this thread had before it was bound to fewer, if it was."""
     closing.set()
     stay_on(cores)

@@ -18,18 +18,31 @@ from quire.engine.worker.sampling.grammar import GrammarMask
 from quire.engine.worker.sampling.sampler import sample
 from quire.engine.worker.sampling.sampling_rules import Numbered, SamplingRow, change_logits
 from quire.engine.worker.transfer import upload
+from quire.kernels.collective import Collective, SpmdCollective
 
 Sampler = Callable[[Tensor, list[SamplingRow], GrammarMask | None], Tensor]
 """As `sampler.sample`: logits, rows, the grammars' mask."""
 
 
 def choose_sampler(
-    device: torch.device, argmax: Callable[[Tensor], Tensor], draw: Callable[[Tensor, Tensor, Tensor], Tensor]
+    device: torch.device,
+    argmax: Callable[[Tensor], Tensor],
+    draw: Callable[[Tensor, Tensor, Tensor], Tensor],
+    group: Collective | None = None,
 ) -> Sampler:
-    """The one for this device; `argmax` and `draw` are the backend's."""
-    if device.type == "cuda" and find_spec("triton") is not None:
-        return sample_on_device
-    return partial(sample, argmax=argmax, draw=draw)
+    """The one for this device; `argmax` and `draw` are the backend's, `group` the model's ranks."""
+    triton = device.type == "cuda" and find_spec("triton") is not None
+    sampler: Sampler = sample_on_device if triton else partial(sample, argmax=argmax, draw=draw)
+    return partial(_sample_once, sampler, group) if isinstance(group, SpmdCollective) else sampler
+
+
+def _sample_once(
+    sampler: Sampler, group: SpmdCollective, logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None
+) -> Tensor:
+    """What the first rank picks, on all of them: no two can differ, and it alone has grammars, seeds and penalties."""
+    if group.rank == 0:
+        return group.share(sampler(logits, rows, mask))
+    return group.share(torch.empty(len(rows), dtype=torch.int64, device=logits.device))
 
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None = None) -> Tensor:

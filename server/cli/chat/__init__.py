@@ -13,7 +13,7 @@ import httpx
 from quire.engine.config import EngineConfig
 from quire.server.cli.chat.conversation import Chat
 from quire.server.cli.chat.plain import converse
-from quire.server.cli.connect import add_server_flags, headers, models, server_url, trusted
+from quire.server.cli.connect import add_server_flags, chosen_model, headers, server_url, trusted
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 
@@ -46,13 +46,14 @@ def main(argv: Sequence[str], started: float) -> int:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer; default: what the context allows")
     add_flags(parser, ServerConfig, {EngineConfig: "the engine, without --url"})
     args, config = parse(parser, argv, ServerConfig, "name")
+    asked = args.name or getattr(args, "model", None) if args.url else None  # else it is what is loaded
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     given = {name: value for name, value in options.items() if value is not None}
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with ExitStack() as stack:
         if not at_terminal:
             http = stack.enter_context(connect(args.url, config, args.bearer, args.cacert))
-            model = args.name if args.url and args.name else models(http)[0]
+            model = chosen_model(http, asked)
             return converse(Chat(http, model, given, args.system), sys.stdin, sys.stdout)
         from rich.console import Console
 
@@ -61,6 +62,6 @@ def main(argv: Sequence[str], started: float) -> int:
         console = Console(highlight=False)
         with terminal.unseen_keys(), console.status("connecting" if args.url else f"loading {config.model_names[0]}"):
             http = stack.enter_context(connect(args.url, config, args.bearer, args.cacert))
-            model = args.name if args.url and args.name else models(http)[0]
+            model = chosen_model(http, asked)
         console.print(f"[bold]{model}[/]; /help lists the commands")
         return terminal.converse(Chat(http, model, given, args.system), console)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
-from quire.engine.errors import QuireError
 from quire.server.cli.chat.conversation import Chat
-from quire.server.cli.connect import models
+from quire.server.cli.connect import models, served_model
 
 COMMANDS = {
     "/retry": "answer the last message again",
@@ -26,6 +25,11 @@ COMMANDS = {
     "/exit": "leave (or Ctrl-D)",
 }
 HELP = "\n".join(f"{name:<9} {text}" for name, text in COMMANDS.items())
+BOUNDED = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("max_tokens", "min_tokens", "seed"),
+)
+"""Parameters whose bounds SamplingParams knows, and not the request's model."""
 KEYS = """\
 Alt+Enter, or \\ at a line's end, begins another line; what is pasted is sent when you press Enter.
 Ctrl-C stops an answer."""
@@ -88,14 +92,17 @@ def _file(chat: Chat, command: str, rest: str) -> Outcome:
         chat.save(Path(rest))
         return Outcome(f"{len(chat.turns)} messages are in {rest}")
     chat.load(Path(rest))
-    return Outcome(f"{len(chat.turns)} messages; {chat.model} goes on")
+    last = f"; the last one, of the {chat.turns[-1]['role']}:\n{chat.turns[-1]['content']}" if chat.turns else ""
+    return Outcome(f"{len(chat.turns)} messages; {chat.model} goes on{last}")
 
 
 def _set(chat: Chat, rest: str) -> Outcome:
     name, _, value = rest.replace("=", " ", 1).partition(" ")
     name = name.replace("-", "_")
     if not name:
-        return Outcome("\n".join(f"{name} = {json.dumps(value)}" for name, value in chat.options.items()) or "nothing")
+        return Outcome(
+            "\n".join(f"{name} = {json.dumps(value)}" for name, value in chat.options.items()) or "all defaults"
+        )
     if name in ("model", "messages", "stream"):
         return Outcome(f"{name} cannot be set; /help lists what can be said")
     if not value.strip():
@@ -105,8 +112,22 @@ def _set(chat: Chat, rest: str) -> Outcome:
 
     if name not in (known := ChatRequest.model_fields) and (advice := nearest(name, known)):
         return Outcome(f"{name}: no such parameter; {advice}")
-    chat.options[name] = _value(value.strip())
+    given = _value(value.strip())
+    if name in known:
+        _check(name, given)
+    chat.options[name] = given
     return Outcome(f"{name} = {json.dumps(chat.options[name])}")
+
+
+def _check(name: str, value: Any) -> None:
+    """Raises InvalidRequest for a value that the API would refuse, by the API's own models."""
+    from quire.engine.types import SamplingParams  # imported only when needed: they are slow
+    from quire.server.protocol.chat import ChatRequest
+    from quire.server.resolve.parse import validated
+
+    body = validated({"messages": [{"role": "user", "content": ""}], name: value}, ChatRequest)
+    if name in BOUNDED and (number := getattr(body, name)) is not None:
+        SamplingParams(**{"max_tokens": None, name: number})
 
 
 def _value(text: str) -> Any:
@@ -120,7 +141,5 @@ def _model(chat: Chat, rest: str) -> Outcome:
     known = models(chat.http)
     if not rest:
         return Outcome("\n".join(f"{'*' if name == chat.model else ' '} {name}" for name in known))
-    if rest not in known:
-        raise QuireError(f"no model {rest}; {nearest(rest, known) or 'there are ' + ', '.join(known)}")
-    chat.model = rest
+    chat.model = served_model(known, rest)
     return Outcome(f"{rest} goes on")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator
+from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ class Chat:
     options: dict[str, Any]
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
+    cut: bool = False
+    """Whether the last answer ended because it was as long as it might be."""
 
     def answer(self, text: str) -> Generator[str, None, None]:
         """Stream the answer to `text`, piece by piece, and add both to the conversation.
@@ -31,6 +33,7 @@ class Chat:
         An answer that is cut short is added as far as it came. If there is none because the server refused the request,
         QuireError is raised and `text` is not added either.
         """
+        self.cut = False
         self.turns.append({"role": "user", "content": text})
         received: list[str] = []
         try:
@@ -55,9 +58,11 @@ class Chat:
         return text
 
     def save(self, path: Path) -> None:
-        """Raises ConfigError."""
+        """Raises ConfigError, also for a file that is no saved conversation: it is not overwritten."""
         said = {"model": self.model, "system": self.system, "options": self.options, "messages": self.turns}
         try:
+            if _is_something_else(path.expanduser(), said.keys()):
+                raise ConfigError(f"{path} is there already, and is no saved conversation: choose another name")
             path.expanduser().write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
@@ -91,7 +96,9 @@ class Chat:
                 for line in response.iter_lines():
                     event = line.removeprefix("data:").strip()
                     if line.startswith("data:") and event != "[DONE]":
-                        yield from _pieces(json.loads(event))
+                        chunk = json.loads(event)
+                        yield from _pieces(chunk)
+                        self.cut |= any(choice.get("finish_reason") == "length" for choice in chunk["choices"])
         except httpx.HTTPError as error:
             raise EngineError(f"the server does not answer: {error}") from None
 
@@ -106,3 +113,14 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
 
 def _is_message(turn: object) -> bool:
     return isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
+
+
+def _is_something_else(path: Path, names: Collection[str]) -> bool:
+    """Whether a file has content that is not an object of these names."""
+    if not path.is_file() or path.stat().st_size == 0:
+        return False
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        return True
+    return not isinstance(there, dict) or there.keys() != set(names)

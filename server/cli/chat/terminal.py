@@ -63,6 +63,8 @@ def _say(chat: Chat, text: str, console: Console) -> int:
     try:
         with unseen_keys():
             show(console, answer, "thinking")
+        if chat.cut:
+            console.print("[dim]cut at max tokens[/]")
     except KeyboardInterrupt:
         console.print("[dim]stopped; /retry asks again[/]")
     except QuireError as error:

@@ -38,14 +38,16 @@ def main(argv: Sequence[str], started: float) -> int:
         raise ConfigError(f"--picture: draws an SVG; {args.picture.with_suffix('.svg')} would be its name")
     config = ServerConfig() if args.config is None else load(ServerConfig, {}, args.config)
     model = args.model or config.model
+    args.tp = args.tp or config.tensor_parallel_size
     args.dp = args.dp or config.data_parallel_size
     args.pp = args.pp or config.pipeline_parallel_size
+    args.nnodes = args.nnodes or config.nnodes
     raw, folder = read_raw_config(model, args.revision or config.revision)
     sizes = read_sizes(raw)
     stored = None if folder is None else read_stored_weights(folder)
     wishes = _wishes(args, config, raw)
     if args.gpu == "all":
-        cards = [divided(card, args.tp, args.dp, args.pp) for card in read_cards().values()]
+        cards = [divided(card, args.tp, args.dp, args.pp, args.nnodes) for card in read_cards().values()]
         print(as_table([estimate(sizes, card, wishes, stored) for card in cards]))
         return 0
     made = estimate(sizes, _machine(args), wishes, stored)
@@ -110,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="directory, config.json or hub id; default: what --config names, or the embedded model",
+        help="directory, config.json, .gguf file, hub id or smollm2; default: what --config names, or embedded",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file of quire serve's settings, or a preset; flags go before it"
@@ -159,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_processes(parser: argparse.ArgumentParser) -> None:
     ranks = ("--tensor-parallel-size", "--tp")
     parser.add_argument(
-        *ranks, dest="tp", type=number(int, 1), default=1, metavar="N", help="GPUs, or processes, that share the model"
+        *ranks, dest="tp", type=number(int, 1, 64), metavar="N", help="GPUs, or processes, that share the model"
     )
     stages = ("--pipeline-parallel-size", "--pp")
     parser.add_argument(
@@ -169,6 +171,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         *replicas, dest="dp", type=number(int, 1, 32), metavar="N", help="engines that share the requests"
     )
+    parser.add_argument("--nnodes", type=number(int, 1, 64), metavar="N", help="machines like this one that share it")
 
 
 def _machine(args: argparse.Namespace) -> Machine:
@@ -183,4 +186,4 @@ def _machine(args: argparse.Namespace) -> Machine:
         bandwidth=machine.bandwidth if args.bandwidth is None else args.bandwidth * 1e9,
         flops=machine.flops if args.tflops is None else args.tflops * 1e12,
     )
-    return divided(machine, args.tp, args.dp, args.pp)
+    return divided(machine, args.tp, args.dp, args.pp, args.nnodes)

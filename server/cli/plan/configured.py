@@ -56,7 +56,7 @@ def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
             )
         wishes = replace(wishes, draft=planned_draft(config.speculative_config))
         counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
-        parts = divided(machine, *counts)
+        parts = divided(machine, *counts, config.nnodes)
         made = estimate(read_sizes(raw), parts, wishes, stored)
         return made.num_blocks * made.block_size or None
     except (ModelError, ConfigError):

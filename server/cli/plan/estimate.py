@@ -207,13 +207,13 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         )
     if in_8_bits:
         weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
-    on_device = weights // machine.count + tied_head_bytes(sizes, machine, width, in_8_bits=in_8_bits)
+    on_device = weights // machine.count + tied_head_bytes(sizes, machine, width, table_bits(stored, in_8_bits))
     if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
         linears = on_device - sizes.head_parameters * width // machine.count  # all but the embedding table
         on_device -= round(linears * _COMPRESSION_SAVES)
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
-    sharing = 1 if machine.gpu else machine.count  # parts of one memory: what one rank alone has takes from all
+    sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
     on_device += adapters // sharing + drafts // sharing
     drafting = None if wishes.draft is None else wishes.draft.sizes
     own = 0 if drafting is None else kv_bytes(drafting, dtype, wishes.kv_cache_dtype)
@@ -258,13 +258,20 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     return _fitted(made, wishes, on_device)
 
 
-def tied_head_bytes(sizes: ModelSizes, machine: Machine, width: int, *, in_8_bits: bool) -> int:
+def table_bits(stored: StoredWeights | None, in_8_bits: bool) -> float | None:
+    """Bits of the embedding's numbers where these are few: made so at load, or stored so."""
+    if in_8_bits:
+        return TABLE_BITS
+    return None if stored is None else stored.table_bits
+
+
+def tied_head_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
     """What each device has beside the weights for a head that is the embedding: both ends of a pipeline have that, and
-    of one that is not in 8 bits the CPU kernels pack a copy."""
+    of one in full precision the CPU kernels pack a copy. `bits`: of the embedding's numbers, where these are few."""
     tied = sizes.embeddings < 2 * sizes.head_parameters
-    if not tied or (machine.stages == 1 and (in_8_bits or machine.gpu)):
+    if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
         return 0
-    return round(sizes.head_parameters * (TABLE_BITS / 8 if in_8_bits else width)) // machine.count
+    return round(sizes.head_parameters * (width if bits is None else bits / 8)) // machine.count
 
 
 def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
@@ -307,6 +314,8 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
     if made.machine.count > 1:
         how = "pipeline" if made.machine.stages > 1 else "tensor"
         flags += [f"--{how}-parallel-size", str(made.machine.count)]
+    if made.machine.nodes > 1:
+        flags += ["--nnodes", str(made.machine.nodes), "--master-addr", "ADDRESS"]
     if made.machine.replicas > 1:
         flags += ["--data-parallel-size", str(made.machine.replicas)]
     if wishes.dtype != "auto" or made.dtype != made.sizes.dtype:

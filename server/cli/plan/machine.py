@@ -50,6 +50,13 @@ class Machine:
     """Whether the devices divide the layers among them, instead of every layer: then as many as `count`, else 1."""
     replicas: int = 1
     """How many such machines, of `count` devices each, serve the same model; these are parts of one CPU's machine."""
+    nodes: int = 1
+    """How many machines like this the devices are divided among."""
+
+    @property
+    def sharing(self) -> int:
+        """How many devices of an engine share one memory: the parts of a CPU's machine."""
+        return 1 if self.gpu else self.count // self.nodes
 
     def page_tokens(self, dtype: str, head_dim: int, backend: str = "auto") -> int:
         """Tokens of a page of the KV cache, which the attention backend decides.
@@ -67,7 +74,7 @@ class Machine:
         if self.gpu:
             free = self.memory - CUDA_CONTEXT_BYTES - weight_bytes
             return max(device_kv_budget(free, self.memory, utilization) - step_bytes, 0)
-        parts = self.count * self.replicas
+        parts = self.sharing * self.replicas
         return host_kv_budget(parts * (self.memory - ENGINE_HOST_BYTES - weight_bytes)) // parts
 
 
@@ -120,23 +127,28 @@ def this_machine(*, gpu: bool = True) -> Machine:
     return Machine("this machine's CPU", memory=available_host_bytes(), gpu=False, compresses=compresses)
 
 
-def divided(machine: Machine, ranks: int, replicas: int = 1, stages: int = 1) -> Machine:
+def divided(machine: Machine, ranks: int, replicas: int = 1, stages: int = 1, nodes: int = 1) -> Machine:
     """So many such GPUs; or a CPU machine as so many equal parts, for the processes that share its memory and cores: so
-    many ranks, or stages, of each of so many replicas. Raises ConfigError for replicas on GPUs, and for ranks and
-    stages together."""
+    many ranks, or stages, of each of so many replicas; or of several machines like it. Raises ConfigError for replicas
+    on GPUs, for ranks and stages together, and for ranks that cannot be divided among the machines."""
     if machine.gpu and replicas > 1:
         message = "data_parallel_size: replicas are served on CPUs alone so far, not with --gpu or --memory"
         raise ConfigError(message, param="data_parallel_size")
     if ranks > 1 and stages > 1:
         message = "pipeline_parallel_size: stages do not go with ranks that divide every layer (tensor_parallel_size)"
         raise ConfigError(message, param="pipeline_parallel_size")
+    if nodes > 1 and (machine.gpu or replicas > 1 or stages > 1 or ranks % nodes):
+        message = (
+            f"nnodes: {nodes} machines have equal numbers of ranks (tensor_parallel_size), on CPUs, and nothing else"
+        )
+        raise ConfigError(message, param="nnodes")
     count = ranks * stages
-    parts = count * replicas
+    parts = count // nodes * replicas
     if machine.gpu or parts == 1:
-        return replace(machine, count=count, stages=stages)
+        return replace(machine, count=count, stages=stages, nodes=nodes)
     bandwidth, flops = (None if each is None else each / parts for each in (machine.bandwidth, machine.flops))
     part = replace(machine, name=f"part of {machine.name}", memory=machine.memory // parts)
-    return replace(part, bandwidth=bandwidth, flops=flops, count=count, stages=stages, replicas=replicas)
+    return replace(part, bandwidth=bandwidth, flops=flops, count=count, stages=stages, replicas=replicas, nodes=nodes)
 
 
 def with_memory(gib: float) -> Machine:

@@ -107,7 +107,7 @@ def as_dict(made: Estimate, better: Machine | None) -> dict[str, Any]:
         "adapter_bytes": made.adapter_bytes,
         "draft_bytes": made.draft_bytes,
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
-        | {"stages": machine.stages, "replicas": machine.replicas},
+        | {"stages": machine.stages, "replicas": machine.replicas, "nodes": machine.nodes},
         "kv": {
             "dtype": made.dtype if made.kv_cache_dtype == "auto" else made.kv_cache_dtype,
             "bytes_per_token": made.kv_token_bytes,
@@ -159,9 +159,13 @@ def as_table(estimates: Sequence[Estimate]) -> str:
 def notes(made: Estimate) -> list[str]:
     """Reservations about the figures."""
     sizes = made.sizes
-    found = [*sizes.notes, *(f"{reason}: figures only" for reason in unserved(made))]
+    talk = ["what GPUs send each other, and NCCL's buffers, are not counted"]
+    found = [*sizes.notes, *(talk if made.machine.gpu and made.machine.count > 1 else [])]
+    found += [f"{reason}: figures only" for reason in unserved(made)]
     if made.machine.replicas > 1:
         found.append(f"these are the figures of each of {made.machine.replicas} replicas")
+    if (nodes := made.machine.nodes) > 1:
+        found.append(f"{nodes} machines like this one, of which each needs the weights' files, and QUIRE_NODE_SECRET")
     if (stages := made.machine.stages) > 1:
         layers = ", ".join(str(len(each)) for each in stage_layers(sizes.num_layers, stages))
         found.append(f"stages of {layers} layers; these are the figures of one on average")
@@ -185,8 +189,8 @@ def unserved(made: Estimate) -> list[str]:
     found = list(made.sizes.unserved)
     if made.machine.gpu and made.sizes.model_type in WITH_EXPERTS:
         found.append("Quire serves mixtures of experts on CPUs alone so far")
-    if made.machine.count > 1 and made.machine.gpu:
-        found.append("Quire divides models on CPUs, not among GPUs yet, and their talking is not counted")
+    if made.machine.stages > 1 and made.machine.gpu:
+        found.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")
     elif made.machine.count > made.machine.stages and made.sizes.model_type in WITH_EXPERTS:
         found.append("Quire does not divide mixtures of experts among ranks yet")
     if made.machine.count > 1 and made.tiers:

@@ -82,14 +82,15 @@ def kind_of(result: dict[str, Any]) -> tuple[str, str]:
     return f"{response['status_code']}{f' {named}' if named else ''}", str(error.get("message", ""))
 
 
-def resume_from(path: Path, wanted: Collection[str], *, retry_refused: bool = False) -> set[str]:
-    """Prepare an output file to be continued; returns the custom_ids that it has results for.
+def resume_from(path: Path, wanted: Collection[str], *, retry_refused: bool = False) -> tuple[set[str], set[str]]:
+    """Prepare an output file to be continued; returns the custom_ids answered in it, and those refused for good.
 
     Failures of `wanted` ids are removed from the file, so that they are tried again, but those that would be the same
     again stay unless `retry_refused`. A last line that was not written completely is removed too. Raises ConfigError,
     and leaves the file as it is, when it is not an output of this command.
     """
     done: set[str] = set()
+    refused: set[str] = set()
     again: set[str] = set()
     with path.open("r+b") as file:
         whole = 0
@@ -98,23 +99,23 @@ def resume_from(path: Path, wanted: Collection[str], *, retry_refused: bool = Fa
                 break
             try:
                 result = json.loads(line)
-                failed = is_failure(result) and (retry_refused or not is_permanent(result))
-                (again if failed else done).add(result["custom_id"])
+                kept = refused if is_permanent(result) and not retry_refused else again
+                (kept if is_failure(result) else done).add(result["custom_id"])
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ConfigError(f"{path} is no output of quire run: no result at byte {whole}") from None
             whole += len(line)
         file.truncate(whole)
     if again := again & set(wanted):
         path = path.resolve()  # a symbolic link must keep pointing to the file
-        kept = path.with_name(f"{path.name}.part")
-        with path.open("rb") as old, kept.open("wb") as new:
+        part = path.with_name(f"{path.name}.part")
+        with path.open("rb") as old, part.open("wb") as new:
             entries = ((line, json.loads(line)) for line in old)
             new.writelines(line for line, it in entries if it["custom_id"] not in again or not is_failure(it))
             new.flush()
             os.fsync(new.fileno())  # the content must be on disk before the file replaces the old one
-        shutil.copymode(path, kept)
-        kept.replace(path)
-    return done
+        shutil.copymode(path, part)
+        part.replace(path)
+    return done, refused
 
 
 class Output:
@@ -254,7 +255,8 @@ def _run(args: argparse.Namespace, config: ServerConfig, file: Path, started: fl
     places = ids_in(file)
     duplicates = duplicates_in(file, places)
     wanted = {*places, *(f"line-{number}" for number in duplicates)}
-    done = set() if str(args.output) == "-" else _done(args.output, wanted, args.resume, args.retry_refused)
+    answered, refused = _earlier(args, wanted)
+    done = answered | refused
     total = len(wanted - done)
     lines = (
         (number, line)
@@ -262,8 +264,9 @@ def _run(args: argparse.Namespace, config: ServerConfig, file: Path, started: fl
         if (f"line-{number}" if number in duplicates else custom_id(number, line)) not in done
     )
     if done:
-        print(f"{len(done)} already done, {total} to do", file=sys.stderr)
-    if args.resume and not args.retry_refused:
+        without = f", {len(refused)} refused for good" if refused else ""
+        print(f"{len(answered)} already done{without}, {total} to do", file=sys.stderr)
+    if refused:
         print("what was refused for good is not tried again, but with --retry-refused", file=sys.stderr)
     tally = Tally()
     try:
@@ -273,7 +276,7 @@ def _run(args: argparse.Namespace, config: ServerConfig, file: Path, started: fl
     finally:
         left = total - tally.done - tally.failed
         counts = f"{tally.done} done, {tally.failed} failed, {left} left, {tally.tokens} tokens generated"
-        again = "mend them, and continue with --resume --retry-refused" if tally.refused else ""
+        again = "mend them, and continue with --resume --retry-refused" if tally.refused or refused else ""
         advice = "continue with --resume" if left or tally.failed > tally.refused else again
         print(f"{counts}, {time.perf_counter() - started:.1f} s{advice and f': {advice}'}", file=sys.stderr)
         for kind, count in tally.kinds.most_common():
@@ -281,7 +284,7 @@ def _run(args: argparse.Namespace, config: ServerConfig, file: Path, started: fl
         if tally.ignored:
             names = ", ".join(f"{name} ({count})" for name, count in tally.ignored.most_common(SHOWN_NAMES))
             print(f"  without effect, in so many requests: {names}", file=sys.stderr)
-    return int(tally.failed > 0)
+    return int(tally.failed > 0 or bool(refused))
 
 
 def shortened(text: str) -> str:
@@ -289,22 +292,26 @@ def shortened(text: str) -> str:
     return line if len(line) <= SHOWN else f"{line[: SHOWN - 1]}…"
 
 
-def _done(output: Path, wanted: Collection[str], resume: bool, retry_refused: bool) -> set[str]:
-    """The custom_ids that the output already has results for.
+def _earlier(args: argparse.Namespace, wanted: set[str]) -> tuple[set[str], set[str]]:
+    """The custom_ids of `wanted` that the output has answers for already, and those that were refused for good.
 
-    Raises ConfigError when the output has results but `resume` is not set, so that they are not overwritten, and when
+    Raises ConfigError when the output has results but --resume is not given, so that they are not overwritten, and when
     the file cannot be written, so that this is noticed at the start.
     """
+    output: Path = args.output
+    if str(output) == "-":
+        return set(), set()
     try:
         with output.open("ab"):
             pass
         if output.stat().st_size == 0:
-            return set()
-        if not resume:
+            return set(), set()
+        if not args.resume:
             raise ConfigError(f"{output} holds results already: continue it with --resume, or choose another")
-        return resume_from(output, wanted, retry_refused=retry_refused)
+        answered, refused = resume_from(output, wanted, retry_refused=args.retry_refused)
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}") from None
+    return answered & wanted, (refused & wanted) - answered
 
 
 async def answer(

@@ -251,6 +251,7 @@ export class Playground {
       await ask(PATHS[mode], body, message, this.running.signal, grown);
       say($("said"), `Answer complete. ${note(message.meta)}`);
     } catch (error) {
+      say($("said"), ""); // the alert says why
       this.#failed(error);
     } finally {
       delete message.writing;

@@ -14,7 +14,7 @@ const CHAT_ONLY = new Set([
 /** A curl command. It reads the key from an environment variable, so that the key is not saved with it. */
 export function curl(path, body, hasKey) {
   const lines = [`curl -N ${location.origin}${path}`, "-H 'Content-Type: application/json'"];
-  if (hasKey) lines.push('-H "Authorization: Bearer $QUIRE_KEY"');
+  if (hasKey) lines.push('-H "Authorization: Bearer $OPENAI_API_KEY"');
   lines.push(`-d '${JSON.stringify(body, null, 2).replaceAll("'", "'\\''")}'`);
   return `${lines.join(" \\\n  ")}\n`;
 }
@@ -28,7 +28,7 @@ export function python(body, hasKey) {
   const extra = Object.fromEntries(Object.entries(rest).filter(([name]) => !isKnown(name)));
   const args = known.map(([name, value]) => `    ${name}=${literal(value, 4)},`);
   if (Object.keys(extra).length) args.push(`    extra_body=${literal(extra, 4)},`);
-  const key = hasKey ? 'os.environ["QUIRE_KEY"]' : '"none"';
+  const key = hasKey ? 'os.environ["OPENAI_API_KEY"]' : '"none"';
   return [
     ...(hasKey ? ["import os", ""] : []),
     "from openai import OpenAI",

@@ -92,11 +92,19 @@ export class Talk {
   }
 }
 
+const ID = /^[0-9a-z]{8,20}$/; // as newId makes them
+/** What is known of how an answer was made, by type; numbers are at least 0. */
+const META = {
+  id: "string", finish: "string", stopped: "boolean", tokens: "number", prompt: "number", cached: "number",
+  first: "number", seconds: "number", thought: "number",
+};
+
 /** A conversation from what a file holds: what is known of it, and nothing else. Throws Error where it is none. */
 export function talkFrom(value) {
   const messages = messagesFrom(value?.messages);
+  const id = typeof value.id === "string" && ID.test(value.id) ? value.id : newId();
   const updated = Number.isFinite(value.updated) ? value.updated : Date.now();
-  return new Talk({ updated, system: typeof value.system === "string" ? value.system : "", messages });
+  return new Talk({ id, updated, system: typeof value.system === "string" ? value.system : "", messages });
 }
 
 function messagesFrom(list) {
@@ -107,11 +115,18 @@ function messagesFrom(list) {
     const message = { role: each.role, content: each.content ?? "" };
     for (const name of ["reasoning", "tool_call_id", "name"])
       if (typeof each[name] === "string") message[name] = each[name];
+    if (each.meta) message.meta = metaFrom(each.meta);
     if (each.files !== undefined) message.files = filesFrom(each.files);
     if (each.tool_calls?.length) message.tool_calls = Array.from(each.tool_calls, callFrom);
     if (each.versions !== undefined) Object.assign(message, versionsFrom(each));
     return message;
   });
+}
+
+function metaFrom(given) {
+  const fits = (value, type) => typeof value === type && (type !== "number" || (value >= 0 && Number.isFinite(value)));
+  const known = Object.keys(META).filter((name) => fits(given[name], META[name]));
+  return Object.fromEntries(known.map((name) => [name, given[name]]));
 }
 
 function filesFrom(files) {

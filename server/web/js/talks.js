@@ -91,23 +91,51 @@ export class Talks {
     const [file] = field.files;
     field.value = "";
     if (!file) return;
+    let read;
     try {
-      const { talks, presets } = contents(JSON.parse(await file.text()));
-      if (!talks.every(storeTalk)) throw new Error("the browser's storage is full");
-      addPresets(presets);
-      this.#list();
-      const count = Object.keys(presets).length;
-      if (count) this.presetsRead();
-      this.#say(`Read: ${counted(talks.length, "conversation")}${count ? ` and ${counted(count, "preset")}` : ""}.`);
+      read = contents(JSON.parse(await file.text()));
     } catch (error) {
-      this.#say(`${file.name}: ${error.message}`);
+      const why = error instanceof SyntaxError ? "it is no JSON" : error.message;
+      this.#say(`${file.name} is not a Quire export: ${why}.`);
+      return;
     }
+    try {
+      this.#add(read);
+    } catch (error) {
+      this.#say(`Not all of ${file.name} could be kept: ${error.message}.`);
+    }
+    this.#list();
+  }
+
+  #add({ talks, presets }) {
+    const added = addTalks(talks);
+    addPresets(presets);
+    const [count, there] = [Object.keys(presets).length, talks.length - added];
+    if (count) this.presetsRead();
+    const read = `Read: ${counted(added, "conversation")}${count ? ` and ${counted(count, "preset")}` : ""}.`;
+    this.#say(there ? `${read} ${there === 1 ? "One was" : `${there} were`} already there.` : read);
   }
 
   #say(text, canUndo = false) {
     say($("talks-said"), text);
     $("talks-undo").hidden = !canUndo;
   }
+}
+
+/** Stores those that are not there yet; returns how many. Throws Error. */
+function addTalks(talks) {
+  const stored = storedTalks();
+  let added = 0;
+  for (const talk of talks) {
+    const { title } = talk;
+    // One that had to get a new id is known by its title.
+    if (stored.some((each) => each.updated === talk.updated && (each.id === talk.id || each.title === title))) continue;
+    while (stored.some(({ id }) => id === talk.id)) talk.renew(); // another one, or a later state of this one
+    if (!storeTalk(talk)) throw new Error("the browser's storage is full");
+    stored.push({ id: talk.id, updated: talk.updated, title });
+    added += 1;
+  }
+  return added;
 }
 
 /** The conversations and the presets of a file: all that were exported, or a list, or one. Throws Error. */
@@ -120,6 +148,9 @@ function contents(value) {
 
 const counted = (count, noun) => `${count === 1 ? "one" : count} ${noun}${count === 1 ? "" : "s"}`;
 
-const texts = ({ title = "", system = "", messages }) => [
-  title, system, ...messages.map(({ content, files }) => withFiles(content ?? "", files)),
+const texts = ({ title = "", system = "", messages }) => [title, system, ...messages.flatMap(textsOf)];
+
+/** What a message says, and what those say that stand in another version in its place. */
+const textsOf = ({ content, files, versions = [] }) => [
+  withFiles(content ?? "", files), ...versions.flatMap((tail) => (tail ?? []).flatMap(textsOf)),
 ];

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import read_raw_config
-from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
 from tests import tiny_models
@@ -38,7 +38,7 @@ def test_the_headers_of_a_checkpoint_give_the_number_of_its_weights(family: str,
     path = tiny_models.save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
     raw, folder = read_raw_config(str(path))
     assert folder is not None
-    assert read_stored_weights(folder) == (read_sizes(raw).parameters, 0)
+    assert read_stored_weights(folder) == StoredWeights(read_sizes(raw).parameters, 0)
 
 
 def test_experts_are_read_only_when_chosen() -> None:

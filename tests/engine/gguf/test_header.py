@@ -189,9 +189,9 @@ def test_a_folder_with_several_files_asks_for_one(model: Path, tmp_path: Path) -
     ("key", "value", "says"),
     [
         ("general.architecture", "mamba", "general.architecture: 'mamba' is not served"),
-        ("llama.expert_count", 8, "llama.expert_count"),
+        ("general.architecture", "qwen3moe", "qwen3moe.expert_count"),
         ("llama.rope.dimension_count", 4, "llama.rope.dimension_count"),
-        ("llama.rope.scaling.type", "yarn", "llama.rope.scaling.type: 'yarn'"),
+        ("llama.rope.scaling.type", "longrope", "llama.rope.scaling.type: 'longrope'"),
         ("llama.embedding_length", 2**31, "hidden_size"),
         ("llama.block_count", 0, "num_hidden_layers"),
         ("llama.attention.head_count", [4, 2], "llama.attention.head_count"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.engine.checkpoint.files import resolve_model
+from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.sizes import layer_windows
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
+from quire.engine.models import mixtral
 from tests.engine.harness import Answer, request, run
 from tests.gguf_models import write_gguf
-from tests.tiny_models import VOCAB, save_tiny_model
+from tests.tiny_models import VOCAB, YARN, save_tiny_model
 
 PROMPTS = [[3 + (7 * i + j * j) % (VOCAB - 3) for j in range(length)] for i, length in enumerate((1, 17, 40))]
 FAMILIES = {
@@ -23,6 +26,10 @@ FAMILIES = {
     "llama-linear-rope": {},
     "qwen2": {},
     "qwen3": {},
+    "mixtral": {},
+    "qwen3-moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "gpt_oss": {"swiglu_limit": 7.0},
+    "qwen2-yarn": {"rope_parameters": YARN | {"truncate": True}},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 5},
     "gemma": {},
     "gemma2": {"query_pre_attn_scalar": 32},
@@ -48,7 +55,7 @@ def answers(path: Path, **settings: Any) -> dict[str, Answer]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path / "folder", family, **FAMILIES[family])
+    folder = save_tiny_model(tmp_path / "folder", family.removesuffix("-yarn"), **FAMILIES[family])
     file = write_gguf(folder, tmp_path / "model.gguf")
     theirs, ours = answers(folder), answers(file)
     for key, answer in theirs.items():
@@ -77,6 +84,21 @@ def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family
         assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
 
 
+@pytest.mark.parametrize(
+    "kinds", [("Q4_K", "Q8_0"), ("MXFP4", "Q8_0"), ("Q5_0", "BF16"), ("Q6_K", "F16")], ids="-".join
+)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt_oss"])
+def test_experts_compute_what_their_numbers_are(kinds: tuple[str, str], family: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    own = FAMILIES[family] if family != "mixtral" else {"num_local_experts": 3}
+    folder = save_tiny_model(tmp_path / "folder", family, **(shape | own))
+    file = write_gguf(folder, tmp_path / "m.gguf", lambda name: kinds["_exps" not in name])
+    theirs, ours = answers(folder), answers(file)
+    for key, answer in theirs.items():
+        assert ours[key].ids == answer.ids
+        assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
+
+
 @pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"quantization": "int4"}, {"quantize_embedding": True}])
 def test_floats_are_quantized_at_load_as_a_folders_are(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=256, intermediate_size=512)
@@ -93,6 +115,29 @@ def test_what_has_few_bits_is_not_quantized_again(setting: dict[str, Any], tmp_p
     file = write_gguf(folder, tmp_path / "m.gguf", lambda name: "Q8_0")
     with pytest.raises(ConfigError, match=next(iter(setting))):
         answers(file, **setting)
+
+
+def test_a_stack_of_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": 3}))
+    with pytest.raises(ConfigError, match=r"ffn_\w+_exps.weight has the shape .* not of 3 experts"):
+        answers(write_gguf(folder, tmp_path / "m.gguf"))
+
+
+def test_a_stack_of_experts_of_no_layer_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    """A tensor of a few bytes would have a name for each expert, and a file may have many such tensors."""
+    folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(ConfigError, match=r"what the model does not have: blk\.1\.ffn_\w+_exps.weight"):
+        answers(write_gguf(folder, tmp_path / "m.gguf"))
+
+
+def test_mixtral_has_a_window_only_where_the_file_says_so(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=2)
+    config = read_model_config(write_gguf(folder, tmp_path / "m.gguf"))
+    assert mixtral.spec(config).windows == layer_windows(config.raw, 2) == (None, None)
 
 
 def test_a_folder_is_its_gguf_file_unless_it_has_safetensors(tmp_path: Path) -> None:

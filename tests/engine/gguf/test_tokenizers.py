@@ -10,7 +10,9 @@ import pytest
 import tokenizers
 
 from quire.engine.errors import ModelError
+from quire.engine.gguf.header import read_header
 from quire.engine.gguf.splits import SPLITS
+from quire.engine.gguf.tokenizer import end_tokens
 from quire.engine.text.tokenizer import Tokenizer
 from tests.gguf_models import gguf
 from tests.texts import shared
@@ -140,6 +142,7 @@ def test_every_split_keeps_all_of_a_text(name: str, tmp_path: Path) -> None:
         ("smollm", "I'll pay 12!", ["I", "'ll", "Ġpay", "Ġ", "1", "2", "!"]),
         ("gpt-2", "I'LL pay 123", ["I", "'", "LL", "Ġpay", "Ġ123"]),
         ("tekken", "CamelCASE 12", ["Camel", "CASE", "Ġ", "1", "2"]),
+        ("gpt-4o", "I'LL CamelCASE 1234/\n", ["I'LL", "ĠCamel", "CASE", "Ġ", "123", "4", "/Ċ"]),
         ("default", "a 1234.", ["a", "Ġ", "123", "4", "."]),
     ],
 )
@@ -165,6 +168,20 @@ def test_bos_and_eos_stand_around_a_text_where_the_file_says_so(tmp_path: Path) 
     assert around("llama-bpe") == [0]
     assert around("llama-bpe", add_bos_token=False) == []
     assert around("gpt-2", add_bos_token=True, add_eos_token=True) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (["<|return|>", "<|call|>", "<|end|>", "<|start|>"], ["<|return|>", "<|call|>"]),  # gpt-oss: one message's end
+        (["<|end|>", "<|start|>"], ["<|end|>"]),  # Phi: an answer's
+    ],
+)
+def test_an_answer_ends_where_its_family_ends_it(names: list[str], ends: list[str], tmp_path: Path) -> None:
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    types = [CONTROL] * len(names) + [NORMAL] * 256
+    header = read_header(write(tmp_path / "t.gguf", "gpt2", [*names, *alphabet], types, pre="gpt-4o"))
+    assert [names[index] for index in end_tokens(header)] == ends
 
 
 def test_templates_keep_their_names(tmp_path: Path) -> None:

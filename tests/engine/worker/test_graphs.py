@@ -25,8 +25,9 @@ from quire.engine.lora.modules import adaptable_modules
 from quire.engine.lora.spool import Spool
 from quire.engine.steps import Steps
 from quire.engine.types import Request
-from quire.engine.worker import graphs, startup
+from quire.engine.worker import graphs
 from quire.engine.worker.loading import model as loading
+from quire.engine.worker.loading import room
 from quire.engine.worker.sampling.sampling_rules import SamplingRow
 from quire.engine.worker.warmup import warm_up
 from quire.kernels.backend import AdaptedLinear, AdapterSlots, Delta, Linear, LinearContext
@@ -48,7 +49,7 @@ def fake_flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(monkeypatch: pytest.MonkeyPatch, capture: FakeCapture | None, **options: Any) -> Engine:
-    monkeypatch.setattr(startup, "choose_capture", lambda config, backend, device: capture)
+    monkeypatch.setattr(room, "choose_capture", lambda config, backend, device: capture)
     options = {
         "max_model_len": 1024,
         "max_num_seqs": 12,

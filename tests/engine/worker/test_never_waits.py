@@ -3,6 +3,7 @@ here; tests/engine/test_steps.py and tests/kernels are about those."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from itertools import product
@@ -24,12 +25,14 @@ from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.steps import Steps
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
-from quire.engine.worker import device, draft_runner, startup
+from quire.engine.worker import device, draft_runner, memory, startup
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading import draft_head, draft_model
+from quire.engine.worker.loading import draft_head, draft_model, room
 from quire.engine.worker.loading import model as loading_model
+from quire.engine.worker.ranks.spmd import SpmdRunner
 from quire.engine.worker.runner import Runner
+from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu import flash, flash3, flash4, torch_varlen
 from quire.kernels.gpu.paged import FlashPages
 from quire.kernels.gpu.quantization import quantized
@@ -99,9 +102,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
     for each in (startup, device):
         monkeypatch.setattr(each, "choose_device", lambda config: DEVICE)
     monkeypatch.setattr(device, "choose_trials", lambda *_: [])
-    monkeypatch.setattr(startup, "measure_step", lambda *_: 0)
+    monkeypatch.setattr(memory, "measure_step", lambda *_: 0)
     monkeypatch.setattr(startup, "measure_costs", lambda *_: [(1, 1.0), (64, 2.0)])
-    monkeypatch.setattr(startup, "kv_budget", lambda *_: 2**30)
+    monkeypatch.setattr(memory, "kv_budget", lambda *_: 2**30)
     monkeypatch.setattr(loading_model, "fill", lambda checkpoint, *_: empty_weights(checkpoint.table))
     monkeypatch.setattr(startup, "keep_kernels", lambda: None)
     return made
@@ -109,7 +112,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
 
 def empty_weights(table: ParameterTable) -> int:
     for parameter in table.values():
-        parameter.put(torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE))
+        parameter.put(parameter.cut(torch.empty(parameter.shape, dtype=parameter.dtype, device=DEVICE)))
     return 0
 
 
@@ -119,7 +122,7 @@ def capture(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]
 
 def start(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, **options: Any) -> Engine:
     """An engine whose steps are launched on the fake GPU; what they pick is always PICKED."""
-    monkeypatch.setattr(startup, "choose_capture", lambda *_: capture if graphs else None)
+    monkeypatch.setattr(room, "choose_capture", lambda *_: capture if graphs else None)
     options = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "dtype": "bfloat16"} | options
     with gpu.allows_waits():
         engine = Engine(EngineConfig(num_kv_blocks=400, warmup_seconds=0, **options))
@@ -245,6 +248,68 @@ def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     kinds = {name: KINDS[name] for name in ("greedy", "prompt logprobs", "all")}
     assert VOCAB > 300
     assert {answer.finish_reason for answer in run(engine, traffic(kinds)).values()} == {"length"}
+
+
+class Quiet:
+    """Stands for NCCL: tensors on the GPU, of sizes that go together."""
+
+    def _allgather_base(self, out: Tensor, x: Tensor) -> Quiet:
+        assert out.is_cuda
+        assert x.is_cuda
+        assert out.is_contiguous()
+        assert out.numel() == 2 * x.numel() > 0
+        return self
+
+    def allreduce(self, tensors: list[Tensor]) -> Quiet:
+        assert all(each.is_cuda and each.is_contiguous() for each in tensors)
+        return self
+
+    def broadcast(self, tensors: list[Tensor], options: object) -> Quiet:
+        assert all(each.is_cuda and each.dtype == torch.int64 for each in tensors)
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+class QuietRanks:
+    """Of two, this one alone is there."""
+
+    count, failure, note, least_free = 2, "", "2 ranks", None
+
+    def __init__(self, config: EngineConfig, rank: int, sums_in_order: bool) -> None:
+        self.group = DistributedCollective(Quiet(), rank, 2, in_order=sums_in_order)
+        self.sent: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def watched(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def wait_loaded(self) -> list[object]:
+        return []
+
+    def least(self, measure: Callable[[], int]) -> int:
+        return measure()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(("rank", "in_order"), [(0, True), (0, False), (1, True)])
+def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool) -> None:
+    """`rank`: whose picks are taken, its own or the first one's."""
+    monkeypatch.setattr(startup, "SpmdRanks", QuietRanks)
+    monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, rank, in_order))
+    options = {"attention_backend": "triton", "enable_lora": True, "tensor_parallel_size": 2}
+    engine = start(gpu, monkeypatch, graphs=graphs, **options)
+    assert isinstance(engine.runner, SpmdRunner)
+    grammar = {"grammar": {"grammar": Grammar("regex", "(.|\\n)*")}}
+    answers = run(engine, traffic(KINDS | grammar))
+    assert {answer.finish_reason for answer in answers.values()} == {"length"}
+    assert ("pick_tokens" in gpu.launched) == (rank == 0)
 
 
 @pytest.mark.parametrize(

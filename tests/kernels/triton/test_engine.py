@@ -37,7 +37,7 @@ def test_tokens_are_those_of_the_reference(
 ) -> None:
     if INTERPRETED:
         monkeypatch.setattr(triton_paged.Triton, "cannot_serve", lambda *_: None)
-        monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw: sample_on_device)
+        monkeypatch.setattr(runner, "choose_sampler", lambda device, argmax, draw, group: sample_on_device)
     path = save_tiny_model(tmp_path, family)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 36)]

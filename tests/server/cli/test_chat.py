@@ -9,13 +9,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Says each user message back in two pieces. "hold" stops after the first piece, "break" and "refuse" fail."""
+    """Says each user message back in two pieces. "hold" stops after the first piece, "cut" ends at max
+    tokens, "break" and "refuse" fail."""
 
     daemon_threads = True
 
@@ -61,6 +63,8 @@ class Handler(BaseHTTPRequestHandler):
             self._wait_for_hang_up()
             return
         self._event({"choices": [{"index": 0, "delta": {"content": text + "\u00e9"}}]})
+        reason = "length" if text == "cut" else "stop"
+        self._event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
         self._event({"choices": [], "usage": {}})
         self.wfile.write(b"data: [DONE]\n\n")
 
@@ -118,12 +122,57 @@ def test_piped_lines_are_turns_of_one_conversation(server: ScriptedServer) -> No
 
 
 def test_flags_go_into_the_request(server: ScriptedServer) -> None:
-    flags = ["mine", "--temperature", "0", "--max-tokens", "7", "--system", "Be brief.", "--api-key", "secret"]
+    flags = ["echo", "--temperature", "0", "--max-tokens", "7", "--system", "Be brief.", "--api-key", "secret"]
     assert chat(server, "one\n", *flags)[0] == 0
     body = server.bodies[0]
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("mine", 0.0, 7)
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("echo", 0.0, 7)
     assert body["messages"][0] == {"role": "system", "content": "Be brief."}
     assert server.keys == ["Bearer secret"]
+
+
+@pytest.mark.parametrize("flags", [("ecko",), ("--model", "ecko")])
+def test_a_model_that_the_server_lacks_is_refused_at_the_start(server: ScriptedServer, flags: tuple[str, ...]) -> None:
+    status, out, err = chat(server, "one\n", *flags)
+    assert (status, out, err) == (1, "", "quire chat: no model ecko; did you mean echo?\n")
+    assert not server.bodies
+
+
+def test_what_the_api_would_refuse_cannot_be_set(server: ScriptedServer) -> None:
+    lines = [
+        "temperature 9",
+        "temperature cold",
+        "max_tokens 0",
+        "top_k 5",
+        "stop END",
+        "min_tokens 40",
+        "mirostat 2",
+        "",
+    ]
+    _, out, err = chat(server, "".join(f"/set {line}\n" for line in ["", *lines]) + "one\n")
+    first, *rest = out.splitlines()
+    assert first == "all defaults"
+    assert [line.partition(": ")[2] for line in err.splitlines()] == [
+        "temperature must be at least 0.0 and at most 2.0, got 9.0",
+        "temperature: Input should be a valid number, unable to parse string as a number",
+        "max_tokens must be at least 1 and at most 2147483647, got 0",
+    ]
+    assert rest[:4] == ["top_k = 5", 'stop = "END"', "min_tokens = 40", "mirostat = 2"]
+    assert {"temperature", "max_tokens"}.isdisjoint(server.bodies[0])
+
+
+def test_saving_overwrites_saved_conversations_alone(server: ScriptedServer, tmp_path: Path) -> None:
+    notes, talk, request = (tmp_path / name for name in ("notes.txt", "talk.json", "request.json"))
+    notes.write_text("my notes\n")
+    request.write_text('{"model": "echo", "messages": []}')
+    lines = ["one", *(f"/save {path}" for path in (notes, request, talk)), "two", f"/save {talk}", f"/load {talk}"]
+    _, out, err = chat(server, "\n".join([*lines, ""]))
+    assert [line.rpartition("/")[2] for line in err.splitlines()] == [
+        f"{name} is there already, and is no saved conversation: choose another name"
+        for name in ("notes.txt", "request.json")
+    ]
+    assert notes.read_text() == "my notes\n"
+    assert f"4 messages are in {talk}" in out
+    assert out.endswith("4 messages; echo goes on; the last one, of the assistant:\nyou said two\u00e9\n")
 
 
 def test_commands(server: ScriptedServer) -> None:
@@ -172,8 +221,9 @@ def test_a_url_needs_no_v1(server: ScriptedServer) -> None:
     assert server.paths == ["/v1/chat/completions"]
 
 
-def test_no_server_is_said_in_one_line() -> None:
-    command = [sys.executable, "-m", "quire", "chat", "--url", "http://127.0.0.1:9/v1"]
+@pytest.mark.parametrize("named", [[], ["--model", "echo"]])
+def test_no_server_is_said_in_one_line(named: list[str]) -> None:
+    command = [sys.executable, "-m", "quire", "chat", "--url", "http://127.0.0.1:9/v1", *named]
     done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith("quire chat: no server at http://127.0.0.1:9/v1")

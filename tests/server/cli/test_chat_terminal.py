@@ -121,6 +121,8 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
     chat.send(" more\r")
     chat.expect("you said three moreé", "> ")
     assert said(server) == ["three more"]
+    ask("/set", "all defaults")
+    ask("/set temperature 9", "temperature must be at least 0.0")
     ask("/set temperature 0.5", "temperature = 0.5")
     ask("/set", "temperature = 0.5")
     ask("four", "you said fouré")
@@ -136,7 +138,9 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
     ask("five", "you said fiveé")
     assert said(server) == ["Rhyme.", "five"]
     ask("/reset", "forgot the conversation")
-    ask(f"/load {tmp_path}/talk.json", "4 messages; echo goes on")
+    ask(f"/load {tmp_path}/talk.json", "4 messages; echo goes on", "you said fouré")
+    ask("cut", "you said cuté", "cut at max tokens")
+    ask("/undo", "forgot: cut")
     ask("six", "you said sixé")
     assert said(server) == ["three more", "you said three moreé", "four", "you said fouré", "six"]
     ask(f"/load {tmp_path}/nowhere.json", "cannot read")

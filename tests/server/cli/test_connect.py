@@ -56,7 +56,12 @@ async def test_what_keeps_a_client_from_a_server_comes_with_the_way_out(paths: d
         plain = port.url.replace("https", "http")
         assert "a server with TLS is at https://" in await asyncio.to_thread(listed, plain)
         untrusted = await asyncio.to_thread(listed, port.url, verify=trusted(None))
-        assert "--cacert PEM names a certificate to trust" in untrusted
+        assert untrusted.startswith(f"cannot trust {port.url}")
+        assert untrusted.endswith("; --cacert PEM names a certificate to trust")
+        elsewhere = port.url.replace("127.0.0.1", "localhost")
+        mistaken = await asyncio.to_thread(listed, elsewhere, verify=trusted(paths["ca"]))
+        assert mistaken.startswith(f"cannot trust {elsewhere}")
+        assert mistaken.endswith("; name the server as its certificate does")
         keyless = await asyncio.to_thread(listed, port.url, verify=trusted(paths["ca"]))
         assert "--api-key KEY, or the variable OPENAI_API_KEY" in keyless
     async with serving(FakeEngine(hashed(b"abc"))) as port:
@@ -104,6 +109,16 @@ def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
             trusted(path)
 
 
+def test_a_certificate_without_its_key_is_said_so(paths: dict[str, Path]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^ssl_certfile: .*cert.pem holds no private key; name it with --ssl-keyfile$"
+    ):
+        tls_context(ServerConfig(ssl_certfile=paths["cert"]))
+    paths["key"].write_text("no PEM")
+    with pytest.raises(ConfigError, match="cannot be used with its key"):
+        tls_context(ServerConfig(ssl_certfile=paths["key"]))
+
+
 async def info() -> EngineInfo:
     return await FakeEngine(hashed(b"abc")).start()
 
@@ -116,7 +131,7 @@ async def test_the_first_request_has_what_the_server_asks_for(paths: dict[str, P
     assert "Authorization" not in plain
     assert '"model": "quire-demo"' in plain
     keyed = curl(ServerConfig(api_key=["secret"]), await info(), "http://127.0.0.1:80", None)
-    assert '-H "Authorization: Bearer $QUIRE_KEY"' in keyed
+    assert '-H "Authorization: Bearer $OPENAI_API_KEY"' in keyed
     assert "secret" not in keyed
     config = ServerConfig(ssl_certfile=paths["cert"], ssl_keyfile=paths["key"])
     tls = tls_context(config)
@@ -139,7 +154,7 @@ async def test_the_first_request_is_answered(paths: dict[str, Path]) -> None:
         done = await asyncio.to_thread(
             subprocess.run,
             ["bash", "-c", asked],
-            env=os.environ | {"QUIRE_KEY": "secret"},
+            env=os.environ | {"OPENAI_API_KEY": "secret"},
             capture_output=True,
             text=True,
             timeout=60,

@@ -21,6 +21,7 @@ from transformers import AutoModel
 from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
 from quire.engine.errors import ConfigError, ModelError
@@ -105,6 +106,15 @@ def test_two_devices_share_weights_and_cache() -> None:
     assert two.fits
     assert two.kv_token_bytes == 2 * 8 * 128 * 80 * 2 // 4
     assert two.kv_budget > 30 * GIB
+
+
+@pytest.mark.parametrize("preset", ["gpu-2x24gb", "gpu-2x80gb"])
+def test_presets_of_two_cards_divide_the_model(preset: str, coder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    one = plan(capsys, coder, "--gpu", "H100", "--config", preset, "--tp", "1")
+    two = plan(capsys, coder, "--gpu", "H100", "--config", preset)
+    assert (one["machine"]["count"], two["machine"]["count"]) == (1, 2)
+    assert two["flags"][two["flags"].index("--tensor-parallel-size") + 1] == "2"
+    assert two["served"]
 
 
 def test_tiers_below_the_cache(coder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,6 +345,22 @@ def test_replicas_share_what_is_there() -> None:
         divided(Machine("card", memory=GIB, gpu=True), 1, 2)
 
 
+def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of four ranks on two machines two share a memory, as two ranks of one machine do, and each has a quarter."""
+    sizes, machine = read_sizes(read_raw_config(DEMO_MODEL)[0]), Machine("test", memory=GIB, gpu=False)
+    wishes = Wishes(dtype="float32", max_num_seqs=4096)
+    four, two = (estimate(sizes, divided(machine, 4, nodes=nodes), wishes) for nodes in (1, 2))
+    assert two.device_weight_bytes == four.device_weight_bytes
+    used = ENGINE_HOST_BYTES + two.device_weight_bytes
+    assert two.kv_budget == (GIB - 2 * used) // 2 // 2
+    assert four.kv_budget == (GIB - 4 * used) // 2 // 4
+    assert cli.main(["plan", DEMO_MODEL, "--tensor-parallel-size", "4", "--nnodes", "2"]) == 0
+    assert "--tensor-parallel-size 4 --nnodes 2 --master-addr" in capsys.readouterr().out
+    for wrong in ({"ranks": 3}, {"ranks": 1, "stages": 2}, {"ranks": 2, "replicas": 2}):
+        with pytest.raises(ConfigError, match=r"nnodes: .*tensor_parallel_size"):
+            divided(machine, nodes=2, **wrong)
+
+
 def test_mixtures_of_experts_are_not_planned_on_ranks(tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, "mixtral")
     made = estimate(
@@ -465,7 +491,8 @@ def test_contexts_are_counted_in_the_backend_s_pages() -> None:
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, (), None),
         ({"quantization_config": {"quant_method": "aqlm", "bits": 2}}, (), "quant_method: 'aqlm'"),
         ({"rope_scaling": {"type": "longrope", "factor": 4.0}}, (), "rope_type longrope"),
-        ({}, ("--tp", "2"), "divides models on CPUs"),
+        ({}, ("--tp", "2"), None),
+        ({}, ("--pp", "2"), "pipelines on CPUs alone"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, (), None),
         ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, (), None),
     ],
@@ -590,3 +617,19 @@ def test_mixtures_of_experts_are_planned_for_cpus(tmp_path: Path, capsys: pytest
     assert any("mixtures of experts on CPUs alone" in note for note in card["notes"])
     path.write_text(path.read_text().replace('"vocab_size": 320', '"vocab_size": 32000000'))
     assert plan(capsys, str(path), "--memory", "1", status=1)["fits_on"] is None
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: Path) -> None:
+    """One of few bits stays as it is stored and is the tied head too; of another the CPU kernels pack a copy."""
+    gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
+    folder = tiny_models.save_tiny_model(tmp_path / "folder", "llama", tie_word_embeddings=True)
+    file = gguf_models.write_gguf(folder, tmp_path / "model.gguf", lambda _: kind)
+    sizes, stored = read_sizes(read_raw_config(str(file))[0]), read_stored_weights(file)
+    assert stored is not None
+    assert sizes.embeddings == sizes.head_parameters, "tied"
+    planned = estimate(sizes, Machine("test", GIB, gpu=False), Wishes(dtype="float16"), stored)
+    config = EngineConfig(model=str(file), dtype="float16", num_kv_blocks=64, attention_backend="reference")
+    assert planned.weight_bytes == Engine(config).info.weight_bytes
+    copied = planned.device_weight_bytes - planned.weight_bytes
+    assert copied == (0 if kind == "Q8_0" else 2 * sizes.head_parameters)

@@ -117,6 +117,7 @@ def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
     done = run(file, "-o", out, "--resume", "--served-model-name", "quire-demo", "--concurrency", "2")
     assert done.returncode == 0, done.stderr
     assert "2 already done, 4 to do" in done.stderr
+    assert "--retry-refused" not in done.stderr, "nothing was refused"
     results = read(out)
     assert results.keys() == {f"r{number}" for number in range(6)}
     assert results["r0"]["response"] == results["r3"]["response"] == KEPT
@@ -152,7 +153,8 @@ def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -
 
     write(file, request("good"), request("odd"), request("lost"))
     kept = run(file, "-o", out, "--resume")
-    assert (kept.returncode, "2 already done" in kept.stderr) == (0, False)
+    assert kept.returncode == 1
+    assert "2 already done, 1 refused for good, 0 to do" in kept.stderr
     assert read(out)["odd"]["response"]["status_code"] == 400
     mended = run(file, "-o", out, "--resume", "--retry-refused")
     assert mended.returncode == 0, mended.stderr
@@ -246,9 +248,10 @@ def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> No
     assert results.keys() == {"a", "b", "line-3", "odd"}
     assert results["a"]["response"]["status_code"] == 200
     again = run(file, "-o", out, "--resume")
-    assert again.returncode == 0
-    assert "4 already done, 0 to do" in again.stderr
-    assert "--retry-refused" in again.stderr
+    assert again.returncode == 1, "two requests of the file have failed"
+    assert "2 already done, 2 refused for good, 0 to do" in again.stderr
+    assert "what was refused for good is not tried again, but with --retry-refused" in again.stderr
+    assert "s: mend them, and continue with --resume --retry-refused" in again.stderr
     refused = subprocess.run(command(file, "-o", "-", "--resume"), capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2
     assert "stdout cannot be read" in refused.stderr

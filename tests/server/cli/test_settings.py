@@ -127,11 +127,11 @@ def test_a_variable_that_is_no_setting_ends_the_start(
 
 
 def test_variables_that_are_not_ours_to_judge_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another command's settings, the playground's, the kernels', and those that Kubernetes sets for services."""
+    """Another command's settings, the kernels', and those that Kubernetes sets for services."""
     links = {"QUIRE_SERVICE_HOST": "10.0.0.7", "QUIRE_SERVICE_PORT": "80", "QUIRE_SERVICE_PORT_HTTP": "80"}
     links |= {"QUIRE_PORT_80_TCP": "tcp://10.0.0.7:80", "QUIRE_PORT_80_TCP_ADDR": "10.0.0.7"}
     links |= {"QUIRE_UI_PORT": "tcp://10.0.0.8:80", "QUIRE_UI_SERVICE_HOST": "10.0.0.8"}
-    for name, value in {"QUIRE_HOST": "::1", "QUIRE_KEY": "k", "QUIRE_CPU_ISA": "plain", **links}.items():
+    for name, value in {"QUIRE_HOST": "::1", "QUIRE_CPU_ISA": "plain", **links}.items():
         monkeypatch.setenv(name, value)
     assert small().size == 1
     monkeypatch.setenv("QUIRE_PORT", "tcp://10.0.0.7:80")

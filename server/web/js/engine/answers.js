@@ -81,7 +81,7 @@ export class Answers {
     return el("tr", {},
       el("th", { scope: "row" }, el("button", { type: "button", class: "name", title: `${id}\n${answer.path}`,
         "aria-label": `Explain request ${short}`, onclick: () => this.explain(id) }, short)),
-      cell("wide", new Date(created * 1000).toLocaleTimeString("en-GB")),
+      cell("", new Date(created * 1000).toLocaleTimeString("en-GB")),
       cell("tenant", tenant || "–"), cell("wide model", model, model), el("td", {}, ending(answer)),
       el("td", { class: "num" }, ms(answer.wall_ms)), el("td", { class: "wide" }, strip(answer)),
       ...[["prepare"], WAITING, READING, ["decode"]].map((names) => cell("wide num", sum(names))),

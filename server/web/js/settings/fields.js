@@ -18,7 +18,7 @@ const JSON_FIELDS = [
   { name: "schema", label: "Its JSON schema; blank: any object", rows: 5, check: checkSchema, example: EXAMPLE_SCHEMA },
   { name: "tools", label: "Tools, a JSON list", rows: 5, check: checkTools, example: EXAMPLE_TOOLS },
   { name: "extra", label: "More of the request, a JSON object", rows: 3, check: checkExtra,
-    example: '{\n  "tool_choice": "required"\n}' },
+    example: '{\n  "min_tokens": 1\n}' }, // which any request may have
 ];
 const CHECK_BOXES = ["logprobs", "markdown", "json"];
 

@@ -1,0 +1,50 @@
+"""What makes vectors of a decoder's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quire.engine.checkpoint.files import resolve_model
+from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.layers.heads import Head
+from quire.engine.layers.pooling import Pooler, VectorOf
+from quire.engine.models.decoder import Decoder
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.worker.loading.model import LoadedModel
+
+
+def choose_pooler(config: EngineConfig, path: Path, loaded: LoadedModel) -> Pooler | None:
+    """What makes vectors; None where requests may not ask for any."""
+    if loaded.tasks == ("generate",):
+        return None
+    model, pooling = loaded.model, loaded.pooling
+    vector_of = decoder_head(model, pooling, loaded.head, lambda: read_tokenizer(config, path))
+    return Pooler(pooling, vector_of, config.max_num_seqs, model.spec.hidden_size, model.device)
+
+
+def decoder_head(model: Decoder, pooling: Pooling, head: Head, tokenizer: Callable[[], Tokenizer]) -> VectorOf:
+    """`head`, or the difference of two tokens' logits where the pooling is that. Raises ConfigError for what is not a
+    token."""
+    if pooling.score_tokens is None:
+        return head
+    to_id = tokenizer().backend.token_to_id
+    ids = [to_id(token) for token in pooling.score_tokens]
+    if None in ids:
+        unknown = pooling.score_tokens[ids.index(None)]
+        wrong = f"classifier_from_token: the tokenizer has no token {unknown!r}"
+        raise ConfigError(wrong, param="classifier_from_token")
+
+    def score(pooled: torch.Tensor) -> torch.Tensor:
+        first, second = model.logits(pooled)[:, ids].unbind(1)
+        return (second - first)[:, None]
+
+    return score
+
+
+def read_tokenizer(config: EngineConfig, path: Path) -> Tokenizer:
+    return Tokenizer.load(path if config.tokenizer is None else resolve_model(config.tokenizer, config.revision))

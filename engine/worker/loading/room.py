@@ -1,0 +1,34 @@
+"""What a loaded model's steps need beside its weights: pages, slots, and what captures decodes as graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.engine.config import EngineConfig
+from quire.engine.worker.device import Chosen, choose_capture
+from quire.engine.worker.inputs import Slots
+from quire.engine.worker.loading.model import LoadedModel
+from quire.engine.worker.memory import allocate_explained
+from quire.kernels.probe import Capture
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    capture: Capture | None
+    """None: decodes do not become graphs."""
+    pages: list[Tensor]
+    """As allocate_pages makes them."""
+    slots: Slots
+
+
+def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: int, max_model_len: int) -> Room:
+    """Room for so many pages of single groups of layers. Raises ConfigError where memory is short."""
+    device, backend, groups = chosen.device, chosen.backend, len(loaded.groups.windows)
+    capture = choose_capture(config, backend, device) if "generate" in loaded.tasks else None
+    scratch = None if capture is None else pages
+    held = allocate_explained(loaded.model, pages + (scratch is not None))
+    size = backend.block_size
+    slots = Slots(config.max_num_seqs, max_model_len, size, device, scratch_page=scratch, groups=groups)
+    return Room(capture, held, slots)

@@ -1,0 +1,35 @@
+"""Whether two machines have the same weights, told without reading all of them."""
+
+from __future__ import annotations
+
+import hashlib
+
+from quire.engine.checkpoint.files import stored_at
+from quire.engine.checkpoint.safetensors import weight_files
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.folder import open_file
+from quire.engine.gguf.files import read_gguf
+
+_SAMPLES, _SAMPLE = 16, 4096
+
+
+def sampled(config: EngineConfig) -> str:
+    """A digest of the weights that this machine would load: of each file its size, and 16 pieces of 4 KiB from all over
+    it. What trains or rounds all weights changes it; what changes a few tensors may not. Raises ModelError."""
+    if config.load_format == "dummy":
+        return ""
+    path = stored_at(config)
+    files = weight_files(path) if path.is_dir() else sorted({each.file for each in read_gguf(path).tensors.values()})
+    digest = hashlib.sha256()
+    for file in files:
+        opened = open_file(file)
+        if opened is None:
+            raise ModelError(f"model: there is no {file.name}")
+        with opened:
+            size = opened.seek(0, 2)
+            digest.update(size.to_bytes(8, "little"))
+            for number in range(_SAMPLES):
+                opened.seek(max(size - _SAMPLE, 0) * number // (_SAMPLES - 1))
+                digest.update(opened.read(_SAMPLE))
+    return digest.hexdigest()

@@ -1,0 +1,231 @@
+"""A model on two machines, which here are two trees of processes on loopback: what dies on either is survived, and no
+process outlives its command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.engine.config import DEMO_MODEL, NODE_SECRET
+from quire.engine.nodes.member import Member
+from quire.kernels.cpu.backend import Cpu
+from tests.e2e.server import Server, free_port
+from tests.e2e.streams import KINDS, answer, ask_until
+from tests.e2e.test_ranks import marked, ranks_of, wait_until
+from tests.engine.nodes import gathering, member_config, told
+
+MISSING = Cpu().missing
+pytestmark = [
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.slow,
+]
+STREAMS = 8
+KILLS = int(os.environ.get("TEST_KILLS", "3"))
+QUIRE = str(Path(sys.executable).with_name("quire"))
+
+
+class Machines:
+    """The first serves; the second is a command that may be ended and started again."""
+
+    def __init__(self, folder: Path, ranks: int = 2) -> None:
+        self.marks = uuid.uuid4().hex, uuid.uuid4().hex
+        self.second_log = folder / "second"
+        self._flags = ["--tensor-parallel-size", str(ranks), "--nnodes", "2", "--master-port", str(free_port())]
+        self._flags += ["--threads", str(ranks // 2), "--tool-call-parser", "hermes"]
+        self.join()
+        secret = {NODE_SECRET: "between us", "TEST_MARK": self.marks[0]}
+        self.server = Server(folder / "first", *self._flags, env=secret, wait=False)
+
+    def join(self) -> None:
+        with self.second_log.open("ab") as log:
+            self.second = subprocess.Popen(
+                [QUIRE, "serve", *self._flags, "--node-rank", "1"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {NODE_SECRET: "between us", "TEST_MARK": self.marks[1]},
+            )
+
+    def end(self) -> None:
+        for process in (self.server.process, self.second):
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Callable[..., Machines]]:
+    made: list[Machines] = []
+
+    def start(ranks: int = 2) -> Machines:
+        made.append(Machines(tmp_path, ranks))
+        made[-1].server.wait()
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.end()
+
+
+def kill_first(pids: list[int]) -> None:
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def kill_rank(made: Machines) -> None:
+    kill_first(ranks_of(made.marks[1]))
+
+
+def kill_command(made: Machines) -> None:
+    made.second.kill()
+    made.second.wait()
+    made.join()
+
+
+def kill_engine(made: Machines) -> None:
+    kill_first(made.server.engine_pids())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_no_stream_notices_what_dies_on_either_machine(ranks: int, machines: Callable[..., Machines]) -> None:
+    made = await asyncio.to_thread(machines, ranks)
+    server, rng = made.server, random.Random(ranks)
+    ways = [kill_rank, kill_command, kill_engine]
+    async with httpx.AsyncClient(base_url=server.url, timeout=280) as client:
+        expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+
+        def ready() -> bool:
+            return server.healthy() and bool(ranks_of(made.marks[1])) and bool(server.engine_pids())
+
+        async def kill() -> None:
+            for way in ways[:KILLS]:
+                await asyncio.to_thread(wait_until, ready, "no engine came after it")
+                await asyncio.sleep(rng.uniform(0.2, 1.0))
+                deaths = server.metric("quire:engine_deaths_total")
+                await asyncio.to_thread(way, made)
+                more = lambda before=deaths: server.metric("quire:engine_deaths_total") > before  # noqa: E731
+                await asyncio.to_thread(wait_until, more, "the engine did not notice")
+
+        await ask_until(asyncio.create_task(kill()), client, expected, STREAMS)
+    assert server.metric("quire:engine_deaths_total") >= min(KILLS, len(ways))
+    assert server.metric("quire:quarantined_requests_total") == 0
+    assert server.metric("quire:nodes") == 2
+    assert server.stop() == 0
+    assert marked(made.marks[0]) == {}
+    assert made.second.poll() is None
+    made.second.send_signal(signal.SIGTERM)
+    assert made.second.wait(60) == 0
+    assert marked(made.marks[1]) == {}
+
+
+def test_a_rank_that_was_stopped_is_replaced_once_its_engine_has_gone(machines: Callable[..., Machines]) -> None:
+    made = machines()
+    (stopped,) = ranks_of(made.marks[1])
+    os.kill(stopped, signal.SIGSTOP)
+    kill_engine(made)
+    wait_until(lambda: made.server.metric("quire:engine_deaths_total") == 1, "the engine did not notice")
+    wait_until(lambda: made.server.healthy() and bool(made.server.engine_pids()), "no engine came after it")
+    asked = {"prompt": "Once upon a time", "max_tokens": 5}
+    assert httpx.post(f"{made.server.url}/v1/completions", json=asked, timeout=120).status_code == 200
+    assert stopped not in ranks_of(made.marks[1])
+
+
+async def test_the_other_machine_joins_a_server_that_was_started_again(machines: Callable[..., Machines]) -> None:
+    made = await asyncio.to_thread(machines)
+    async with httpx.AsyncClient(base_url=made.server.url, timeout=280) as client:
+        before = await answer(client, KINDS["seeded"])
+    made.server.process.kill()
+    made.server.process.wait()
+    flags = [*made._flags]
+    again = Server(made.second_log.with_name("again"), *flags, env={NODE_SECRET: "between us"})
+    try:
+        async with httpx.AsyncClient(base_url=again.url, timeout=280) as client:
+            assert await answer(client, KINDS["seeded"]) == before
+        assert made.second.poll() is None
+        async with httpx.AsyncClient(base_url=again.url, timeout=280) as client:
+            for path in ("/sleep", "/wake_up"):
+                assert (await client.post(path)).status_code == 200
+            assert await answer(client, KINDS["seeded"]) == before
+            assert (await client.post("/update_weights", json={"path": DEMO_MODEL})).status_code == 200
+            assert again.metric("quire:engine_deaths_total") == 0
+            assert await answer(client, KINDS["seeded"]) == before
+            group = {"master_address": "127.0.0.1", "master_port": free_port(), "rank": 1, "world_size": 2}
+            refused = await client.post("/init_weights_group", json=group)
+        assert refused.status_code == 400
+        assert "nnodes" in refused.text
+    finally:
+        again.process.kill()
+        again.process.wait()
+
+
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "SIGKILL", "waiting"])
+def test_no_rank_outlives_its_command(way: str, machines: Callable[..., Machines]) -> None:
+    made = machines()
+    if way == "waiting":
+        made.server.process.kill()
+        made.server.process.wait()
+        wait_until(lambda: "waits for machine 0" in made.second_log.read_text(), "it does not say that it waits")
+        way = "SIGTERM"
+    made.second.send_signal(getattr(signal, way))
+    assert made.second.wait(60) == (-signal.SIGKILL if way == "SIGKILL" else 0)
+    wait_until(lambda: marked(made.marks[1]) == {}, f"{marked(made.marks[1])} are left")
+
+
+def test_a_machine_that_cannot_join_says_why_and_ends() -> None:
+    command = [QUIRE, "serve", "--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", "1"]
+    mark = uuid.uuid4().hex
+    late = [*command, "--master-port", str(free_port()), "--nodes-timeout", "1"]
+    done = subprocess.run(late, capture_output=True, text=True, timeout=120, env=os.environ | {"TEST_MARK": mark})
+    assert done.returncode == 1
+    assert "master_addr: nobody let this machine join 127.0.0.1:" in done.stderr
+    assert marked(mark) == {}
+    done = subprocess.run([*command, "--nnodes", "3"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "nnodes: tensor_parallel_size 2 cannot be divided evenly among 3 machines" in done.stderr
+
+
+@pytest.mark.parametrize(("kernel_kills", "code"), [(True, 137), (False, -signal.SIGKILL)])
+def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed(
+    kernel_kills: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machine 0 cannot count what the kernel of another machine kills."""
+    kills = count()
+    monkeypatch.setattr("quire.engine.nodes.member.oom_kills", lambda: next(kills) if kernel_kills else 3)
+    settings = told()
+    member = Member(member_config(settings))
+    keeping = threading.Thread(target=member.keep, args=(0,), daemon=True)
+    keeping.start()
+    pids = set()
+    for _ in range(2):  # the next one may be killed as well while it waits, and another waits then
+        _, thread, found = gathering(settings)
+        thread.join(60)
+        (remote,) = found
+        os.kill(remote.pid, signal.SIGKILL)
+        assert remote.wait(30) == code
+        pids.add(remote.pid)
+        while not (waiting := ranks_beside(os.getpid()) - pids):
+            time.sleep(0.05)
+        for pid in waiting:
+            os.kill(pid, signal.SIGKILL)
+    assert len(pids) == 2
+    member.ending.set()
+    keeping.join(30)
+    assert not keeping.is_alive()
+    assert member.failure is None
+
+
+def ranks_beside(parent: int) -> set[int]:
+    """The processes of ranks that any thread of this process has started."""
+    children = " ".join(each.read_text() for each in Path(f"/proc/{parent}/task").glob("*/children")).split()
+    return {int(pid) for pid in children if b"ranks.follower" in Path(f"/proc/{pid}/cmdline").read_bytes()}

@@ -1,0 +1,124 @@
+"""Servers whose ranks all run the same steps, as GPUs' do, here on a CPU over gloo: a rank's death is survived as an
+engine's is, and no rank outlives its server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch.distributed as dist
+
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.errors import EngineError
+from quire.engine.loop import Engine, let_go
+from quire.engine.worker import startup
+from quire.engine.worker.ranks.spmd import SpmdRunner
+from tests.e2e.server import Server
+from tests.e2e.streams import KINDS, answer, ask_until
+from tests.e2e.test_ranks import marked, ranks_of, wait_until
+from tests.engine.harness import request, run
+from tests.tree import ROOT
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+STREAMS = 8
+KILLS = int(os.environ.get("TEST_KILLS", "3"))
+ENGINE = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from quire.engine import main
+last = main.end_with_parent
+def before_torch():
+    last()
+    from quire.engine.worker import startup
+    startup.are_equal = lambda device: True
+main.end_with_parent = before_torch
+main.main()
+"""
+"""An engine's process whose ranks do on the CPU what those on GPUs do."""
+PROGRAM = f"""#!{sys.executable}
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from quire.engine.client.process import EngineProcess
+EngineProcess.PROGRAM = ("-P", "-c", {ENGINE!r})
+from quire.server.cli.main import main
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_an_engine_in_this_process_says_which_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "are_equal", lambda device: True)
+    settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 2, "attention_backend": "reference"}
+    made = Engine(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
+    assert len(run(made, [request("a", [435, 1029], max_tokens=8)])["a"].ids) == 8
+    assert isinstance(made.runner, SpmdRunner)
+    (pid,) = made.runner._ranks.pids
+    made.add(request("b", [435, 1029]))
+    made.step()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=f"rank 1 of 2 .process {pid}. was killed by SIGKILL"):
+        run(made, [])
+    del made
+    let_go()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[Server, str]]:
+    """One of two ranks; and what marks its processes. It does not outlive a test that fails."""
+    (program := tmp_path / "quire").write_text(PROGRAM)
+    program.chmod(0o700)
+    mark = uuid.uuid4().hex
+    flags = ["--tensor-parallel-size", "2", "--threads", "2", "--attention-backend", "reference", "--dtype", "float32"]
+    made = Server(tmp_path / "log", *flags, "--tool-call-parser", "hermes", quire=program, env={"TEST_MARK": mark})
+    yield made, mark
+    made.process.kill()
+    made.process.wait()
+
+
+@pytest.mark.slow
+async def test_no_stream_notices_that_ranks_die(server: tuple[Server, str]) -> None:
+    serves, mark = server
+    async with httpx.AsyncClient(base_url=serves.url, timeout=280) as client:
+        expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+        rng = random.Random(3)
+
+        async def kill() -> None:
+            for _ in range(KILLS):
+                there = lambda: serves.healthy() and bool(ranks_of(mark))  # noqa: E731
+                await asyncio.to_thread(wait_until, there, "no engine came after it")
+                await asyncio.sleep(rng.uniform(0.5, 3.0))
+                (pid,) = await asyncio.to_thread(ranks_of, mark)
+                os.kill(pid, signal.SIGKILL)
+                await asyncio.to_thread(wait_until, lambda gone=pid: gone not in ranks_of(mark), "a rank is left")
+
+        await ask_until(asyncio.create_task(kill()), client, expected, STREAMS)
+    assert serves.metric("quire:engine_deaths_total") == KILLS
+    assert serves.metric("quire:quarantined_requests_total") == 0
+    assert serves.metric("quire:ranks") == 2
+    assert serves.stop() == 0
+    assert marked(mark) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["SIGTERM", "SIGKILL", "stopped"])
+def test_no_rank_outlives_its_server(way: str, server: tuple[Server, str]) -> None:
+    serves, mark = server
+    if way == "stopped":
+        os.kill(ranks_of(mark)[0], signal.SIGSTOP)
+        serves.process.kill()
+    else:
+        serves.process.send_signal(getattr(signal, way))
+    serves.process.wait(60)
+    wait_until(lambda: marked(mark) == {}, f"{marked(mark)} are left")

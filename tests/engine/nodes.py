@@ -1,0 +1,85 @@
+"""Other machines as threads of the test's process: the same greeting, connections and sums, without the seconds that a
+process takes to start."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.nodes.member import Member
+from quire.engine.worker.ranks.follower import Here, follow
+from quire.engine.worker.ranks.remote import Gathering, Remote
+from tests.e2e.server import free_port
+
+Nodes = Callable[..., dict[str, Any]]
+
+
+class _Running:
+    pid = os.getpid()
+    returncode = None
+
+    def poll(self) -> int | None:
+        return None
+
+
+class ThreadMember(Member):
+    """A machine whose ranks are threads."""
+
+    def _live(self, place: int) -> None:
+        process: Any = _Running()
+        if (connection := self._connect(place, process)) is None:
+            return
+        with connection, tempfile.TemporaryDirectory() as copies, suppress(ConnectionError):
+            settings = self._config.model_dump(include={"model", "revision"})
+            here = Here(settings, set(), connection.getsockname()[0], Path(copies))
+            with connection.makefile("rb") as orders, connection.makefile("wb") as answers:
+                follow(orders, answers, here)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    """Starts all machines but the first; returns the settings of an engine there."""
+    members: list[ThreadMember] = []
+    threads: list[threading.Thread] = []
+
+    def start(model: str, ranks: int, count: int = 2, **settings: Any) -> dict[str, Any]:
+        told = {"tensor_parallel_size": ranks, "nnodes": count, "master_port": free_port(), "nodes_timeout": 60.0}
+        for node in range(1, count):
+            config = EngineConfig(model=model, **told | {"node_rank": node} | settings)
+            members.append(ThreadMember(config))
+            for place in range(config.ranks_here):
+                threads.append(threading.Thread(target=members[-1].keep, args=(place,), daemon=True))
+                threads[-1].start()
+        return told
+
+    yield start
+    for member in members:
+        member.ending.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank does not end"
+
+
+def member_config(told: dict[str, Any], **settings: Any) -> EngineConfig:
+    return EngineConfig(model=DEMO_MODEL, **told | {"node_rank": 1} | settings)
+
+
+def told() -> dict[str, Any]:
+    return {"tensor_parallel_size": 2, "nnodes": 2, "master_port": free_port(), "nodes_timeout": 60.0}
+
+
+def gathering(settings: dict[str, Any]) -> tuple[Gathering, threading.Thread, list[Remote]]:
+    """One that waits in a thread, and what it finds."""
+    found: list[Remote] = []
+    made = Gathering(EngineConfig(model=DEMO_MODEL, **settings))
+    thread = threading.Thread(target=lambda: found.extend(made.wait()), daemon=True)
+    thread.start()
+    return made, thread, found

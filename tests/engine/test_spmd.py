@@ -1,0 +1,417 @@
+"""Ranks that all run the same steps, as GPUs' do: here on a CPU, over gloo. They give the tokens of one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from quire.engine.batch import Admission, Batch, PageCopy, Row
+from quire.engine.client.heartbeat import NoHeartbeat
+from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.drafting.lookup import PromptLookup, SharedLookup
+from quire.engine.errors import ConfigError, EngineError
+from quire.engine.loop import Engine, let_go
+from quire.engine.steps import Steps
+from quire.engine.text.grammar import json_grammar
+from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
+from quire.engine.worker import graphs, startup
+from quire.engine.worker.loading import room
+from quire.engine.worker.ranks import spmd, spmd_rank
+from quire.engine.worker.ranks.spmd import SpmdRunner, check_connection, for_others, in_order, visible_gpu
+from quire.kernels.collective import RankEnded
+from quire.kernels.distributed import DistributedCollective, join_ranks
+from tests.engine.harness import request, run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import SHAPES, SMALL, asked, asked_with_adapters, assert_same, one_thread, prompts
+from tests.engine.test_speculation import CHEAP, always
+from tests.engine.worker.test_graphs import fake_flash, picked, traffic
+from tests.kernels.fake_capture import FakeCapture
+from tests.tiny_models import save_tiny_model
+
+__all__ = ["fake_flash", "one_thread", "thread_ranks"]
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
+    pytest.mark.skipif(sys.platform != "linux", reason="ranks that all run the same steps are GPUs', on Linux"),
+    pytest.mark.usefixtures("one_thread"),
+]
+WITHIN = 2e-5
+"""Of log probabilities: additions are made in another order, and PyTorch's products of other shapes in another too."""
+BASE = {"dtype": "float32", "attention_backend": "reference", "threads": 4}
+
+
+@pytest.fixture
+def equal(thread_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What GPUs' ranks do is done on the CPU, by threads."""
+    monkeypatch.setattr(startup, "are_equal", lambda device: True)
+
+
+def engine(path: Path | str, ranks: int, *, ahead: int = 1, **settings: Any) -> Engine:
+    """`ahead`: steps that are launched before the last one's picks are read."""
+    made = Engine(EngineConfig(model=str(path), tensor_parallel_size=ranks, **BASE | settings))
+    made._steps = Steps(made.scheduler, made.runner, ahead, NoHeartbeat())
+    return made
+
+
+@pytest.mark.usefixtures("equal")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("family", SHAPES)
+def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
+    """In chunks, after preemptions, with seeds, penalties, log probabilities of answers and prompts."""
+    path = save_tiny_model(tmp_path, family)
+    expected = run(engine(path, 1, **SMALL), asked())
+    divided = engine(path, ranks, **SMALL)
+    assert isinstance(divided.runner, SpmdRunner)
+    found = run(divided, asked())
+    assert_same(found, expected, WITHIN)
+    assert divided.stats.preemptions > 0
+    for each in asked():  # promise 2, at this number of ranks
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+    assert run(divided, asked()[4:])["5"].cached_tokens > 0
+
+
+@pytest.mark.usefixtures("equal")
+def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside free rows, with stops, biases, bans and thinking; the other ranks load no compiler."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    kinds: list[dict[str, Any]] = [
+        {"grammar": json_grammar(schema), "ignore_eos": False, "logprobs": 1},
+        {"grammar": Grammar("regex", "(ab|c){4,9}"), "ignore_eos": False},
+        {"stop_token_ids": (261,), "min_tokens": 2},
+        {"logit_bias": {300: 5.0}, "allowed_token_ids": (299, 300, 301), "temperature": 1.0},
+        {"bad_words_ids": ((261,), (419, 343)), "presence_penalty": 0.4, "logprob_token_ids": (3, 5)},
+    ]
+    requests = [request(str(at), [435, 1029, 261 + at], seed=at, **each) for at, each in enumerate(kinds)]
+    settings: dict[str, Any] = {"max_model_len": 256, "num_kv_blocks": 64}
+    assert_same(
+        run(engine(DEMO_MODEL, 2, **settings), requests), run(engine(DEMO_MODEL, 1, **settings), requests), WITHIN
+    )
+
+
+@pytest.mark.usefixtures("equal")
+@pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
+def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
+    wide = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    path = save_tiny_model(tmp_path, "llama", **wide)
+    few = {"quantization": way}
+    assert_same(run(engine(path, 2, **few), asked()), run(engine(path, 1, **few), asked()))
+
+
+@pytest.mark.usefixtures("equal")
+def test_adapters(tmp_path: Path) -> None:
+    path, requests = asked_with_adapters(tmp_path)
+    lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
+    assert_same(run(engine(path, 2, **lora), requests), run(engine(path, 1, **lora), requests), 5e-5)
+
+
+@pytest.mark.usefixtures("equal")
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+def test_guessed_tokens(method: str, tmp_path: Path) -> None:
+    """A model that drafts is whole on the first rank, and is not the others' concern."""
+    path, settings = save_tiny_model(tmp_path / "model", "llama"), {"num_kv_blocks": 96, "max_model_len": 128}
+    told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
+    if method == "draft_model":
+        told["model"] = str(path)
+    guessing = engine(path, 2, speculative_config=told, **settings)
+    if method == "draft_model":
+        always(guessing)
+    else:  # without regard to what it costs
+        lookup = PromptLookup(2) if method == "ngram" else SharedLookup(1)
+        guessing.scheduler._drafter = Adaptive(lookup, 3, CHEAP)
+    assert_same(run(guessing, asked()), run(engine(path, 1, **settings), asked()), WITHIN)
+    assert guessing.stats.drafts > 0
+
+
+@pytest.mark.usefixtures("equal")
+@pytest.mark.parametrize("kind", ["mean", "last"])
+def test_vectors(kind: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3")
+
+    def vectors(ranks: int) -> dict[str, np.ndarray]:
+        made, found = engine(path, ranks, runner="pooling", pooling_type=kind), {}
+        for at, ids in enumerate(prompts()):
+            made.add(Request(id=str(at), prompt_ids=ids, params=PoolingParams(), seed=0))
+        while made.busy:
+            found |= {each.id: np.frombuffer(each.vector, "<f4") for each in made.step() if each.vector is not None}
+        return found
+
+    one, two = vectors(1), vectors(2)
+    assert one.keys() == two.keys() == {str(at) for at in range(len(prompts()))}
+    for name, vector in one.items():
+        np.testing.assert_allclose(two[name], vector, atol=1e-5)
+
+
+class Operators:
+    """A group whose calls are operators of PyTorch, so that a fake capture sees them, and a replay makes them again."""
+
+    groups: ClassVar[list[Any]] = []
+
+    def __init__(self, group: Any) -> None:
+        self._number = len(self.groups)
+        self.groups.append(group)
+
+    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor) -> Any:
+        torch.ops.quire_test.collect(self._number, "_allgather_base", out, x)
+        return self
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+        torch.ops.quire_test.collect(self._number, "allreduce", tensors[0], tensors[0].new_empty(0))
+        return self
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        torch.ops.quire_test.collect(self._number, "broadcast", tensors[0], tensors[0].new_empty(0))
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    library = torch.library.Library("quire_test", "FRAGMENT")
+    library.define("collect(int number, str what, Tensor(a!) out, Tensor x) -> ()")
+
+    def collect(number: int, what: str, out: torch.Tensor, x: torch.Tensor) -> None:
+        call = getattr(Operators.groups[number], what)
+        (call(out, x) if what == "_allgather_base" else call([out])).wait()
+
+    library.impl("collect", collect, "CompositeExplicitAutograd")
+
+    def join(
+        memory: int, key: bytes, rank: int, count: int, device: torch.device, *, in_order: bool
+    ) -> DistributedCollective:
+        made = join_ranks(memory, key, rank, count, device, in_order=in_order)
+        return DistributedCollective(Operators(made._group), rank, count, in_order=in_order)
+
+    for module in (spmd, spmd_rank):
+        monkeypatch.setattr(module, "join_ranks", join)
+    yield
+    Operators.groups.clear()
+    library._destroy()
+
+
+@pytest.mark.usefixtures("equal", "operators", "fake_flash")
+@pytest.mark.parametrize(("ranks", "ordered"), [(2, False), (2, True), (4, True)])
+def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank captures the same graphs in the same order, some at the start and some when a step needs them; and they
+    compute what steps without graphs do, bit by bit."""
+    monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
+    for module in (spmd, spmd_rank):
+        monkeypatch.setattr(module, "in_order", lambda *_: ordered)
+    settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}
+    settings |= {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 256, "warmup_seconds": 0.0}
+    requests = traffic()[:6]
+    made: list[FakeCapture] = []
+    lock = threading.Lock()
+
+    def capture(*_: object) -> FakeCapture:
+        with lock:
+            made.append(FakeCapture())
+            return made[-1]
+
+    monkeypatch.setattr(room, "choose_capture", lambda *_: None)
+    expected = picked(run(engine(DEMO_MODEL, ranks, **settings), requests))
+    monkeypatch.setattr(room, "choose_capture", capture)
+    graphed = engine(DEMO_MODEL, ranks, **settings)
+    graphed.runner.warm_sampler()
+    graphed.runner.warm_prompts()
+    assert graphed.prepare()
+    assert picked(run(graphed, requests)) == expected
+    assert len(made) == ranks
+    assert {len(each.recordings) for each in made} == {len(graphed.runner.graphs._graphs)}
+    assert {each.replays for each in made} == {made[0].replays}
+    assert made[0].replays > 10
+    while graphed.prepare():
+        pass
+    assert picked(run(graphed, requests)) == expected
+
+
+class Failing(FakeCapture):
+    def __call__(self, function: Callable[[], torch.Tensor]) -> Any:
+        function()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.usefixtures("equal")
+def test_a_graph_that_cannot_be_captured_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks would wait in it for this one, so it cannot go on without."""
+    monkeypatch.setattr(room, "choose_capture", lambda *_: Failing())
+    with pytest.raises(ConfigError, match=r"enforce_eager: several ranks need all decode graphs.*out of memory"):
+        engine(save_tiny_model(tmp_path, "llama"), 2, warmup_seconds=60.0)
+
+
+@pytest.mark.usefixtures("equal")
+def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    monkeypatch.setattr(startup, "available_bytes", lambda *_: 2**30)
+    monkeypatch.setattr(spmd_rank, "available_bytes", lambda *_: 2**20)
+    made = engine(path, 2, max_model_len=128)
+    assert made.info.kv_bytes <= 2 * 2**20 < made.info.kv_bytes + 4 * made.info.kv_bytes // made.info.num_blocks
+    assert "x 2 ranks" in made.info.arithmetic
+
+    def nothing(*_: object) -> int:
+        raise ConfigError("gpu_memory_utilization: leaves nothing", param="gpu_memory_utilization")
+
+    monkeypatch.setattr(spmd_rank, "available_bytes", nothing)
+    with pytest.raises(ConfigError, match="gpu_memory_utilization: leaves nothing"):
+        engine(path, 2)
+
+
+@pytest.mark.usefixtures("equal")
+def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) -> None:
+    """A GPU that waits for it no longer goes on with what it has, and what it computed looks like any result."""
+    made = engine(save_tiny_model(tmp_path, "llama"), 2)
+    assert isinstance(made.runner, SpmdRunner)
+    made.add(request("a", [3, 4, 5]))
+    made.step()
+    ranks = made.runner._ranks
+    ranks.failure = "rank 1 of 2 (process 7) was killed by SIGKILL"
+    with pytest.raises(EngineError, match="was killed by SIGKILL"):
+        made.step()
+    with pytest.raises(EngineError, match="was killed by SIGKILL"), ranks.watched():
+        raise RuntimeError("NCCL communicator was aborted on rank 0")
+
+
+@pytest.mark.usefixtures("equal")
+def test_engines_of_one_process_meet_in_one_file_that_stays_open(tmp_path: Path) -> None:
+    """What a group has of it is opened by its number even when it is destroyed: another file must not have that."""
+    path = save_tiny_model(tmp_path, "llama")
+    place = spmd._meeting_place()
+    for _ in range(3):
+        made = engine(path, 2)
+        before = os.fstat(place).st_size
+        del made
+        let_go()
+        assert os.readlink(f"/proc/self/fd/{place}").startswith("/memfd:quire-ranks")
+    assert 0 < os.fstat(place).st_size >= before
+
+
+class Apart(DistributedCollective):
+    """Ranks whose GPUs do not reach each other."""
+
+    def __init__(self, said: str) -> None:
+        self._said = said
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            raise RuntimeError(self._said)
+        except RuntimeError as error:
+            raise RankEnded from error
+
+
+def test_gpus_that_do_not_reach_each_other_end_the_start() -> None:
+    said = "NCCL error in: ProcessGroupNCCL.cpp:9, unhandled system error\nLast error:\nError while creating shm"
+    with pytest.raises(ConfigError, match=r"reach each other: NCCL error in: .*unhandled system error; .*--shm-size"):
+        check_connection(Apart(said), torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("equal")
+def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
+    made = engine(save_tiny_model(tmp_path, "llama"), 2)
+    assert isinstance(made.runner, SpmdRunner)
+    running = [process._thread for process in made.runner._ranks._processes]
+    assert all(each.is_alive() for each in running)
+    del made
+    let_go()
+    assert not any(each.is_alive() for each in running)
+
+
+@pytest.mark.usefixtures("equal")
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({"speculative_config": {"method": "eagle", "model": "x"}}, "speculative_config: 'eagle' does not go with"),
+        ({"kv_offload_memory": 1}, "kv_offload_memory: pages of several ranks"),
+    ],
+)
+def test_refusals(settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=wrong):
+        engine(save_tiny_model(tmp_path, "llama"), 2, **settings)
+
+
+def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "2 ranks need 2 GPUs, and 1 can be seen here" in str(startup.lacking_gpus(2, cuda))
+    assert startup.lacking_gpus(2, torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert "without NCCL" in str(startup.lacking_gpus(2, cuda))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert startup.lacking_gpus(2, cuda) is None
+
+
+def test_each_rank_sees_its_own_gpu() -> None:
+    assert [visible_gpu(rank, None) for rank in (0, 3)] == ["0", "3"]
+    assert visible_gpu(1, "4,6") == "6"
+    assert visible_gpu(1, "GPU-aa,GPU-bb") == "GPU-bb"
+
+
+def test_sums_have_an_order_where_tokens_must_not_depend_on_the_batch() -> None:
+    cuda = torch.device("cuda")
+    assert in_order(EngineConfig(deterministic=True), cuda)
+    assert not in_order(EngineConfig(), cuda)
+
+
+def test_other_ranks_are_told_what_they_compute_alone() -> None:
+    params = SamplingParams(grammar=Grammar("regex", "a"), logprobs=2, prompt_logprobs=1, logit_bias={1: 2.0})
+    vector = Admission(1, [5], 1, PoolingParams(), 0)
+    rows = [Row("a", 0, 0, 3, [4], sample=True)]
+    batch = Batch(rows, [Admission(0, [1, 2, 3], 3, params, 7, adapter=2), vector], [PageCopy(1, 2, 3)], ["b"])
+    sent = for_others(batch)
+    assert sent.rows == rows
+    assert sent.copies == batch.copies
+    assert sent.admissions == [Admission(0, [1, 2, 3], 3, SamplingParams(prompt_logprobs=1), 7, adapter=2), vector]
+
+
+TWO_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+    pytest.mark.skipif(not dist.is_nccl_available(), reason="this PyTorch has no NCCL"),
+]
+REAL: dict[str, Any] = {"attention_backend": "triton", "deterministic": True, "max_model_len": 256, "threads": None}
+
+
+@pytest.mark.parametrize("eager", [pytest.param(eager, marks=TWO_GPUS) for eager in (True, False)])
+def test_two_gpus_say_what_one_says(eager: bool) -> None:
+    """By real processes, with NCCL in the decode graphs; and then a rank's end is the engine's."""
+    settings = REAL | {"enforce_eager": eager, "num_kv_blocks": 64, "max_num_seqs": 8}
+    requests = [
+        request(str(at), list(range(300, 340 - at)), seed=at, logprobs=1, temperature=at % 2) for at in range(6)
+    ]
+    expected = run(engine(DEMO_MODEL, 1, **settings), requests)
+    let_go()
+    divided = engine(DEMO_MODEL, 2, **settings)
+    found = run(divided, requests)
+    assert_same(found, expected, 1e-4)
+    for each in requests:
+        divided.reset_prefix_cache()
+        (alone,) = run(divided, [each]).values()
+        assert (alone.ids, alone.logprobs) == (found[each.id].ids, found[each.id].logprobs)
+    assert isinstance(divided.runner, SpmdRunner)
+    (pid,) = divided.runner._ranks.pids
+    divided.add(requests[0])
+    divided.step()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=f"rank 1 of 2 .process {pid}. was killed by SIGKILL"):
+        run(divided, [])

@@ -1,0 +1,166 @@
+"""Sums and gathers over a torch.distributed group of real processes, which the test kills, and stops waiting for."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.kernels.collective import RankEnded
+from quire.kernels.distributed import DistributedCollective
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+SHAPES = [(1, 1), (3, 7), (0, 8), (5, 64), (600, 131), (2, 16)]
+WIDTHS = {1: [9], 2: [5, 4], 3: [4, 0, 5]}
+
+
+def parts(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(len(shape) + count)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(count)]
+
+
+def collective(store: dist.Store, rank: int, count: int) -> DistributedCollective:
+    group = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=60))
+    return DistributedCollective(group, rank, count, in_order=True)
+
+
+def compute(group: DistributedCollective) -> list[Tensor]:
+    found = []
+    with torch.inference_mode():
+        for dtype in (torch.float32, torch.bfloat16):
+            found += [group.sum(parts(group.count, shape, dtype)[group.rank]) for shape in SHAPES]
+        widths = WIDTHS[group.count]
+        for rows in (0, 1, 300):
+            found.append(group.gather(torch.full((rows, widths[group.rank]), float(group.rank)), widths))
+    return [each.clone() for each in found]
+
+
+def wait(group: DistributedCollective) -> str:
+    """For a rank that never comes to this sum."""
+    try:
+        group.sum(torch.ones(3))
+    except RankEnded:
+        return "ended"
+    return "summed"
+
+
+def _process(work: Callable[[DistributedCollective], Any], port: int, rank: int, count: int, out: Connection) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    group = collective(store, rank, count)
+    out.send("joined")
+    out.send(work(group))
+    out.poll(60)  # tensors are fetched from this process, which the other one kills
+
+
+@contextmanager
+def ranks(
+    count: int, work: Callable[[DistributedCollective], Any]
+) -> Iterator[tuple[DistributedCollective, list[SpawnProcess], list[Connection]]]:
+    """The first rank, here, and processes of the others, which do `work` and send what it gives."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    context = mp.get_context("spawn")
+    processes, ends = [], []
+    for rank in range(1, count):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=_process, args=(work, store.port, rank, count, theirs), daemon=True))
+        processes[-1].start()
+        ends.append(ours)
+    try:
+        group = collective(store, 0, count)
+        assert [end.recv() for end in ends] == ["joined"] * (count - 1)
+        yield group, processes, ends
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_sums_are_those_of_the_ranks_in_order_and_columns_stand_side_by_side(count: int) -> None:
+    with ranks(count, compute) as (group, _, ends):
+        found = [compute(group), *(end.recv() for end in ends)]
+    given = [parts(count, shape, dtype) for dtype in (torch.float32, torch.bfloat16) for shape in SHAPES]
+    for index, each in enumerate(given):
+        total = each[0].float()
+        for one in each[1:]:
+            total = total + one.float()
+        for rank in range(count):
+            assert torch.equal(found[rank][index], total.to(each[0].dtype))
+    for index, rows in enumerate((0, 1, 300), len(given)):
+        columns = [torch.full((rows, width), float(rank)) for rank, width in enumerate(WIDTHS[count])]
+        assert all(torch.equal(found[rank][index], torch.cat(columns, 1)) for rank in range(count))
+
+
+def test_a_rows_sum_does_not_depend_on_other_rows() -> None:
+    with ranks(3, compute) as (group, _, _):
+        whole = compute(group)[4]
+    each = parts(3, SHAPES[4], torch.float32)
+    assert torch.equal(whole[250:251], each[0][250:251] + each[1][250:251] + each[2][250:251])
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_killed_rank_ends_the_others_sums(count: int) -> None:
+    with ranks(count, wait) as (group, processes, ends):
+        killed = processes.pop()
+        assert killed.pid is not None
+        os.kill(killed.pid, signal.SIGKILL)
+        killed.join()
+        assert wait(group) == "ended"
+        assert wait(group) == "ended"
+        assert [end.recv() for end in ends[:-1]] == ["ended"] * (count - 2)
+
+
+def test_nobody_waits_once_it_is_closed() -> None:
+    """For a rank that is alive, and sums nothing."""
+    with ranks(2, sleep) as (group, _, _):
+        threading.Timer(0.05, group.close).start()
+        assert wait(group) == "ended"
+        assert wait(group) == "ended"
+        with pytest.raises(RankEnded):
+            group.gather(torch.ones(2, 3), [3, 3])
+
+
+def sleep(group: DistributedCollective) -> None:
+    threading.Event().wait(60)
+
+
+class _Broken:
+    """A group of a GPU's rank, whose library fails."""
+
+    def allreduce(self, _: list[Tensor]) -> dist.Work:
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    def abort(self) -> None:
+        pass
+
+
+def test_what_a_gpus_library_says_is_not_taken_for_the_end_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL raises nothing for one that has ended: it waits, until it is aborted."""
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    group = DistributedCollective(_Broken(), 0, 2, in_order=False)
+    with pytest.raises(RuntimeError, match="unhandled system error"):
+        group.sum(torch.ones(3))
+    group.close()
+    with pytest.raises(RankEnded):
+        group.sum(torch.ones(3))
+
+
+def test_parts_of_another_width_or_type_are_refused() -> None:
+    with ranks(1, compute) as (group, _, _):
+        with pytest.raises(TypeError, match="not rank 0's part"):
+            group.gather(torch.ones(2, 3), [4])
+        with pytest.raises(TypeError, match="not rank 0's part"):
+            group.gather(torch.ones(2, 3, dtype=torch.bfloat16), [3])
