@@ -250,7 +250,9 @@ class Hub:
                 await self._weights.update(wanted.path, wanted.mode, wanted.version)
         except QuireError as error:
             fault = Fault.of(error)
-        self._tell_state()  # before the answer, so that whoever gets it finds it true in every API process
+        self._tell_state()
+        # An API process answers what was asked after what it was told: whoever gets our answer finds it true in all.
+        await self._answers("", b"")
         channel.send(Changed(wanted.number, self._client.weights_version, fault), self._stats)
 
     async def _ask(self, identity: bytes, channel: Channel, asked: Ask) -> None:
