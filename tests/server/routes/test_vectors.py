@@ -48,9 +48,14 @@ async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIter
         yield Api(client, app, http, openai)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-async def encoder(tmp_path: Path) -> AsyncIterator[Api]:
-    async with serving(save_tiny_encoder(tmp_path, "bert"), pair_tokenizer().tokenizer) as api:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_encoder(tmp_path_factory.mktemp("model"), "bert")
+
+
+@pytest.fixture(scope="module")
+async def encoder(model: Path) -> AsyncIterator[Api]:
+    async with serving(model, pair_tokenizer().tokenizer) as api:
         yield api
 
 
@@ -68,9 +73,9 @@ def embedded(path: Path, prompts: Sequence[list[int]]) -> np.ndarray:
 TEXTS = ["a cat", "the weather in Bern is fine today", "x"]
 
 
-async def test_embeddings_of_every_form_of_input(encoder: Api, tmp_path: Path) -> None:
+async def test_embeddings_of_every_form_of_input(encoder: Api, model: Path) -> None:
     ids = [marked(text) for text in TEXTS]
-    wanted = embedded(tmp_path, ids)
+    wanted = embedded(model, ids)
     for given in (TEXTS, ids):
         answer = await encoder.post(EMBEDDINGS, {"model": "tiny", "input": given})
         assert answer["object"] == "list"
@@ -83,11 +88,11 @@ async def test_embeddings_of_every_form_of_input(encoder: Api, tmp_path: Path) -
         answer = await encoder.post(EMBEDDINGS, {"input": alone})
         assert [each["embedding"] for each in answer["data"]] == [pytest.approx(wanted[1], abs=1e-4)]
     bare = await encoder.post(EMBEDDINGS, {"input": TEXTS[1], "add_special_tokens": False})
-    assert bare["data"][0]["embedding"] == pytest.approx(embedded(tmp_path, [list(TEXTS[1].encode())])[0], abs=1e-4)
+    assert bare["data"][0]["embedding"] == pytest.approx(embedded(model, [list(TEXTS[1].encode())])[0], abs=1e-4)
 
 
-async def test_openai_s_client_reads_base64_unasked(encoder: Api, tmp_path: Path) -> None:
-    wanted = embedded(tmp_path, [marked(text) for text in TEXTS])
+async def test_openai_s_client_reads_base64_unasked(encoder: Api, model: Path) -> None:
+    wanted = embedded(model, [marked(text) for text in TEXTS])
     found = await encoder.openai.embeddings.create(model="tiny", input=TEXTS)
     assert np.array([each.embedding for each in found.data]) == pytest.approx(wanted, abs=1e-4)
     floats = await encoder.openai.embeddings.create(model="tiny", input=TEXTS, encoding_format="float")
@@ -103,11 +108,11 @@ async def test_openai_s_client_reads_base64_unasked(encoder: Api, tmp_path: Path
     assert refused.value.param == "dimensions"
 
 
-async def test_long_inputs_are_refused_or_cut(encoder: Api, tmp_path: Path) -> None:
+async def test_long_inputs_are_refused_or_cut(encoder: Api, model: Path) -> None:
     text = "many words " * 40
     error = (await encoder.post(EMBEDDINGS, {"input": ["short", text]}, 400))["error"]
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
-    wanted = embedded(tmp_path, [marked(text[:318]), marked(text[:5]), marked(text[-5:])])
+    wanted = embedded(model, [marked(text[:318]), marked(text[:5]), marked(text[-5:])])
     for given, row in (
         ({"truncate_prompt_tokens": -1}, 0),
         ({"truncate_prompt_tokens": 320}, 0),
@@ -188,12 +193,18 @@ async def test_unknown_fields_are_named_and_ids_chosen(encoder: Api) -> None:
 
 
 async def test_many_inputs_are_counted_one_by_one(encoder: Api) -> None:
-    texts = [f"text {index}" for index in range(300)]
+    counted = 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} '
+
+    async def count() -> float:
+        lines = (await encoder.http.get("/metrics")).text.splitlines()
+        return sum(float(line.removeprefix(counted)) for line in lines if line.startswith(counted))
+
+    before, texts = await count(), [f"text {index}" for index in range(300)]
     answer = await encoder.post(EMBEDDINGS, {"input": texts})
     alone = await encoder.post(EMBEDDINGS, {"input": texts[211]})
     assert answer["data"][211]["embedding"] == alone["data"][0]["embedding"], "the same bits, whatever shares the steps"
+    assert await count() == before + 301
     metrics = (await encoder.http.get("/metrics")).text
-    assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"} 301.0' in metrics
     assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in metrics
     models = (await encoder.http.get("/v1/models")).json()["data"]
     assert models[0]["max_model_len"] == 320
@@ -220,8 +231,8 @@ async def test_prompts_of_the_model_s_own(tmp_path: Path) -> None:
         assert found["data"][0]["embedding"] == pytest.approx(wanted[0], abs=1e-4)
 
 
-async def test_scores_of_an_embedding_model_are_cosines(encoder: Api, tmp_path: Path) -> None:
-    vectors = embedded(tmp_path, [marked(text) for text in TEXTS])
+async def test_scores_of_an_embedding_model_are_cosines(encoder: Api, model: Path) -> None:
+    vectors = embedded(model, [marked(text) for text in TEXTS])
     one_to_many = await encoder.post(SCORE, {"text_1": TEXTS[0], "text_2": TEXTS})
     assert [each["score"] for each in one_to_many["data"]] == pytest.approx(list(vectors @ vectors[0]), abs=1e-4)
     assert [(each["index"], each["object"]) for each in one_to_many["data"]] == [(i, "score") for i in range(3)]
