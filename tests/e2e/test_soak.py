@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 REQUESTS = int(os.environ.get("TEST_SOAK", "300"))
 USERS = 24

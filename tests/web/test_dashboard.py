@@ -126,7 +126,10 @@ def test_a_request_is_explained(page: Browser, patient: Server) -> None:
         page.until(lambda: page.one("#explain-dialog").is_displayed())
         assert page.text("#explain-sum").endswith(" in all, so far")
         script = "return [...document.querySelectorAll('#explain-dialog .strip span')].map((each) => each.title)"
-        assert [each.partition(":")[0] for each in page.run(script)][:2] == ["before the engine", "waiting for a place"]
+        assert [each.partition(":")[0] for each in page.run(script)][:2] == [
+            "Prepare (before the engine)",
+            "Queue (waiting for a place)",
+        ]
         assert "It took part in" in page.text("#explain-body")
         page.click("#explain-json")
         page.until(lambda: page.one("#text-dialog").is_displayed())

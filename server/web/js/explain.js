@@ -4,15 +4,15 @@ import { call } from "./api.js";
 import { $, el, say } from "./dom.js";
 
 const PHASES = {
-  prepare: "before the engine",
-  queued: "waiting for a place",
-  prefill: "reading the prompt",
-  decode: "writing",
-  preempted: "set aside for others",
-  recompute: "reading it all again",
-  recovering: "waiting for a new engine",
-  delivery: "waiting for the last token",
-  answer: "sending the rest",
+  prepare: "Prepare (before the engine)",
+  queued: "Queue (waiting for a place)",
+  prefill: "Prefill (reading the prompt)",
+  decode: "Decode (writing)",
+  preempted: "Preempted (set aside for others)",
+  recompute: "Recompute (reading it all again)",
+  recovering: "Recovering (waiting for a new engine)",
+  delivery: "Delivery (waiting for the last token)",
+  answer: "Answer (sending the rest)",
 };
 const MOST_BARS = 16;
 
