@@ -147,5 +147,6 @@ class CudaCapture:
         except BaseException:
             torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own behind where ending the capture fails
             before.wait_stream(self._stream)
+            self._pool = torch.cuda.graph_pool_handle()  # and may leave the pool as one that is still captured into
             raise
         return graph.replay, result

@@ -28,7 +28,9 @@ from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
 from quire.engine.worker import graphs, startup
 from quire.engine.worker.loading import room
 from quire.engine.worker.ranks import spmd, spmd_rank
-from quire.engine.worker.ranks.spmd import SpmdRunner, check_connection, for_others, in_order, visible_gpu
+from quire.engine.worker.ranks.follower import follow
+from quire.engine.worker.ranks.messages import Failed, Start, decode_from_rank, frame, read_frame
+from quire.engine.worker.ranks.spmd import SpmdRunner, check_connection, for_others, in_order, visible_gpus
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 from tests.engine.harness import request, run
@@ -326,6 +328,68 @@ def test_gpus_that_do_not_reach_each_other_end_the_start() -> None:
         check_connection(Apart(said), torch.device("cpu"))
 
 
+class Wrong(DistributedCollective):
+    """Ranks of which one reads what another has not written."""
+
+    def __init__(self, place: int | None) -> None:
+        self.count, self._place = 2, place
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        x *= 2
+        if self._place is not None:
+            x[self._place] = 0
+        return x
+
+
+def test_sums_that_come_wrong_end_the_start() -> None:
+    check_connection(Wrong(None), torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"reach each other: a sum came wrong; NCCL_P2P_DISABLE=1"):
+        check_connection(Wrong(999_999), torch.device("cpu"))
+
+
+def test_sums_that_do_not_come_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Never:
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return False
+
+    monkeypatch.setattr(torch.cuda, "Event", Never)
+    monkeypatch.setattr(spmd, "_SUM_SECONDS", 0.05)
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda n, device, dtype: arange(n, dtype=dtype))
+    with pytest.raises(ConfigError, match=r"a sum did not come in 0\.05 s; NCCL_P2P_DISABLE=1"):
+        check_connection(Wrong(None), torch.device("cuda"))
+
+
+def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> None:
+    """Its end alone would end the engine, which may still load its own part."""
+    config = EngineConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2)
+    orders, tell = os.pipe()
+    hear, answers = os.pipe()
+    codes = []
+
+    def run() -> None:
+        with os.fdopen(orders, "rb") as told, os.fdopen(answers, "wb") as said:
+            codes.append(follow(told, said))
+
+    rank = threading.Thread(target=run, daemon=True)
+    rank.start()
+    with os.fdopen(tell, "wb") as pipe, os.fdopen(hear, "rb") as heard:
+        pipe.write(frame(Start(config.model_dump_json(), 1, [], [], b"", spmd=True)))
+        pipe.flush()
+        content = read_frame(heard)
+        assert content is not None
+        failed = decode_from_rank(content)
+        assert isinstance(failed, Failed)
+        assert "nowhere" in failed.message
+        rank.join(0.3)
+        assert rank.is_alive()
+    rank.join(10)
+    assert codes == [0]
+
+
 @pytest.mark.usefixtures("equal")
 def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
@@ -363,9 +427,9 @@ def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.Monkey
 
 
 def test_each_rank_sees_its_own_gpu() -> None:
-    assert [visible_gpu(rank, None) for rank in (0, 3)] == ["0", "3"]
-    assert visible_gpu(1, "4,6") == "6"
-    assert visible_gpu(1, "GPU-aa,GPU-bb") == "GPU-bb"
+    assert [visible_gpus(rank, None, 4) for rank in (0, 3)] == ["0,1,2,3", "3,0,1,2"]
+    assert visible_gpus(1, "4, 6", 2) == "6,4"
+    assert visible_gpus(1, "GPU-aa,GPU-bb", 2) == "GPU-bb,GPU-aa"
 
 
 def test_sums_have_an_order_where_tokens_must_not_depend_on_the_batch() -> None:

@@ -241,6 +241,10 @@ def follow(orders: BinaryIO, answers: BinaryIO, here: Here | None = None) -> int
         rank = SpmdRank(start) if start.spmd else Rank(start, progress, ask, here)
     except QuireError as error:
         answers.write(frame(Failed(error.message, error.param)))
+        answers.flush()
+        # The first rank reads this when it has loaded its own part. A process that ended before would end that one too.
+        while read_frame(orders) is not None:
+            pass
         return 0
     except RankEnded:
         return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +35,12 @@ _CUMEM = "NCCL_CUMEM_ENABLE"
 (https://github.com/NVIDIA/nccl/issues/1234), which nobody has set aside."""
 
 
+_TRIED = 2**20
+_PRIME = 251
+"""Numbers of a first sum, and what they stay under."""
+_SUM_SECONDS = 60.0
+
+
 class SpmdRanks(Ranks):
     """The processes of the ranks but the first."""
 
@@ -47,7 +54,11 @@ class SpmdRanks(Ranks):
             os.environ.setdefault(_CUMEM, "0")
         super().__init__(config, [[os.dup(memory)]] * (count - 1), on_end, key=key)
         self.group = join_ranks(memory, key, 0, count, device, in_order=in_order(config, device))
-        weakref.finalize(self, _close_aside, self.group).atexit = False  # the process' end does it
+        self._over = threading.Event()
+        # NCCL waits in `close` until the GPU has stopped, and until no decode graph holds its calls any more. The
+        # thread is there from the start: this may be let go of when a program ends, which begins no threads any more.
+        threading.Thread(target=_close, args=(self._over, self.group), name="let-go", daemon=True).start()
+        weakref.finalize(self, self._over.set).atexit = False  # the process' end does it
 
     @property
     def note(self) -> str:
@@ -56,7 +67,7 @@ class SpmdRanks(Ranks):
     def environment(self, rank: int) -> dict[str, str] | None:
         if self._device.type != "cuda":
             return None
-        return os.environ | {_VISIBLE: visible_gpu(rank, os.environ.get(_VISIBLE))}
+        return os.environ | {_VISIBLE: visible_gpus(rank, os.environ.get(_VISIBLE), torch.cuda.device_count())}
 
     def least(self, measure: Callable[[], int]) -> int:
         """The least of what `measure` finds here and on the other ranks, which do the same at the same time, once all
@@ -84,8 +95,8 @@ class SpmdRanks(Ranks):
             raise EngineError(self.failure) from error
 
     def _let_go(self) -> None:
-        if (group := getattr(self, "group", None)) is not None:  # None: one has ended before it joined
-            _close_aside(group)
+        if (over := getattr(self, "_over", None)) is not None:  # None: one has ended before it joined
+            over.set()
 
 
 class SpmdRunner(Runner):
@@ -139,9 +150,10 @@ def _meeting_place() -> int:
     return os.memfd_create("quire-ranks")
 
 
-def _close_aside(group: Collective) -> None:
-    """By a thread: NCCL waits here until the GPU has stopped, and until no decode graph holds its calls any more."""
-    threading.Thread(target=group.close, name="let-go", daemon=True).start()
+def _close(over: threading.Event, group: Collective) -> None:
+    """In a thread."""
+    over.wait()
+    group.close()
 
 
 def for_others(batch: Batch) -> Batch:
@@ -160,18 +172,41 @@ def in_order(config: EngineConfig, device: torch.device) -> bool:
     return config.deterministic or device.type == "cpu"
 
 
-def visible_gpu(rank: int, visible: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES of a rank, by the engine's: so in each rank every thread's GPU is the right one."""
-    return str(rank) if visible is None else visible.split(",")[rank].strip()
+def visible_gpus(rank: int, visible: str | None, count: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a rank, by the engine's and the number of GPUs: its own first, so that in each rank every
+    thread's GPU is the right one. It sees the others too, for where one rank sees a GPU and another does not, NCCL may
+    choose different ways between them (https://github.com/NVIDIA/nccl/issues/1066)."""
+    gpus = [str(gpu) for gpu in range(count)] if visible is None else [each.strip() for each in visible.split(",")]
+    return ",".join([gpus.pop(rank), *gpus])
 
 
 def check_connection(group: Collective, device: torch.device) -> None:
-    """Sum once. Raises ConfigError where the ranks cannot reach each other, with what the library says of it."""
+    """Sum some megabytes once. Raises ConfigError where the ranks cannot reach each other, with what the library says
+    of it, and where what they add does not come, or comes wrong, as between GPUs behind some IOMMUs."""
     try:
-        group.sum(torch.ones(1, device=device)).item()
+        wrong = _wrong_sum(group, device)
     except (RankEnded, RuntimeError) as error:
         said = (str(error.__cause__ or error).strip() or "no message").splitlines()
-        why = next((line for line in said if "rror" in line), said[0])
+        wrong = next((line for line in said if "rror" in line), said[0])
         advice = "NCCL_DEBUG=WARN says more; in a container NCCL needs --shm-size 1g or more"
-        wrong = f"the ranks' GPUs cannot reach each other: {why}; {advice}"
-        raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size") from error
+        cause: Exception | None = error
+    else:
+        advice, cause = "NCCL_P2P_DISABLE=1 has them meet in the host's memory", None
+    if wrong is not None:
+        wrong = f"the ranks' GPUs cannot reach each other: {wrong}; {advice}"
+        raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size") from cause
+
+
+def _wrong_sum(group: Collective, device: torch.device) -> str | None:
+    """What is wrong with a sum of whole numbers, which float32 holds."""
+    numbers = torch.arange(_TRIED, device=device, dtype=torch.float32) % _PRIME
+    found = group.sum(numbers.clone())
+    if device.type == "cuda":
+        done = torch.cuda.Event()
+        done.record()
+        until = time.monotonic() + _SUM_SECONDS
+        while not done.query():  # else it would be NCCL's timeout that ends the start, after minutes
+            if time.monotonic() > until:
+                return f"a sum did not come in {_SUM_SECONDS:g} s"
+            time.sleep(0.01)
+    return None if torch.equal(found, group.count * numbers) else "a sum came wrong"
