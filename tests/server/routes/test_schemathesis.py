@@ -22,7 +22,7 @@ from tests.tiny_encoders import save_tiny_encoder
 pytestmark = pytest.mark.slow
 
 ENGINE_TOKENS = b"abc "
-EXAMPLES = int(os.environ.get("QUIRE_SCHEMATHESIS_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("QUIRE_SCHEMATHESIS_EXAMPLES", "10"))
 """Per kind; a long run asks for more."""
 
 
