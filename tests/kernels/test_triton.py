@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.variants import nightly
+
 HERE = Path(__file__).parent
 SHARED_MEMORY = 99 * 1024
 """Bytes that a thread block can have on a consumer GPU; an H100 has 227 KB."""
@@ -53,25 +55,30 @@ def test_under_the_interpreter(path: Path) -> None:
     assert "skipped" not in said
 
 
-CAPABILITIES = (80, 86, 89, 100, 120, 90) if os.environ.get("TEST_ALL_GPUS") else (80, 120, 90)
-"""Each takes minutes: TEST_ALL_GPUS=1 is for a change of the kernels."""
+OTHERS = (80, 86, 89, 100, 120) if os.environ.get("TEST_ALL_GPUS") else (80, 120)
+"""Capabilities beside an H100's, 90. Each takes minutes: TEST_ALL_GPUS=1 is for a change of the kernels."""
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[str]]]:
+def compiled(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[int, Future[str]]]:
     """What is printed for each capability. One compiles on one core, so several do it beside each other."""
+    chosen = {item.name for item in request.session.items}
+    asked = [each for each in OTHERS if f"{test_kernels_compile_for_other_gpus.__name__}[{each}]" in chosen]
+    asked += [90] if test_kernels_compile_for_an_h100.__name__ in chosen else []
     if find_spec("triton.backends.nvidia") is None:
         pytest.skip("this Triton has no compiler for NVIDIA GPUs")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         module, environment = "tests.kernels.triton.compile_for_gpu", {"TRITON_INTERPRET": "0"}
         yield {
             each: pool.submit(run, [module, str(tmp_path_factory.mktemp("compiled")), str(each)], environment)
-            for each in CAPABILITIES
+            for each in asked
         }
         pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES[:-1])
+@pytest.mark.parametrize("capability", nightly(*OTHERS))
 def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capability: int) -> None:
     """They compile, and fit in the shared memory of the smallest."""
     *kernels, last = [json.loads(line) for line in compiled[capability].result().splitlines()]
@@ -82,6 +89,7 @@ def test_kernels_compile_for_other_gpus(compiled: dict[int, Future[str]], capabi
         assert kernel["spilled"] <= MOST_SPILLED, kernel
 
 
+@pytest.mark.nightly
 def test_kernels_compile_for_an_h100(compiled: dict[int, Future[str]]) -> None:
     """They compile, spill next to nothing, fit, use the tensor cores and asynchronous copies, and compile once."""
     *kernels, last = [json.loads(line) for line in compiled[90].result().splitlines()]
