@@ -26,6 +26,7 @@ from tests.e2e.server import Server, free_port
 from tests.e2e.streams import KINDS, answer, ask_until
 from tests.e2e.test_ranks import marked, ranks_of, wait_until
 from tests.engine.nodes import gathering, member_config, told
+from tests.variants import nightly
 
 MISSING = Cpu().missing
 pytestmark = [
@@ -97,7 +98,7 @@ def kill_engine(made: Machines) -> None:
     kill_first(made.server.engine_pids())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, *nightly(4)])
 async def test_no_stream_notices_what_dies_on_either_machine(ranks: int, machines: Callable[..., Machines]) -> None:
     made = await asyncio.to_thread(machines, ranks)
     server, rng = made.server, random.Random(ranks)

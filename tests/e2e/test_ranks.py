@@ -26,6 +26,7 @@ from quire.kernels.cpu.backend import Cpu
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 from tests.engine.harness import request, run
+from tests.variants import nightly
 
 MISSING = Cpu().missing
 pytestmark = [
@@ -116,7 +117,7 @@ def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "ranks"), [("tensor", 2), ("tensor", 4), ("pipeline", 2), ("pipeline", 3)])
+@pytest.mark.parametrize(("how", "ranks"), [("tensor", 2), ("pipeline", 2), *nightly(("tensor", 4), ("pipeline", 3))])
 async def test_no_stream_notices_that_ranks_die(how: str, ranks: int, started: Start) -> None:
     server, mark = started(ranks, how=how)
     limits = httpx.Limits(max_connections=STREAMS + 1)

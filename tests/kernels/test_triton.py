@@ -45,7 +45,16 @@ def run(arguments: list[str], environment: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("path", sorted((HERE / "triton").glob("test_*.py")), ids=lambda path: path.stem)
+FILES = sorted((HERE / "triton").glob("test_*.py"))
+FEW = {"test_attention", "test_fused", "test_linear", "test_sampling"}
+"""Those that are tried with every change."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [each for path in FILES for each in ([path] if path.stem in FEW else nightly(path))],
+    ids=lambda path: path.stem,
+)
 def test_under_the_interpreter(path: Path) -> None:
     # The interpreter multiplies with numpy, whose OpenBLAS on some CPUs (AMD's Zen) sums a row in another order in
     # another number of rows. On this kind it does not.

@@ -20,6 +20,7 @@ from quire.engine.gguf.header import read_header
 from quire.engine.text.tokenizer import Tokenizer
 from tests.gguf_models import gguf, write_gguf
 from tests.tiny_models import save_tiny_model
+from tests.variants import nightly
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def everything(path: Path) -> None:
     Tokenizer.load(path)
 
 
-@pytest.mark.parametrize("count", [pytest.param(1000), pytest.param(9000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1000, *nightly(9000)])
 def test_no_header_crashes_or_fills_the_memory(count: int, model: Path, tmp_path: Path) -> None:
     """Bytes, lengths and ends of a real header changed at random: it is read, or refused in one line."""
     generator, whole = random.Random(count), bytearray(model.read_bytes())
