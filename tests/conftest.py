@@ -1,7 +1,9 @@
 """Settings for all tests."""
 
+import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Generator
 from types import FrameType
 from typing import Any
@@ -10,6 +12,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.variants import examples
+
 # As engine/worker/startup.py does it: oneDNN reads this once, in tests maybe before an engine starts.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
@@ -17,7 +21,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 torch.set_num_threads(1)
 
 # Hypothesis fails a case that takes 0.2 s, and then says that it is flaky; on a busy machine any case may.
-hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.register_profile("untimed", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("untimed")
 
 # A shell's background job ignores SIGINT, and would hand that down to the servers that tests end by Ctrl-C. A handler
@@ -25,10 +29,17 @@ hypothesis.settings.load_profile("untimed")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: None)
 
+pytest_plugins = ["tests.selection"]
+
+HELD = 60.0
+"""Seconds after its own timeout at which a test's process is ended: it stands in native code, which hears no signal."""
+_stderr = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else 2
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for name in ("QUIRE_SHARED", "QUIRE_SCHEMATHESIS_EXAMPLES"):  # of the tests' own, which have read them by now
-        os.environ.pop(name, None)  # servers that tests start would refuse them
+    # Of the tests' own, which have read them by now; servers that tests start would refuse them.
+    for name in ("QUIRE_SHARED", "QUIRE_SCHEMATHESIS_EXAMPLES"):
+        os.environ.pop(name, None)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -42,7 +53,7 @@ class TimedOut(BaseException):
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_timeout_set_timer(settings: Any) -> Generator[None, Any, Any]:
-    """Has pytest-timeout raise TimedOut."""
+    """Has pytest-timeout raise TimedOut; where that is not heard, the process ends and says where each thread stood."""
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
     if settings.method == "signal" and callable(fail):
@@ -55,4 +66,11 @@ def pytest_timeout_set_timer(settings: Any) -> Generator[None, Any, Any]:
                 raise TimedOut(str(failed)) from None
 
         signal.signal(signal.SIGALRM, end)
+        faulthandler.dump_traceback_later(settings.timeout + HELD, exit=True, file=_stderr)
     return result
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_cancel_timer() -> Generator[None, Any, Any]:
+    faulthandler.cancel_dump_traceback_later()
+    return (yield)

@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,12 @@ def room_of(module: str) -> tuple[str, str] | None:
     return (names[1], names[2]) if names[0] == "quire" and len(names) > 2 and names[1] in ROOMS else None
 
 
-def imports(path: Path) -> Iterator[Import]:
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[Import]:
     tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
     inner = {
         id(child)

@@ -53,6 +53,7 @@ def test_there_are_enough_and_none_twice() -> None:
     assert len(set(names)) == len(names) > 200
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("broken", ALL, ids=lambda broken: broken.name)
 def test_each_is_one_error_that_names_file_and_field(broken: Broken, tmp_path: Path) -> None:
     """What the server reads, and what the engine reads."""
@@ -67,6 +68,7 @@ def test_the_folder_they_are_made_from_can_be_served(tmp_path: Path) -> None:
     read_all(folder)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "broken",
     [pytest.param(each, marks=() if each.name in FEW else pytest.mark.nightly, id=each.name) for each in TRIED],
@@ -81,6 +83,7 @@ def test_the_command_ends_with_that_line(broken: Broken, tmp_path: Path) -> None
     one_line(done.stderr, broken)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("broken", ALL, ids=lambda broken: broken.name)
 def test_plan_reads_it_or_says_in_one_line_why_not(
     broken: Broken, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -23,7 +23,7 @@ from quire.server.config import ServerConfig
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS, answer, ask_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 FLAGS = ("--threads", "2", "--tool-call-parser", "hermes")
 LONG = {"prompt": "Once upon a time", "temperature": 1.0, "seed": 3, "max_tokens": 1200, "ignore_eos": True}
 """Long enough that all of STREAMS run at once, however slowly they come."""

@@ -14,6 +14,8 @@ import pytest
 
 from tests.e2e.server import Server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -91,6 +93,7 @@ async def test_mates_queues_and_preemptions(server: Server) -> None:
         assert ("preempted" in own["phases_ms"]) == (own["preemptions"] > 0)
 
 
+@pytest.mark.slow
 async def test_an_explanation_covers_the_restart_of_an_engine(server: Server) -> None:
     """The pool has room for one sequence and a bit, so that four take long enough to be killed at it."""
     async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:

@@ -15,6 +15,8 @@ import pytest
 
 from tests.e2e.server import Server
 
+pytestmark = pytest.mark.slow
+
 PROMPT = list(range(10, 210))
 SMALL = ("--num-kv-blocks", "40", "--max-model-len", "640", "--threads", "1", "--api-key", "one", "--api-key", "two")
 

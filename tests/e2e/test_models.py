@@ -20,6 +20,8 @@ from quire.server.fleet.config import read_fleet
 from tests.e2e.server import Server
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("stories", "double", "tiny")
 LONG, LONGER = 300, 1900
 

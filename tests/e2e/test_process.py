@@ -35,6 +35,7 @@ def wait_until_gone(pid: int) -> None:
     pytest.fail(f"process {pid} outlived its parent")
 
 
+@pytest.mark.slow
 def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout=300")
     engine = server.engine_pid()
@@ -53,6 +54,7 @@ def test_an_interrupt_drains_what_runs_and_exits_0(tmp_path: Path) -> None:
     wait_until_gone(engine)
 
 
+@pytest.mark.slow
 def test_an_open_event_stream_does_not_delay_the_end(tmp_path: Path) -> None:
     server = Server(tmp_path / "log", "--shutdown-timeout", "1000")
     with httpx.stream("GET", f"{server.url}/v1/engine/events", timeout=120) as events:
@@ -119,6 +121,7 @@ def test_an_engine_that_hangs_with_the_gil_held_does_not_outlive_it_either(tmp_p
     wait_until_gone(engine)
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_when_the_engine_is_killed(tmp_path: Path) -> None:
     server = Server(tmp_path / "log")
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "seed": 4, "temperature": 1.0}
@@ -135,6 +138,7 @@ def test_a_stream_goes_on_when_the_engine_is_killed(tmp_path: Path) -> None:
     assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_bad_settings_end_the_start_with_one_line_each(tmp_path: Path) -> None:
     def fail(*args: str) -> str:
         done = subprocess.run(

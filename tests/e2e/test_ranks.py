@@ -81,6 +81,7 @@ def started(tmp_path: Path) -> Iterator[Start]:
         server.process.wait()
 
 
+@pytest.mark.slow
 def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1}
     made = Engine(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
@@ -97,6 +98,7 @@ def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+@pytest.mark.slow
 def test_an_engine_in_this_process_says_which_stage_has_ended() -> None:
     """The last one of those before it is told by the first one's end, and does not end by itself."""
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 1, "dtype": "float32"}

@@ -27,6 +27,8 @@ from quire.engine.types import Request, SamplingParams
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 
+pytestmark = pytest.mark.slow
+
 STREAMS, PREFIXES, PREFIX, OWN, OUTPUT = 100, 10, 256, 24, 24
 KILLS = int(os.environ.get("TEST_KILLS", "6"))
 CONFIG = EngineConfig(num_kv_blocks=4096, max_num_seqs=64)

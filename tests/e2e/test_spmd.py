@@ -28,6 +28,7 @@ from tests.engine.harness import request, run
 from tests.tree import ROOT
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]

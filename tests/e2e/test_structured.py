@@ -15,6 +15,8 @@ from pydantic import BaseModel, Field
 
 from tests.e2e.server import Server
 
+pytestmark = pytest.mark.slow
+
 SCHEMA = {
     "type": "object",
     "properties": {

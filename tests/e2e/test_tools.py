@@ -13,6 +13,8 @@ from pydantic import BaseModel, Field
 
 from tests.e2e.server import Server
 
+pytestmark = pytest.mark.slow
+
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},

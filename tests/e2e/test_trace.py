@@ -13,6 +13,8 @@ from quire.server.cli import main as cli
 from tests.e2e.server import Server
 from tests.server.observe.test_engine_trace import check
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_recording_of_the_real_engine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     server = Server(tmp_path / "log", "--api-key", "secret")

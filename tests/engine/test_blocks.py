@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.blocks import BlockPool, block_hash, root_hash
+from tests.variants import examples
 
 
 def test_hashes_chain_and_salts_separate() -> None:
@@ -40,7 +41,7 @@ def test_freed_pages_keep_their_content_until_the_pool_runs_out_least_recent_fir
     pool.audit()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["take", "drop", "share"]), st.integers(0, 10**6)), max_size=80))
 def test_no_page_is_lost_or_held_by_mistake(actions: list[tuple[str, int]]) -> None:
     pool = BlockPool(6)

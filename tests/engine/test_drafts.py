@@ -79,6 +79,7 @@ def check(engine: Callable[[], Engine], requests: list[Request], wanted: dict[st
         assert drafting.stats.generation_tokens == plain.stats.generation_tokens
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "backend"), [("float32", "cpu"), ("bfloat16", "cpu"), ("bfloat16", "reference")])
 def test_tokens_and_log_probabilities_are_those_without_drafts(dtype: str, backend: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)

@@ -14,6 +14,7 @@ from quire.engine.fairness import OUTPUT_COST, FairQueue
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence
 from quire.engine.types import Request, SamplingParams
+from tests.variants import examples
 
 
 def request(
@@ -167,7 +168,7 @@ def served_tokens(sent: dict[str, tuple[int, int]], in_flight: dict[str, int], *
     return served
 
 
-@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(30), deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     greedy=st.tuples(st.integers(1, 60), st.integers(1, 60)),
     modest=st.tuples(st.integers(1, 60), st.integers(1, 60)),

@@ -115,6 +115,7 @@ def traffic(kinds: Sequence[dict[str, Any]]) -> list[Request]:
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [2048, 21])
 def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, 
     assert ones == {40}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str
@@ -199,6 +201,7 @@ def test_heads_in_eight_bits_change_no_token_either(method: str, tmp_path: Path)
     assert made.stats.draft_tokens > 20
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_request_that_is_replayed_goes_on_as_it_would_have(method: str, tmp_path: Path) -> None:
     """After a crash a new engine gets it with the tokens that its caller has."""

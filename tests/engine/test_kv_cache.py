@@ -41,6 +41,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40, 77, 33)]
 
 
+@pytest.mark.few(5)
 @compiled
 @held
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss"])  # windows, soft caps, sinks
@@ -105,6 +106,7 @@ def test_the_arithmetic_is_that_of_the_pages(backend: str, kv: str, head: int, t
         assert "x (32 + 2) x 1 B" in made.info.arithmetic
 
 
+@pytest.mark.slow
 def test_offline() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=4)
     llm = LLM(kv_cache_dtype="int8", num_kv_blocks=64)

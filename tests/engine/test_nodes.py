@@ -39,6 +39,7 @@ from tests.tiny_models import save_tiny_model
 __all__ = ["nodes", "thread_ranks"]
 MISSING = Cpu().missing
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
     pytest.mark.usefixtures("thread_ranks", "one_thread"),
 ]

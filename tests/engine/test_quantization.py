@@ -34,6 +34,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40, 77, 33)]
 
 
+@pytest.mark.few(2)
 @compiled
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -58,6 +59,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     assert few.stats.preemptions > 0
 
 
+@pytest.mark.few(14)
 @compiled
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("family", FAMILIES)

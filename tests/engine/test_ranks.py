@@ -96,6 +96,7 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer], within: f
         assert found[name].finish_reason == answer.finish_reason
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", SHAPES)
 def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, 
 """Parts of whole groups."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
 def test_weights_in_few_bits(way: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +191,7 @@ def test_adapters(tmp_path: Path) -> None:
         assert_same(run(engine(path, ranks, **lora), requests), expected, 5e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa"])
 def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     """What guesses is whole on the first rank, which asks the others for embeddings and logits."""
@@ -226,6 +229,7 @@ def test_vectors(kind: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(two[name], vector, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:

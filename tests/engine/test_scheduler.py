@@ -19,6 +19,7 @@ from quire.engine.drafting.drafter import Asked, Drafter, Guess
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import PoolingParams, Request, RequestOutput, SamplingParams
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
+from tests.variants import examples
 
 SLOTS = 3
 CONTEXT = 40
@@ -187,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestScheduler.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 
 
 class LargePages(SchedulerMachine):
@@ -199,7 +200,7 @@ class LargePages(SchedulerMachine):
 
 
 TestLargePages = LargePages.TestCase
-TestLargePages.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestLargePages.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 
 
 class Windows(SchedulerMachine):
@@ -210,7 +211,7 @@ class Windows(SchedulerMachine):
 
 
 TestWindows = Windows.TestCase
-TestWindows.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestWindows.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 
 
 class EveryLayerWindowed(SchedulerMachine):
@@ -221,7 +222,7 @@ class EveryLayerWindowed(SchedulerMachine):
 
 
 TestEveryLayerWindowed = EveryLayerWindowed.TestCase
-TestEveryLayerWindowed.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestEveryLayerWindowed.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
 
 
 class LargePagesAndWindows(LargePages):
@@ -230,7 +231,7 @@ class LargePagesAndWindows(LargePages):
 
 
 TestLargePagesAndWindows = LargePagesAndWindows.TestCase
-TestLargePagesAndWindows.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestLargePagesAndWindows.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
 
 
 def scheduler(**options: int) -> Scheduler:

@@ -144,6 +144,7 @@ KINDS: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str
 )

@@ -66,6 +66,7 @@ def engine(path: Path | str, ranks: int, *, ahead: int = 1, **settings: Any) -> 
     return made
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("equal")
 @pytest.mark.parametrize("ranks", [2, *nightly(4)])
 @pytest.mark.parametrize("family", [*SHAPES[:2], *nightly(*SHAPES[2:])])
@@ -85,6 +86,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
     assert run(divided, asked()[4:])["5"].cached_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("equal")
 def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside free rows, with stops, biases, bans and thinking; the other ranks load no compiler."""
@@ -103,6 +105,7 @@ def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("equal")
 @pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
 def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
@@ -112,6 +115,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
     assert_same(run(engine(path, 2, **few), asked()), run(engine(path, 1, **few), asked()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("equal")
 def test_adapters(tmp_path: Path) -> None:
     path, requests = asked_with_adapters(tmp_path)
@@ -119,6 +123,7 @@ def test_adapters(tmp_path: Path) -> None:
     assert_same(run(engine(path, 2, **lora), requests), run(engine(path, 1, **lora), requests), 5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("equal")
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_guessed_tokens(method: str, tmp_path: Path) -> None:
@@ -211,6 +216,7 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("equal", "operators", "fake_flash")
 @pytest.mark.parametrize(("ranks", "ordered"), [*nightly((2, False), (4, True)), (2, True)])
 def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +301,7 @@ def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) 
         raise RuntimeError("NCCL communicator was aborted on rank 0")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("equal")
 def test_engines_of_one_process_meet_in_one_file_that_stays_open(tmp_path: Path) -> None:
     """What a group has of it is opened by its number even when it is destroyed: another file must not have that."""

@@ -57,6 +57,7 @@ def said(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: (each.ids, each.logprobs, each.prompt_logprobs, each.finish_reason) for name, each in answers.items()}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("family", SHAPES)
 def test_families_say_what_one_process_says(family: str, stages: int, tmp_path: Path) -> None:
@@ -70,6 +71,7 @@ def test_families_say_what_one_process_says(family: str, stages: int, tmp_path: 
         assert said(run(divided, [each])) == {each.id: expected[each.id]}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", [*QUANTIZED, "Q4_K-Q6_K", "Q4_0-Q8_0", "int8", "int4", "fp8"])
 def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
     wide = WIDE | ({"hidden_size": 256, "intermediate_size": 1024} if "_K" in way else {})
@@ -86,6 +88,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
     assert (divided.info.weight_bytes, divided.info.quantization) == (one.info.weight_bytes, one.info.quantization)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kv", ["auto", "int8", "fp8"])
 def test_the_embedded_model_with_grammars(dtype: str, kv: str) -> None:

@@ -25,6 +25,7 @@ from quire.engine.types import Grammar, Request, RequestOutput, SamplingParams, 
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
+from tests.variants import examples
 
 MOST_DELAY = 0.001
 
@@ -194,7 +195,7 @@ def merged(outputs: list[RequestOutput]) -> tuple[list[int], list[TokenLogprob],
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     traffic=arrivals(),
     ahead=st.sampled_from([0, 1, 1, 2]),
@@ -206,7 +207,7 @@ def test_the_same_answers_with_steps_under_way(traffic: list[Arrival], ahead: in
         compare(traffic, serve(traffic, one, 0), serve(traffic, other, ahead, drafts))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     traffic=arrivals(),
     stages=st.integers(2, 4),

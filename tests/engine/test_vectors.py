@@ -62,6 +62,7 @@ def test_embeddings_and_their_cosines(tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("labels", [1, 3])
 def test_labels_and_scores_of_pairs(labels: int, tmp_path: Path) -> None:
     path = save(tmp_path, "roberta", pair_tokenizer(segments=False).tokenizer, labels=labels)

@@ -121,6 +121,7 @@ async def same_tokens(client: EngineClient, expected: list[int]) -> bool:
     return (await ask(client, os.urandom(8).hex(), len(expected))).ids == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 async def test_streams_go_on_after_a_sleep_as_if_there_had_been_none(folders: tuple[Path, Path], level: int) -> None:
     client = ProcessClient(config_of(folders[0]))
@@ -146,6 +147,7 @@ async def test_streams_go_on_after_a_sleep_as_if_there_had_been_none(folders: tu
         assert client.stats.generation_tokens >= before
 
 
+@pytest.mark.slow
 async def test_an_engine_killed_in_its_sleep_wakes(folders: tuple[Path, Path]) -> None:
     client = ProcessClient(config_of(folders[0]))
     async with running(client) as weights:
@@ -160,6 +162,7 @@ async def test_an_engine_killed_in_its_sleep_wakes(folders: tuple[Path, Path]) -
         assert await same_tokens(client, ids)
 
 
+@pytest.mark.slow
 async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
     """Each token is computed with the weights whose version the stream says, and with nothing that others computed;
     an engine that is killed comes back with the new ones."""
@@ -193,6 +196,7 @@ async def test_an_update_under_32_streams(folders: tuple[Path, Path]) -> None:
         assert await weights.update(str(first)) == "3"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", MODES)
 async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: Mode) -> None:
     first, second = folders
@@ -295,6 +299,7 @@ async def test_bad_folders_are_refused_while_the_weights_go_on(folders: tuple[Pa
         assert farthest(second, await ask(client, "new")) < 1e-3
 
 
+@pytest.mark.slow
 async def test_the_folder_before_may_be_gone(folders: tuple[Path, Path], tmp_path: Path) -> None:
     first, second = folders
     copy = shutil.copytree(second, tmp_path / "copy")
@@ -306,6 +311,7 @@ async def test_the_folder_before_may_be_gone(folders: tuple[Path, Path], tmp_pat
         assert farthest(second, await ask(client, "new")) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [InProcessClient, ProcessClient])
 async def test_no_request_ends_for_weights_that_are_refused(
     kind: type[InProcessClient | ProcessClient], folders: tuple[Path, Path], tmp_path: Path
@@ -327,6 +333,7 @@ async def test_no_request_ends_for_weights_that_are_refused(
             assert answer.version == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [float("nan"), *nightly(float("inf"), float("-inf"))])
 @pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32")])
 async def test_what_is_no_number_is_refused(
@@ -347,6 +354,7 @@ async def test_what_is_no_number_is_refused(
         assert await same_tokens(client, ids)
 
 
+@pytest.mark.slow
 async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +373,7 @@ async def test_a_load_that_fails_all_the_same_brings_the_old_weights_back(
             assert farthest(folders[0], answer) < 1e-3
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_built_anew_is_built_as_it_was(folders: tuple[Path, Path], tmp_path: Path) -> None:
     before, worse = config_of(folders[0]), config_of(folders[0], weights=str(tmp_path))
     config, engine, failure = _built_anew(before, worse, NoHeartbeat())
@@ -400,6 +409,7 @@ async def test_fifty_updates_leave_memory_as_it_is(tmp_path: Path) -> None:
     assert min(found[-10:]) < max(found[:10]) + size / 2, "fifty times the weights would be far more"
 
 
+@pytest.mark.slow
 async def test_sleep_gives_memory_back(tmp_path: Path) -> None:
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 16000}
     folder = save_tiny_model(tmp_path / "model", "llama", **shape)
@@ -440,6 +450,7 @@ async def vector(client: EngineClient) -> bytes:
     return output.vector
 
 
+@pytest.mark.slow
 async def test_an_encoder_changes_too(tmp_path: Path) -> None:
     first = save_tiny_encoder(tmp_path / "first", "bert")
     second = stretched(first, tmp_path / "second")
@@ -458,6 +469,7 @@ async def test_an_encoder_changes_too(tmp_path: Path) -> None:
         assert await vector(client) == wanted
 
 
+@pytest.mark.slow
 async def test_a_gguf_file_changes_too(folders: tuple[Path, Path], tmp_path: Path) -> None:
     gguf_models = pytest.importorskip("tests.gguf_models", reason="the package gguf is not installed")
     first = save_tiny_model(tmp_path / "first", "llama")
@@ -480,6 +492,7 @@ async def test_a_gguf_file_changes_too(folders: tuple[Path, Path], tmp_path: Pat
         assert (await ask(client, "new")).ids == wanted
 
 
+@pytest.mark.slow
 async def test_quantized_checkpoints_change_too(tmp_path: Path) -> None:
     """Their packed tensors, from files and as tensors; a checkpoint of another quantization is refused."""
     plain = save_tiny_model(tmp_path / "plain", "llama", hidden_size=128, intermediate_size=256)
@@ -505,6 +518,7 @@ async def test_quantized_checkpoints_change_too(tmp_path: Path) -> None:
         assert (await ask(client, "given")).ids == wanted
 
 
+@pytest.mark.slow
 async def test_a_change_that_nobody_waits_for_is_made_all_the_same(folders: tuple[Path, Path]) -> None:
     client = ProcessClient(config_of(folders[0]))
     async with running(client) as weights:
@@ -517,6 +531,7 @@ async def test_a_change_that_nobody_waits_for_is_made_all_the_same(folders: tupl
         assert client.weights_version == "3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 async def test_another_model_is_refused_in_its_sleep_too(
     folders: tuple[Path, Path], tmp_path: Path, level: int

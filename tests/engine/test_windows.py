@@ -73,6 +73,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("four_windows")
 @pytest.mark.parametrize(("family", "kv"), [("gemma2", "auto"), ("gemma3", "int8")])
 def test_tokens_are_those_of_a_model_that_keeps_everything(

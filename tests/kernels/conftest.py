@@ -1,4 +1,5 @@
-"""Kernel tests run on every instruction set that was built and that this machine has."""
+"""Kernel tests run on every instruction set that was built and that this machine has: on the plainest and the best with
+every change."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ from quire.kernels.cpu.backend import Cpu
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cpu" in metafunc.fixturenames:
         missing = pytest.param("", marks=pytest.mark.skip(reason=str(native.load())))
-        metafunc.parametrize("cpu", native.runnable() or [missing], indirect=True)
+        isas = native.runnable()
+        slow = dict.fromkeys(isas[1:-1], pytest.mark.slow)
+        metafunc.parametrize(
+            "cpu", [pytest.param(isa, marks=slow.get(isa, ())) for isa in isas] or [missing], indirect=True
+        )
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ def drop_libraries(tree: Path) -> None:
         library.unlink()
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_install_succeeds_and_says_so(tree: Path) -> None:
     drop_libraries(tree)
     done = build(tree, PATH="/nowhere", CXX="")
@@ -101,6 +102,7 @@ def test_one_openmp_runtime_in_the_process() -> None:
     assert done.stdout.strip() == "1", done.stderr
 
 
+@pytest.mark.slow
 @needs_kernels
 def test_the_environment_chooses_the_instruction_set() -> None:
     code = "from quire.kernels.cpu.backend import Cpu; print(Cpu().isa)"
@@ -200,6 +202,7 @@ print(count() - before, torch.equal(got, wanted))
 """
 
 
+@pytest.mark.slow
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory as Linux does")
 def test_a_system_without_room_for_threads_is_served_by_those_there_are() -> None:

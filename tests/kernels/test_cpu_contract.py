@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.kernels.cpu.backend import Cpu
 from tests.kernels.ragged import attend, random_part
+from tests.variants import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -59,7 +60,7 @@ def test_threads(cpu: Cpu, dtype: torch.dtype, generator: torch.Generator) -> No
             assert all(map(torch.equal, attend(cpu, parts, sinks=sinks), alone)), (mix, threads)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=4),
     chunks=st.lists(st.lists(st.sampled_from([0, 1, 7, 64, 600]), min_size=4, max_size=4), max_size=6),

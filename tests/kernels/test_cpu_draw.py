@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from quire.kernels import reference
 from quire.kernels.cpu.backend import Cpu
+from tests.variants import examples
 
 ROW = st.tuples(
     st.sampled_from([0.1, 0.7, 1.0, 2.0]),
@@ -37,7 +38,7 @@ def test_draws_are_the_references(cpu: Cpu, vocab: int, scale: float, generator:
 
 
 def test_any_parameters(cpu: Cpu) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(st.integers(1, 5000), st.sampled_from([0.1, 3.0, 30.0]), st.lists(ROW, min_size=1, max_size=4))
     def check(vocab: int, scale: float, rows: list[tuple[float, ...]]) -> None:
         logits = torch.randn((len(rows), vocab), generator=torch.Generator().manual_seed(vocab)) * scale

@@ -14,6 +14,7 @@ from quire.kernels.cpu import native
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.quantization.float8 import Float8Linear
 from quire.kernels.quantized import Float8Weight, GroupedWeight
+from tests.variants import examples
 
 _LIBRARIES = [] if isinstance(native.load(), str) else [Cpu(native.Native(isa)) for isa in native.runnable()]
 compiled = pytest.mark.skipif(not _LIBRARIES, reason=str(native.load()))
@@ -49,7 +50,7 @@ def test_every_code_is_the_number_that_pytorch_takes_it_for(isa: int) -> None:
 
 
 @compiled
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     inputs=st.sampled_from([4, 32, 128, 0]),
     blocks=st.integers(1, 5),

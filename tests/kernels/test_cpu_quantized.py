@@ -19,6 +19,7 @@ from quire.kernels.cpu.quantized import QuantizedLinear
 from quire.kernels.quantized import GroupedWeight
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
+from tests.variants import examples
 
 SHAPES = [(64, 64, 64), (130, 192, 32), (65, 768, 16), (200, 256, 128), (17, 30, 30), (96, 576, 64), (1, 2, 2)]
 """Outputs, inputs, inputs that share a scale."""
@@ -125,7 +126,7 @@ _LIBRARIES = [] if isinstance(native.load(), str) else [Cpu(native.Native(isa)) 
 
 
 @pytest.mark.skipif(not _LIBRARIES, reason=str(native.load()))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     bits=st.sampled_from([4, 8]),
     group=st.sampled_from([16, 32, 64, 128, 0]),

@@ -88,6 +88,7 @@ def ranks(
             process.join()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_sums_are_those_of_the_ranks_in_order_and_columns_stand_side_by_side(count: int) -> None:
     with ranks(count, compute) as (group, _, ends):
@@ -104,6 +105,7 @@ def test_sums_are_those_of_the_ranks_in_order_and_columns_stand_side_by_side(cou
         assert all(torch.equal(found[rank][index], torch.cat(columns, 1)) for rank in range(count))
 
 
+@pytest.mark.slow
 def test_a_rows_sum_does_not_depend_on_other_rows() -> None:
     with ranks(3, compute) as (group, _, _):
         whole = compute(group)[4]
@@ -111,6 +113,7 @@ def test_a_rows_sum_does_not_depend_on_other_rows() -> None:
     assert torch.equal(whole[250:251], each[0][250:251] + each[1][250:251] + each[2][250:251])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_killed_rank_ends_the_others_sums(count: int) -> None:
     with ranks(count, wait) as (group, processes, ends):

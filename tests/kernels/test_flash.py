@@ -89,6 +89,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("mix", [DECODES, MIXED, WHOLE], ids=["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("made_by", [Flash, TorchVarlen], ids=lambda made_by: made_by.name)

@@ -14,6 +14,7 @@ from quire.kernels.cpu.backend import Cpu
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, expanded, rounded, scale_elements
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
+from tests.variants import examples
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}
@@ -137,7 +138,7 @@ def test_codes_are_the_reference_s(
             assert torch.equal(ours[..., size:].unflatten(2, (16, beside)).transpose(1, 2), expected)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 600), min_size=1, max_size=4),
     chunks=st.lists(st.lists(st.sampled_from([0, 1, 7, 64, 600]), min_size=4, max_size=4), max_size=6),

@@ -47,6 +47,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Made]:
     return made
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize("mix", [DECODES, MIXED, WHOLE], ids=["decode", "mixed", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,6 +37,7 @@ def together(count: int, work: Callable[[Collective], Any]) -> list[Any]:
         return list(pool.map(work, made))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_sums_are_those_of_the_ranks_in_order(count: int, dtype: torch.dtype) -> None:

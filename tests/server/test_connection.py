@@ -139,6 +139,7 @@ SLOW = {
 """What is sent piece by piece, and the statuses of the answers before the connection is closed."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", SLOW)
 async def test_who_trickles_is_answered_and_closed(name: str) -> None:
     pieces, expected = SLOW[name]
@@ -148,6 +149,7 @@ async def test_who_trickles_is_answered_and_closed(name: str) -> None:
         assert statuses(answer) == expected, answer
 
 
+@pytest.mark.slow
 async def test_who_is_slow_but_moves_is_served() -> None:
     """A body that comes in pieces, in more time than the limit for each; and one whose answer takes longer."""
     body = b'{"prompt": "' + b"x" * 300_000 + b'"}'
@@ -177,6 +179,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert statuses(await port.send(get * 50 + last)) == [200] * 50 + [404]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"foo, bar/1"])
 @pytest.mark.parametrize("cut", [None, 30, 130, -10])
 async def test_an_upgrade_that_nobody_offers_is_an_ordinary_request(protocol: bytes, cut: int | None) -> None:

@@ -162,6 +162,7 @@ BAD_INPUTS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("call", "param", "message"), BAD_INPUTS, ids=lambda value: str(value)[:60])
 async def test_bad_input_is_a_400_naming_the_parameter(
     api: Api, call: tuple[str, dict[str, Any]], param: str, message: str

@@ -45,6 +45,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return found
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("burst", [1, 3])
 async def test_a_stream_folds_to_the_whole_answer(
@@ -98,6 +99,7 @@ async def test_messages_and_responses(written: list[bytes]) -> None:
             assert written
 
 
+@pytest.mark.slow
 async def test_a_reader_that_rests_gets_everything_in_order(written: list[bytes]) -> None:
     """What comes while the connection is full waits in the stream, merged, and is sent by its task."""
     asked = {"max_tokens": 6_000, "stream": True, "logprobs": True, "top_logprobs": 20}

@@ -61,6 +61,7 @@ READERS = (
 """Families that read fields of their own."""
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", READERS)
 def test_a_wrong_value_is_named_whatever_the_field(family: str, tmp_path: Path) -> None:
     config = tiny_models.SHAPE | tiny_models.FAMILIES[family]
@@ -93,6 +94,7 @@ def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
             assert "\n" not in refusal(read_all, tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt2", "falcon", "qwen2", "exaone4"])
 def test_the_plan_reads_or_refuses_any_value(kind: str, tmp_path: Path) -> None:
     config = tiny_models.SHAPE | {"model_type": kind, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -108,6 +108,7 @@ async def trainer(group: WeightsGroup, folder: Path, most: int = 10**6) -> Async
         await process.wait()
 
 
+@pytest.mark.slow
 async def test_weights_come_in_buckets_and_are_served_when_all_are_there(folders: tuple[Path, Path]) -> None:
     after = await answer_of(folders[1])
     async with serving(folders[0]) as (client, group):
@@ -132,6 +133,7 @@ async def test_weights_come_in_buckets_and_are_served_when_all_are_there(folders
     assert not root.exists()
 
 
+@pytest.mark.slow
 async def test_a_trainer_that_dies_leaves_the_weights_as_they_were(folders: tuple[Path, Path]) -> None:
     async with serving(folders[0]) as (client, group):
         before = await answer(client)
@@ -170,6 +172,7 @@ async def test_a_receiver_that_is_killed_is_replaced(folders: tuple[Path, Path])
         assert await answer(client) != before
 
 
+@pytest.mark.slow
 async def test_weights_of_another_shape_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     async with serving(folders[0]) as (client, group):
         before = await answer(client)

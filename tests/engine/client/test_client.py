@@ -65,6 +65,7 @@ async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
     await client.stop()
 
 
+@pytest.mark.slow
 async def test_the_error_of_a_configuration_that_cannot_start_names_its_key(tmp_path: Path) -> None:
     client = ProcessClient(EngineConfig(model=str(tmp_path)))
     with pytest.raises(ConfigError, match="config") as error:
@@ -111,6 +112,7 @@ async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
     await client.stop()
 
 
+@pytest.mark.slow
 async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import KILLED, LENGTH, Caller, FakeProcess, settle, token
+from tests.variants import examples
 
 ACTIONS = st.one_of(
     st.tuples(st.just("submit"), st.integers(1, 3)),
@@ -61,7 +62,7 @@ async def run(actions: list[tuple[str, int]]) -> None:
     await client.stop()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.lists(ACTIONS, max_size=40))
 def test_streams_are_complete_whenever_engines_end(actions: list[tuple[str, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:

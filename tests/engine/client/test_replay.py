@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.client.replay import MAX_LONE_CRASHES, TOKENS_TO_CLEAR, Replay
+from tests.variants import examples
 
 KILLS = st.lists(st.booleans(), max_size=60)
 """By step: whether the engine is killed from outside."""
@@ -66,7 +67,7 @@ class FakeEngines:
         return {name for name, left in self.tokens_left.items() if left} - set(self.given_up)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     count=st.integers(1, 40),
     killers=st.sets(st.integers(0, 39), max_size=3),
@@ -87,7 +88,7 @@ def test_killers_are_given_up_and_all_others_complete(
     assert engines.replay.take_ready() == []
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.integers(1, 40), KILLS)
 def test_kills_from_outside_make_no_suspects(count: int, kills: list[bool]) -> None:
     names = [str(i) for i in range(count)]
@@ -100,7 +101,7 @@ def test_kills_from_outside_make_no_suspects(count: int, kills: list[bool]) -> N
     assert engines.given_up == []
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.integers(1, 300), st.data())
 def test_a_single_killer_is_found_by_bisection(count: int, data: st.DataObject) -> None:
     killer = str(data.draw(st.integers(0, count - 1)))

@@ -105,6 +105,7 @@ def everything(path: Path) -> None:
     Tokenizer.load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1000, *nightly(9000)])
 def test_no_header_crashes_or_fills_the_memory(count: int, model: Path, tmp_path: Path) -> None:
     """Bytes, lengths and ends of a real header changed at random: it is read, or refused in one line."""

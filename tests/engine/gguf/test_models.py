@@ -53,6 +53,7 @@ def answers(path: Path, **settings: Any) -> dict[str, Answer]:
     return run(Engine(config), requests)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", family.removesuffix("-yarn"), **FAMILIES[family])
@@ -64,6 +65,7 @@ def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: P
             assert mine.logprob == pytest.approx(wanted.logprob, abs=1e-4 if family == "llama3-rope" else 0)
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize(
     "kinds",
     [
@@ -84,6 +86,7 @@ def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family
         assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "kinds", [("Q4_K", "Q8_0"), ("MXFP4", "Q8_0"), ("Q5_0", "BF16"), ("Q6_K", "F16")], ids="-".join
 )
@@ -99,6 +102,7 @@ def test_experts_compute_what_their_numbers_are(kinds: tuple[str, str], family: 
         assert [each.logprob for each in ours[key].logprobs] == [each.logprob for each in answer.logprobs]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [{"quantization": "int8"}, {"quantization": "int4"}, {"quantize_embedding": True}])
 def test_floats_are_quantized_at_load_as_a_folders_are(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "llama", hidden_size=256, intermediate_size=512)

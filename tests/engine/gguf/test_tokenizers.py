@@ -107,6 +107,7 @@ def test_sentence_piece_is_the_models_own_tokenizer(tmp_path: Path) -> None:
     assert ours.encode(story) == theirs.encode(story)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "pre"), [("qwen2.5", "qwen2"), ("minimind", "gpt-2")])
 def test_byte_level_is_the_models_own_tokenizer(name: str, pre: str, tmp_path: Path) -> None:
     theirs = Tokenizer.load(shared("tokenizers") / name)

@@ -55,6 +55,7 @@ def check(merged: torch.nn.Module, prompt: list[int], answer: object, tolerance:
     assert (best - picked < 2 * tolerance).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "qwen3", "gemma3", "gemma2"])
 def test_merged_weights(family: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", family)

@@ -12,6 +12,7 @@ from quire.engine.lora.queue import AdapterQueue
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import Adapter, Request, SamplingParams
 from tests.engine.fake_device import BLOCK, NUM_BLOCKS, FakeDevice
+from tests.variants import examples
 
 
 class FakeLoader:
@@ -162,7 +163,7 @@ MOVES = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(1, 3), MOVES)
 def test_everything_ends(slots: int, moves: list[tuple[object, ...]]) -> None:
     """Requests of six adapters, loads and aborts in any order, with preemptions: rows are always in their own

@@ -50,6 +50,7 @@ def requests(adapters: list[Adapter | None]) -> list[Request]:
     return found
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -109,6 +110,7 @@ def test_a_prefix_in_a_tier_is_its_adapter_s_alone(
     assert (again.cached_tokens, again.ids, again.logprobs) == (48, wanted.ids, wanted.logprobs)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -155,6 +157,7 @@ def test_no_load_stops_a_stream(model: Path, adapters: list[Adapter | None]) -> 
     assert made.stats.running == 1
 
 
+@pytest.mark.slow
 def test_offline(model: Path, folders: list[Path]) -> None:
     byte_level_tokenizer(CHATML).tokenizer.backend.save(str(model / "tokenizer.json"))
     llm = LLM(str(model), enable_lora=True, max_lora_rank=8, num_kv_blocks=64)
@@ -192,6 +195,7 @@ def test_offline(model: Path, folders: list[Path]) -> None:
     plain.close()
 
 
+@pytest.mark.slow
 def test_vectors(model: Path, folders: list[Path], tmp_path: Path) -> None:
     """Those of the model into which the adapter is merged; beside others and alone."""
     byte_level_tokenizer(CHATML).tokenizer.backend.save(str(model / "tokenizer.json"))

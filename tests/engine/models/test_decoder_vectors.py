@@ -42,6 +42,7 @@ def start(path: Path, **options: object) -> Engine:
     return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 300, **options}))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["last", "mean", "cls"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3"])
 def test_embeddings_equal_transformers(family: str, mode: str, tmp_path: Path) -> None:
@@ -56,6 +57,7 @@ def test_embeddings_equal_transformers(family: str, mode: str, tmp_path: Path) -
             assert vector == pytest.approx(wanted[i], abs=1e-4), f"{backend}, prompt {i}"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mode", ["last", "mean", "cls"])
 def test_a_vector_does_not_depend_on_what_else_runs(mode: str, dtype: str, tmp_path: Path) -> None:

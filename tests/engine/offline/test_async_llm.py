@@ -115,6 +115,7 @@ async def test_a_reset_prefix_cache_finds_nothing(llm: AsyncLLM) -> None:
     assert await cached() == second
 
 
+@pytest.mark.slow
 async def test_a_closed_one_says_so() -> None:
     llm = AsyncLLM(num_kv_blocks=64, max_model_len=64, threads=1)
     task = asyncio.ensure_future(anext(llm.generate(PROMPT, SamplingParams(max_tokens=2))))

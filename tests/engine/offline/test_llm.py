@@ -201,6 +201,7 @@ def test_answers_follow_a_grammar(llm: LLM) -> None:
         llm.generate("Once", SamplingParams(grammar=Grammar("regex", "(")), use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_options_win_over_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MAX_MODEL_LEN", "MAX_NUM_SEQS"):
         monkeypatch.setenv(f"QUIRE_{name}", "64")

@@ -73,6 +73,7 @@ def test_tensors_are_loaded_as_files_are(folder: Path) -> None:
     llm.close()
 
 
+@pytest.mark.slow
 def test_tensors_are_quantized_as_files_are(folder: Path, tmp_path: Path) -> None:
     model = changed(folder)
     model.save_pretrained(tmp_path)
@@ -86,6 +87,7 @@ def test_tensors_are_quantized_as_files_are(folder: Path, tmp_path: Path) -> Non
     llm.close()
 
 
+@pytest.mark.slow
 def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> None:
     llm, model = open_llm(folder), changed(folder)
     before = answer(llm).outputs[0]
@@ -107,6 +109,7 @@ def test_tensors_that_do_not_fit_leave_the_weights_of_files(folder: Path) -> Non
     llm.close()
 
 
+@pytest.mark.slow
 def test_sleep(folder: Path, tmp_path: Path) -> None:
     llm, model = open_llm(folder), changed(folder)
     before = answer(llm).outputs[0]
@@ -175,6 +178,7 @@ def test_ids_are_those_of_the_model_not_of_its_tokenizer(tmp_path: Path) -> None
     llm.close()
 
 
+@pytest.mark.slow
 async def test_streams_of_async_llm_go_on(folder: Path, tmp_path: Path) -> None:
     changed(folder).save_pretrained(tmp_path)
     options = {"dtype": "float32", "num_kv_blocks": 200, "threads": 1, "skip_tokenizer_init": True}

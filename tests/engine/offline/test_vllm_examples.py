@@ -99,6 +99,7 @@ number ::= "1 " | "2 "
 """
 
 
+@pytest.mark.slow
 def test_structured_outputs() -> None:
     llm = LLM(model=DEMO_MODEL, max_model_len=300, **SMALL)
 
@@ -119,6 +120,7 @@ def test_structured_outputs() -> None:
     llm.close()
 
 
+@pytest.mark.slow
 def test_prefix_caching() -> None:
     prefix = "There was once a king who had three sons, and a fox who knew more than all of them. " * 8
     prompts = [prefix + prompt for prompt in PROMPTS]
@@ -136,6 +138,7 @@ def test_prefix_caching() -> None:
     cached_llm.close()
 
 
+@pytest.mark.slow
 def test_embed(tmp_path: Path) -> None:
     args, _ = arguments(model=encoder(tmp_path), runner="pooling", enforce_eager=True)
     del args["max_tokens"], args["top_p"]
@@ -150,6 +153,7 @@ def test_embed(tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.slow
 def test_classify_and_score(tmp_path: Path) -> None:
     llm = LLM(model=encoder(tmp_path / "classifier", labels=3), runner="pooling")
     for output in llm.classify(PROMPTS):
@@ -162,6 +166,7 @@ def test_classify_and_score(tmp_path: Path) -> None:
     llm.close()
 
 
+@pytest.mark.slow
 async def test_async_llm_streaming() -> None:
     engine_args = EngineArgs(model=DEMO_MODEL, enforce_eager=True, **SMALL)
     engine = AsyncLLM.from_engine_args(engine_args)

@@ -22,6 +22,7 @@ from quire.engine.replicas.replica import Replica
 from quire.engine.replicas.replicas import Replicas, processes
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, settle
+from tests.variants import examples
 
 N = 3
 ACTIONS = st.one_of(
@@ -107,7 +108,7 @@ async def run(actions: list[tuple[str, int, int]]) -> None:
     await client.stop()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.lists(ACTIONS, max_size=40))
 def test_streams_are_complete_whenever_replicas_end(actions: list[tuple[str, int, int]]) -> None:
     with fakes():

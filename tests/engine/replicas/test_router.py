@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from quire.engine.replicas.router import MOST_AHEAD, PIECE, Router, prefix_pieces
 from quire.engine.types import Adapter, Request, SamplingParams
+from tests.variants import examples
 
 ALL = range(2)
 
@@ -77,7 +78,7 @@ def test_a_replica_that_cannot_is_not_chosen_and_one_that_forgot_is_not_preferre
     assert router.place(prompt(1, 2), ALL) == 1
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), max_size=60), st.integers(1, 12))
 def test_what_is_remembered_is_bounded_and_has_its_beginnings(sent: list[tuple[int, int]], most: int) -> None:
     """Against an engine that evicts the same way: the ends of the prompts that were used longest ago go first."""
@@ -137,4 +138,4 @@ class Routed(RuleBasedStateMachine):
 
 
 TestRouted = Routed.TestCase
-TestRouted.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
+TestRouted.settings = settings(deadline=None, max_examples=examples(100), stateful_step_count=40)

@@ -52,6 +52,7 @@ def transformers_text(template: str, messages: list[Message], tools: Any, add_ge
     return str(rendered[0])
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("path", TEMPLATES or [None], ids=lambda path: path.stem if path else "none")
 def test_real_templates_render_as_in_transformers(path: Path | None) -> None:
     shared("templates")

@@ -18,12 +18,14 @@ def rendered(template: str, **variables: Any) -> str:
     return ChatRenderer({"default": template}, {}).render([{"role": "user", "content": "Hi"}], variables=variables)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("template", [ROUNDS, CALLS, TREE])
 def test_a_template_that_does_not_end_is_no_model(template: str) -> None:
     with pytest.raises(ModelError, match=r"chat template 'default' cannot be rendered: .* steps"):
         rendered(template)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("template", [ROUNDS, CALLS, TREE])
 def test_one_that_does_not_end_for_some_requests_refuses_these(template: str) -> None:
     guarded = "{% if endless %}" + template + "{% endif %}done"

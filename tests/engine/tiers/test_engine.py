@@ -72,6 +72,7 @@ def converse(made: Engine, turns: range = range(TURNS), **params: object) -> Res
     return found
 
 
+@pytest.mark.few(2)
 @compiled
 @pytest.mark.parametrize(
     ("dtype", "kv", "where"),
@@ -113,6 +114,7 @@ def test_tokens_are_the_same_however_late_the_copies_are(
     made.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=compiled)])
 def test_preempted_sequences_come_back(backend: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
@@ -124,6 +126,7 @@ def test_preempted_sequences_come_back(backend: str, tmp_path: Path) -> None:
     assert made.stats.tiers[0].fetched_pages > 0
 
 
+@pytest.mark.few(1)
 @compiled
 @pytest.mark.parametrize(
     "speculative", ["ngram", "suffix", {"method": "draft_model", "model": "", "num_speculative_tokens": 3}]
@@ -139,6 +142,7 @@ def test_with_speculation(speculative: str | dict[str, object], tmp_path: Path) 
     made.close()
 
 
+@pytest.mark.few(1)
 @compiled
 @pytest.mark.parametrize("method", METHODS)
 def test_what_heads_keep_comes_back_with_the_page(method: str, tmp_path: Path) -> None:

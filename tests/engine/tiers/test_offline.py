@@ -29,6 +29,7 @@ def ask(llm: LLM) -> tuple[int, list[int]]:
     return answer.num_cached_tokens or 0, list(answer.outputs[0].token_ids)
 
 
+@pytest.mark.slow
 def test_sleeps_resets_updates_and_a_second_program(tmp_path: Path) -> None:
     path, other = save_tiny_model(tmp_path / "one", "llama"), save_other(tmp_path / "two")
     options = {"kv_offload_dir": str(tmp_path / "pages"), "num_kv_blocks": 32, "skip_tokenizer_init": True}

@@ -16,6 +16,7 @@ from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
 from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of
+from tests.variants import examples
 
 
 class WithTiers(SchedulerMachine):
@@ -60,7 +61,7 @@ class WithTiers(SchedulerMachine):
 
 
 TestWithTiers = WithTiers.TestCase
-TestWithTiers.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+TestWithTiers.settings = settings(max_examples=examples(40), stateful_step_count=60, deadline=None)
 
 
 class LargePages(WithTiers):
@@ -70,7 +71,7 @@ class LargePages(WithTiers):
 
 
 TestLargePages = LargePages.TestCase
-TestLargePages.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+TestLargePages.settings = settings(max_examples=examples(25), stateful_step_count=60, deadline=None)
 
 
 def scheduler(device: FakeDevice, tier: Tier, **options: int) -> Scheduler:

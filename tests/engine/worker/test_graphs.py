@@ -82,6 +82,7 @@ def picked(answers: dict[str, Answer], of: list[Request] | None = None) -> dict[
     return {name: (answers[name].ids, answers[name].logprobs) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
@@ -109,6 +110,7 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
     assert capture.replays > len(capture.recordings) > 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
@@ -126,6 +128,7 @@ def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyP
     assert picked(got) == picked(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_warming_up_captures_every_graph_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
@@ -161,6 +164,7 @@ class Right(Drafter):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
@@ -175,6 +179,7 @@ def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> N
     assert capture.replays > again
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa")])
 def test_heads_find_their_hidden_states_in_graphs(method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -225,6 +230,7 @@ class Gathered(AdaptedLinear):
             self.up[slot, delta.first : delta.first + len(delta.up), :rank] = delta.up
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("slots", [1, 3])
 def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -270,6 +276,7 @@ class Short(FakeCapture):
         return super().__call__(function)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_sizes_that_cannot_be_captured_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
@@ -305,6 +312,7 @@ def test_the_largest_graphs_are_there_before_ready_within_the_time(monkeypatch: 
     assert captured[3:] == [128]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_the_samplers_kernels_run_before_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(monkeypatch, FakeCapture())

@@ -46,6 +46,7 @@ def again(requests: list[Request]) -> list[Request]:
     return [Request(id=f"{r.id} again", prompt_ids=r.prompt_ids, params=r.params, seed=r.seed) for r in requests]
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("large_pages")
 @pytest.mark.parametrize(("family", "blocks"), [("qwen3", 60), ("qwen3", 12), ("gpt_oss", 12)])
 def test_the_same_tokens_from_forked_pages(family: str, blocks: int, tmp_path: Path) -> None:

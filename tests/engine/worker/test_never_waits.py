@@ -147,12 +147,15 @@ def traffic(kinds: dict[str, dict[str, object]]) -> list[Request]:
     ]
 
 
+@pytest.mark.slow
 def test_each_kind_alone(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(gpu, monkeypatch, graphs=False, attention_backend="triton")
     for each in traffic(KINDS):
         assert run(engine, [each])[each.id].finish_reason == "length", each.id
 
 
+@pytest.mark.slow
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", ["triton", "flash", *nightly("flash3", "flash4", "torch_varlen")])
 def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
@@ -161,6 +164,7 @@ def test_all_kinds_together(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backe
     assert set(gpu.launched) >= {"pick_tokens", "_rope_kernel", "add_at", "ban_words", "count_tokens"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
@@ -171,6 +175,7 @@ def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -
     assert engine.stats.draft_tokens == 0, "nobody asked for guesses"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     engine = start(gpu, monkeypatch, graphs=True, attention_backend=backend)
@@ -185,6 +190,7 @@ def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> 
     assert sum(engine.stats.accepted_drafts) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["eagle3", *nightly("eagle", "medusa")])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, graphs: bool) -> None:
@@ -210,6 +216,7 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     assert sum(engine.stats.accepted_drafts) > 20, "all picks are the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, True])
 def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, graphs: bool) -> None:
     """All that it does until its guesses are waited for: catching up, and token by token."""
@@ -241,6 +248,7 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert set(calls) == {"begin", "another"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["gemma2", "qwen3", "mistral-window"])
 def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
     """Norms of heads, windows, softcaps."""
@@ -298,6 +306,7 @@ class QuietRanks:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [*nightly(False), True])
 @pytest.mark.parametrize(("rank", "in_order"), [(0, True), *nightly((0, False)), (1, True)])
 def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool) -> None:
@@ -313,6 +322,7 @@ def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_orde
     assert ("pick_tokens" in gpu.launched) == (rank == 0)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("quantization", "native", "kernels"),
     [
@@ -358,6 +368,7 @@ class Loaded:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["triton", "flash"])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, graphs: bool) -> None:

@@ -59,6 +59,7 @@ def meant(tensors: dict[str, Tensor], linear: str) -> Tensor:
     return ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "gemma3", "qwen3", "qwen3-moe"])
@@ -72,6 +73,7 @@ def test_the_tokens_are_those_of_quantizing_at_load(name: str, family: str, back
         assert answers(tmp_path / "out", **options) == answers(path, quantization=name, **options)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_tensors_stand_for_the_nearest_weights_and_quire_computes_with_them(

@@ -63,6 +63,7 @@ async def chunked_body(count: int) -> AsyncIterator[bytes]:
     yield b'"}'
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
 async def test_bodies_over_the_limits_are_refused(path: str) -> None:
     async with open_api(FakeEngine(hashed(b"ab")), max_body_size=1 / 16, max_model_len=100_000) as api:

@@ -378,6 +378,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_offline_runs_the_engine_in_process(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     flags = ["--num-requests", "3", "--input-len", "9", "--output-len", "4", "--json", str(out)]
@@ -431,6 +432,7 @@ def test_a_server_that_does_not_start_is_reported(command: list[str], message: s
         first_token(command, None, 10.0 if "status" in message else 0.2)
 
 
+@pytest.mark.slow
 @needs_proc
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_start_ends_the_server_too(number: signal.Signals) -> None:

@@ -230,6 +230,7 @@ def test_no_server_is_said_in_one_line(named: list[str]) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_without_a_server_it_starts_an_engine_of_its_own() -> None:
     flags = ["--max-model-len", "512", "--num-kv-blocks", "64", "--threads", "1", "--max-tokens", "4"]
     command = [sys.executable, "-m", "quire", "chat", "--temperature", "0", *flags]

@@ -152,6 +152,7 @@ def test_every_command(server: ScriptedServer, terminals: list[Terminal], tmp_pa
     assert json.loads((tmp_path / "talk.json").read_text())["messages"][0] == {"role": "user", "content": "three more"}
 
 
+@pytest.mark.slow
 def test_lines_history_and_ctrl_c(server: ScriptedServer, terminals: list[Terminal], tmp_path: Path) -> None:  # noqa: F811
     chat = open_chat(terminals, server, tmp_path)
     chat.send("one\x1b\rtwo\\\rthree" + PASTE.format("\nfour\nfive") + "\r")

@@ -26,6 +26,8 @@ from tests.e2e.server import free_port
 from tests.server.cli.processes import needs_proc
 from tests.variants import nightly
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["--num-kv-blocks", "256", "--max-model-len", "2048", "--max-num-seqs", "8", "--threads", "1"]
 full_device = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 

@@ -232,6 +232,7 @@ def test_a_gpu_holds_weights_in_their_bits() -> None:
     assert "--quantization" in found.flags
 
 
+@pytest.mark.few(5)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux to tell its memory")
 @pytest.mark.parametrize(
     "options",

@@ -103,6 +103,7 @@ def test_every_line_gets_an_answer_or_an_error_in_the_batch_format(tmp_path: Pat
         assert results[name]["error"]["message"].startswith(f"line {number}: ")
 
 
+@pytest.mark.slow
 def test_resuming_does_the_rest_and_repairs_a_torn_line(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", *(request(f"r{number}") for number in range(6)))
     out = tmp_path / "out.jsonl"
@@ -164,6 +165,7 @@ def test_resuming_tries_failures_again_and_each_id_has_one_row(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "real.jsonl"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_keeps_what_it_has_and_is_resumed(tmp_path: Path) -> None:
     file = write(
         tmp_path / "in.jsonl", *(request(f"r{number}", max_tokens=40, ignore_eos=True) for number in range(16))
@@ -227,6 +229,7 @@ def test_a_line_without_an_id_gets_its_number() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_an_id_that_a_line_has_already_costs_its_row_alone(tmp_path: Path) -> None:
     """From a pipe to a pipe, too: what is read is kept until all is answered."""
     typed = {"temprature": 1}
@@ -286,6 +289,7 @@ def test_a_file_that_is_no_output_is_not_touched(tmp_path: Path) -> None:
         assert file.read_text() == text
 
 
+@pytest.mark.slow
 def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     file = write(tmp_path / "in.jsonl", request("a"))
     for argv, message in (

@@ -76,6 +76,7 @@ def test_it_says_what_it_serves_and_its_curl_line_works() -> None:
         assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_the_access_log_can_be_switched_on() -> None:
     with serving("--no-disable-access-log") as (process, base, _):
         httpx.get(f"{base}/v1/models")
@@ -103,6 +104,7 @@ def test_a_signal_drains_and_exits_0(number: signal.Signals) -> None:
             httpx.get(f"{base}/health")
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_lets_open_streams_end() -> None:
     """A terminal that goes takes the server's output with it, and sends SIGHUP more than once."""
     ours, theirs = os.openpty()
@@ -136,6 +138,7 @@ def test_a_closed_terminal_lets_open_streams_end() -> None:
         process.wait()
 
 
+@pytest.mark.slow
 def test_signals_ignored_at_the_start() -> None:
     """nohup's server outlives its terminal; one that a script put in the background ends when its Ctrl-C arrives."""
     with serving(ignored=[signal.SIGHUP, signal.SIGINT]) as (process, base, _):
@@ -146,6 +149,7 @@ def test_signals_ignored_at_the_start() -> None:
         assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once() -> None:
     body = {"prompt": "Once", "max_tokens": 2000, "n": 8, "ignore_eos": True, "stream": True}
     with serving() as (process, base, _), httpx.stream("POST", f"{base}/v1/completions", json=body) as stream:
@@ -158,6 +162,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         assert process.wait(60) == 130
 
 
+@pytest.mark.slow
 @needs_proc
 def test_the_engine_process_gets_settings_for_openmp_and_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1000000")
@@ -169,6 +174,7 @@ def test_the_engine_process_gets_settings_for_openmp_and_malloc(monkeypatch: pyt
     assert b"MALLOC_MMAP_THRESHOLD_=1000000" in environment, "the user's own settings stay"
 
 
+@pytest.mark.slow
 @needs_proc
 def test_what_computes_may_give_way_to_others() -> None:
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -181,6 +187,7 @@ def test_what_computes_may_give_way_to_others() -> None:
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == own
 
 
+@pytest.mark.slow
 @needs_proc
 def test_the_engine_ends_with_the_server() -> None:
     with serving() as (process, _, _):
@@ -209,6 +216,7 @@ def test_an_engine_that_cannot_be_brought_back_ends_the_server_with_a_failure(tm
         assert "quire serve: the engine ended" in said
 
 
+@pytest.mark.slow
 @needs_proc
 def test_ctrl_c_while_the_model_loads_exits_0() -> None:
     process = subprocess.Popen(command("serve", "--port", "0", *SMALL), stderr=subprocess.PIPE, text=True)
@@ -231,6 +239,7 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -20,6 +20,8 @@ from quire.server.cli import verify as verify_command
 from quire.server.cli.verify import Check, Verification, show
 from tests.tiny_models import save_tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:

@@ -91,6 +91,7 @@ def form_of(name: str) -> CallForm:
     return form if isinstance(form, CallForm) else derive_calls(subject(name).formats.renderer)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())
@@ -119,6 +120,7 @@ def check_read_back(name: str, data: st.DataObject, cuts: int | None) -> None:
     assert read(format, list(text)) == whole, text
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())
@@ -171,6 +173,7 @@ def fits(name: str, text: str, *, must: bool) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("name", SHOWING)
 def test_what_a_grammar_lets_through_are_whole_calls_that_fit_their_schemas(name: str) -> None:
     one, form = subject(name), form_of(name)

@@ -110,6 +110,7 @@ def check_arguments(name: str, arguments: str, xml: bool) -> None:
         assert (name, values) == ("clock", {})
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 @pytest.mark.parametrize("choice", ["required", "weather", "one"])

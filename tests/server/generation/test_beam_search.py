@@ -90,6 +90,7 @@ async def test_a_chat_by_beam_search() -> None:
         assert [choice["finish_reason"] for choice in ignoring["choices"]] == ["length"] * 2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("width", "length_penalty"), [(1, 1.0), (3, 1.0), (4, 0.5)])
 async def test_beams_are_those_of_transformers(width: int, length_penalty: float, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "llama", vocab_size=VOCAB_SIZE)

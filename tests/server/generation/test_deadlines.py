@@ -33,6 +33,7 @@ async def count(api: Api, reason: str) -> float:
     return float(line.split()[-1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("path", "body"), CALLS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_does_not_start_in_time(path: str, body: dict[str, Any], stream: bool) -> None:
@@ -48,6 +49,7 @@ async def test_an_answer_that_does_not_start_in_time(path: str, body: dict[str, 
         assert (response.status_code, response.json()["error"]["code"]) == (408, "timeout")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str, Any]) -> None:
     engine = FakeEngine(lambda request, position: 97, step_seconds=0.02)
@@ -66,6 +68,7 @@ async def test_an_answer_that_is_not_complete_in_time(path: str, body: dict[str,
         assert "choices" in events[-2]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("path", "body"), CALLS)
 async def test_deadlines_that_are_met_change_nothing(path: str, body: dict[str, Any]) -> None:
     """The queue's is over before the answer is complete; the first token comes at once."""

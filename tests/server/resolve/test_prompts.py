@@ -85,6 +85,7 @@ async def test_what_cannot_be_continued(api: Api, fields: dict[str, Any], messag
     assert message in error["message"]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("template", [CHATML, TRIMS, *(path.read_text(encoding="utf-8") for path in REAL)])
 @pytest.mark.parametrize("final", ["Once upon", "Once upon ", " a\n\n", "x"])
 def test_a_message_is_continued_as_transformers_does(template: str, final: str) -> None:
@@ -156,6 +157,7 @@ def test_slices_are_the_text(piece: str, length: int) -> None:
     assert all(len(each) >= SLICE // 2 for each in found[:-1])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("named", TOKENIZERS, ids=lambda named: named.name)
 @settings(max_examples=10, deadline=None)
 @given(

@@ -129,6 +129,7 @@ async def test_what_cannot_be_done_is_refused_before_the_engine_hears_of_it(
     assert len(api.engine.seen) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schema", [CHAIN, ENDLESS], ids=["crashes", "never ends"])
 async def test_what_kills_the_compiler_is_a_refusal_too(api: Api, schema: dict[str, Any]) -> None:
     error = await api.post("/v1/chat/completions", CHAT | {"guided_json": schema}, status=400)

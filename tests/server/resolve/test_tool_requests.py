@@ -268,6 +268,7 @@ async def test_an_operator_can_switch_tools_off_and_is_named_the_flag_that_switc
         await api.openai.chat.completions.create(model="second", messages=HELLO, tools=TOOLS, tool_choice="none")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [1, 12, 25])
 async def test_a_forced_call_that_is_cut_before_its_name_is_whole_is_no_content(length: int) -> None:
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": length}
@@ -291,6 +292,7 @@ async def test_strict_tools_have_a_grammar_where_the_model_decides() -> None:
         assert api.engine.seen[-1].params.grammar is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "choice",
     ["required", {"type": "function", "function": {"name": "weather"}}, {"function": {"name": "weather"}}],

@@ -124,6 +124,7 @@ async def test_cached_prefixes_are_an_adapters_own(model: Path, folders: list[Pa
         assert await cached("first") == 0
 
 
+@pytest.mark.slow
 async def test_together_with_all_else(model: Path, folders: list[Path]) -> None:
     """Structured outputs, choices, beam search, chat and streams; each as it is alone, whatever runs beside it."""
     modules = [f"a{index}={folder}" for index, folder in enumerate(folders)]
@@ -160,6 +161,7 @@ async def test_together_with_all_else(model: Path, folders: list[Path]) -> None:
         assert "vllm:lora_requests_info{max_lora=" in (await api.http.get("/metrics")).text
 
 
+@pytest.mark.slow
 async def test_refused(model: Path, folders: list[Path], tmp_path: Path) -> None:
     allowed = tmp_path / "allowed"
     allowed.mkdir()
@@ -219,6 +221,7 @@ async def test_loads_are_explained(model: Path, folders: list[Path]) -> None:
     assert first["first_step"] > 1
 
 
+@pytest.mark.slow
 async def test_kept_for_the_next_start(model: Path, folders: list[Path], tmp_path: Path) -> None:
     """With --data-dir: the names that were loaded at run time, with the content that they had then."""
     kept = {"data_dir": str(tmp_path / "data")}

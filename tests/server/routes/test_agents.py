@@ -101,6 +101,7 @@ def test_there_are_records() -> None:
     assert {"claude_code", "codex", "codex_patches", "opencode", "qwen_code"} <= set(AGENTS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_every_turn_is_accepted_and_found_in_the_cache(agent: str) -> None:
     found = record(agent)
@@ -127,6 +128,7 @@ async def share_found_again(agent: str, source: str) -> float:
     return alike(first, second) / len(second)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("template", ["Qwen3.5-4B", "unsloth-mistral-Devstral-Small-2507"])
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_real_templates_take_the_turns_too(agent: str, template: str) -> None:
@@ -135,12 +137,14 @@ async def test_real_templates_take_the_turns_too(agent: str, template: str) -> N
     assert await share_found_again(agent, source) >= 0.9
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("template", ["GLM-4.7-Flash", "Kimi-K2-Instruct", "MiniMax-M3", "Reka-Edge"])
 async def test_claude_code_keeps_its_prefix_with_more_real_templates(template: str) -> None:
     source = (shared("templates") / f"{template}.jinja").read_text(encoding="utf-8")
     assert await share_found_again("claude_code", source) >= 0.9
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("template", ["openai_list", "element_names", "python_dict", "fenced"])
 async def test_claude_code_keeps_its_prefix_however_calls_are_written(template: str) -> None:
     assert await share_found_again("claude_code", OWN[template]) >= 0.9

@@ -210,6 +210,7 @@ async def test_the_header_says_that_there_is_more_than_it_names(api: Api) -> Non
     assert response.headers["x-ignored-params"] == "y" * 64 + "..."
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("fields", "named"),
     [

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.texts import byte_level_tokenizer
+from tests.variants import examples
 
 COMPLETIONS = "/v1/completions"
 pieces = st.sampled_from(["<|bos|>", "<|im_start|>", "<|im_end|>", "a", "é", "日", " ", "\n"])
@@ -35,7 +36,7 @@ async def test_generated_special_tokens_are_skipped_behind_an_echoed_prompt() ->
         assert (choice["text"], choice["logprobs"]["text_offset"]) == ("<|bos|>Aab", [0, 7, 8, 9, 9])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     prompt=prompts,
     options=st.fixed_dictionaries(

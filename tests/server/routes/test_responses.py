@@ -280,6 +280,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("fields", "param", "named"), BAD, ids=range(len(BAD)))
 async def test_a_bad_field_is_named(fields: dict[str, Any], param: str, named: str) -> None:
     async with speaker("x") as api:

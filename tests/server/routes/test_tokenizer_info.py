@@ -38,6 +38,7 @@ async def told(tokenizer: Tokenizer, **options: Any) -> dict[str, Any]:
         return dict(json.loads(answer.content))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("folder", MODELS, ids=lambda folder: folder.name)
 async def test_transformers_reads_it_as_the_model_s_own(folder: Path, tmp_path: Path) -> None:
     if not (folder / "tokenizer.json").is_file():

@@ -298,6 +298,7 @@ async def test_a_cross_encoder_scores_and_ranks_pairs(tmp_path: Path) -> None:
         assert error["message"] == "The model `tiny` makes scores, not embeddings"
 
 
+@pytest.mark.slow
 async def test_rankings_cut_what_is_too_long_and_scores_say_so(tmp_path: Path) -> None:
     async with cross_encoder(tmp_path) as (api, judged):
         long = "many words " * 60

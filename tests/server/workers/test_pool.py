@@ -106,6 +106,7 @@ async def test_a_limit_ends_the_work_alone(work: Any, given: bytes, limits: Limi
         assert (await isolated(pool, works.length, b"abc"))[0] == 3
 
 
+@pytest.mark.slow
 async def test_a_worker_that_has_grown_is_replaced() -> None:
     async with open_pool() as pool:
         first = await isolated(pool, works.pid)
@@ -150,6 +151,7 @@ async def test_no_more_wait_than_are_allowed(monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.gather(*sleeping, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_the_process_that_forks_may_die_too() -> None:
     async with open_pool() as pool:
         first = await isolated(pool, works.pid)

@@ -1,0 +1,119 @@
+"""Compiles the C++ kernels, `*.cpp` beside this file, into `<set>.so`, a library for each instruction set.
+
+`python build.py` builds what this machine loads: the plain set, and the best that it has. `python build.py all` builds
+all, as wheels and the slow tests want them. Plain g++ (or $CXX) compiles them, by way of ccache where there is one:
+neither Python's nor PyTorch's headers are used, so one wheel serves every Python and every PyTorch, and the best
+library is chosen at run time (native.py). Nothing but the standard library is imported, so that this runs beside pip.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+VNNI = [*AVX512, "-mavx512vnni"]
+FLAGS = {
+    "plain": [],
+    "avx2": AVX2,
+    "avx2_vnni": [*AVX2, "-mavxvnni"],
+    "avx512": AVX512,
+    "avx512_vnni": VNNI,
+    "avx512_bf16": [*VNNI, "-mavx512bf16"],
+    "neon_dot": ["-march=armv8.2-a+dotprod"],
+}
+"""Of each instruction set, in the order of isa.cpp's bits, the best last."""
+ARM = platform.machine() in ("aarch64", "arm64")
+ISAS = [isa for isa in FLAGS if isa == "plain" or isa.startswith("neon") == ARM]
+"""Those of this kind of processor."""
+COMPILE = ["-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+LINK = ["-shared", "-pthread", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
+
+
+def compiler() -> list[str] | None:
+    """The command's first words; None where there is none."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+        if name and shutil.which(name.split()[0]):
+            return [*(["ccache"] if shutil.which("ccache") else []), *name.split()]
+    return None
+
+
+def sources() -> list[Path]:
+    return sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
+
+
+def best_here(cxx: list[str]) -> list[str]:
+    """The plain set, and the best that this machine has."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "isa.so")
+        command = [*cxx, *COMPILE, *LINK, str(HERE / "isa.cpp"), "-o", str(library)]
+        if subprocess.run(command, capture_output=True).returncode:
+            return ISAS[:1]
+        bits = ctypes.CDLL(str(library)).usable_isas()
+    usable = [isa for bit, isa in enumerate(FLAGS) if bits >> bit & 1]
+    return list(dict.fromkeys(["plain", usable[-1]]))
+
+
+def build(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
+    """Compiles what is older than its sources; by instruction set what the compiler said where it failed: it may be too
+    old for one set. Libraries of other sets that are older than their sources go."""
+    newest = max(path.stat().st_mtime for path in [Path(__file__), *sources()])
+    stale = [path for path in (target / f"{isa}.so" for isa in FLAGS) if not _newer(path, newest)]
+    wanted = [path for path in stale if path.stem in isas]
+    for path in {*stale} - {*wanted}:
+        path.unlink(missing_ok=True)
+    sum_of_sources = zlib.crc32(b"".join(path.read_bytes() for path in sources()))  # native.py compares it
+    compile_one = [*COMPILE, f"-DSUM_OF_SOURCES={sum_of_sources}u", "-c"]
+    longest_first = sorted(HERE.rglob("*.cpp"), key=lambda path: -path.stat().st_size)
+    failed: dict[str, str] = {}
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+
+        def run(isa: str, arguments: list[str]) -> None:
+            if isa not in failed:
+                done = subprocess.run([*cxx, *arguments], capture_output=True, text=True)
+                if done.returncode:
+                    failed[isa] = done.stderr.strip() or f"{cxx[-1]} failed"
+
+        objects: dict[str, list[str]] = {path.stem: [] for path in wanted}
+        for source in longest_first:
+            for isa, made in objects.items():
+                made.append(str(Path(folder, f"{isa}.{source.stem}.o")))
+                pool.submit(run, isa, [*compile_one, *FLAGS[isa], str(source), "-o", made[-1]])
+        pool.shutdown()
+        for library in wanted:
+            built = Path(folder, library.name)
+            run(library.stem, [*LINK, *objects[library.stem], "-o", str(built)])
+            if library.stem not in failed:
+                library.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(built, library.with_suffix(".new"))
+                library.with_suffix(".new").replace(library)  # a running server keeps the library it has mapped
+    return failed
+
+
+def _newer(library: Path, than: float) -> bool:
+    return library.exists() and library.stat().st_mtime >= than
+
+
+def main(arguments: list[str]) -> None:
+    cxx = compiler()
+    if cxx is None:
+        print("no C++ compiler found: Quire will serve on PyTorch's ops, several times slower", file=sys.stderr)
+        return
+    for isa, said in build(cxx, ISAS if arguments == ["all"] else best_here(cxx)).items():
+        print(f"kernels for {isa} were not built: {said.splitlines()[0]}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
