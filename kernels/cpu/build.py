@@ -9,6 +9,7 @@ library is chosen at run time (native.py). Nothing but the standard library is i
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import platform
 import shutil
@@ -16,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -67,7 +69,13 @@ def best_here(cxx: list[str]) -> list[str]:
 
 def build(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[str, str]:
     """Compiles what is older than its sources; by instruction set what the compiler said where it failed: it may be too
-    old for one set. Libraries of other sets that are older than their sources go."""
+    old for one set. Libraries of other sets that are older than their sources go. One build at a time: a second one
+    waits, and finds its work done."""
+    with _alone():
+        return _build(cxx, isas, target)
+
+
+def _build(cxx: list[str], isas: Collection[str], target: Path) -> dict[str, str]:
     newest = max(path.stat().st_mtime for path in [Path(__file__), *sources()])
     stale = [path for path in (target / f"{isa}.so" for isa in FLAGS) if not _newer(path, newest)]
     wanted = [path for path in stale if path.stem in isas]
@@ -100,6 +108,16 @@ def build(cxx: list[str], isas: Collection[str], target: Path = HERE) -> dict[st
                 shutil.copy(built, library.with_suffix(".new"))
                 library.with_suffix(".new").replace(library)  # a running server keeps the library it has mapped
     return failed
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    folder = os.open(HERE, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _newer(library: Path, than: float) -> bool:
