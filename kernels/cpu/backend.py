@@ -1,6 +1,6 @@
 """The CPU backend: the methods of `Backend` (kernels/backend.py) in C++, for float32 and bfloat16.
 
-The sources beside this file are built by setup.py and loaded by native.py. What they do not cover (another dtype) the
+The sources beside this file are built by build.py and loaded by native.py. What they do not cover (another dtype) the
 reference computes, except where the page layout is our own: there it is a TypeError.
 A call costs a few microseconds of Python; keep it so: make no tensor that is not returned.
 """
@@ -65,7 +65,9 @@ class Cpu(Reference):
         return native.ISAS[self.library.isa]
 
     def description(self) -> str:
-        return f"compiled kernels, {self.isa}"
+        better = native.unbuilt()
+        advice = f" ({native.ISAS[better]} would be faster: `make install` compiles it)" if better else ""
+        return f"compiled kernels, {self.isa}{advice}"
 
     def cannot_serve(
         self, device: torch.device, dtype: torch.dtype, head_dim: int, softcap: bool = False

@@ -51,5 +51,5 @@ extern "C" __attribute__((visibility("default"))) int usable_isas() {
 #ifndef SUM_OF_SOURCES
 #define SUM_OF_SOURCES 0
 #endif
-// A checksum of the sources that the library was built from, set by setup.py, by which an outdated build is noticed.
+// A checksum of the sources that the library was built from, set by build.py, by which an outdated build is noticed.
 extern "C" __attribute__((visibility("default"))) unsigned sum_of_sources() { return SUM_OF_SOURCES; }

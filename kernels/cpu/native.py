@@ -1,4 +1,4 @@
-"""Loads the compiled kernels, which setup.py builds: the library for the best instruction set that this CPU has."""
+"""Loads the compiled kernels, which build.py makes: the library for the best instruction set that this CPU has."""
 
 from __future__ import annotations
 
@@ -270,8 +270,7 @@ def runnable() -> list[str]:
     built = [isa for isa in ISAS if (HERE / f"{isa}.so").exists()]
     if "plain" not in built:
         return []
-    bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
-    usable = [isa for index, isa in enumerate(ISAS) if bits >> index & 1 and isa in built]
+    usable = [isa for isa in _usable() if isa in built]
     wanted = os.environ.get("QUIRE_CPU_ISA", "")
     if not wanted:
         return usable
@@ -280,3 +279,15 @@ def runnable() -> list[str]:
     if wanted not in usable:
         raise ValueError(f"QUIRE_CPU_ISA={wanted} cannot run here; what can: {', '.join(usable)}")
     return usable[: usable.index(wanted) + 1]
+
+
+def unbuilt() -> str | None:
+    """The best instruction set of this CPU, where its library is not there, as in a checkout that was built elsewhere."""
+    best = _usable()[-1]
+    return None if (HERE / f"{best}.so").exists() else best
+
+
+def _usable() -> list[str]:
+    """Those that this CPU has, as the plain library says, which must be there."""
+    bits = ctypes.CDLL(str(HERE / "plain.so")).usable_isas()
+    return [isa for index, isa in enumerate(ISAS) if bits >> index & 1]

@@ -54,14 +54,18 @@ class Server:
                 env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {}),
             )
         if wait:
-            self.wait()
+            try:
+                self.wait()
+            except BaseException:  # a test's timeout, too
+                self.process.kill()
+                raise
 
     def wait(self) -> None:
         """Until it is ready."""
         deadline = time.monotonic() + _PATIENCE
         while not self.healthy():
             assert self.process.poll() is None, f"the server ended: {self.log.read_text()}"
-            assert time.monotonic() < deadline, f"the server did not start: {self.log.read_text()}"
+            assert time.monotonic() < deadline, f"the server did not start in {_PATIENCE:.0f} s: {self.log.read_text()}"
             time.sleep(0.05)
 
     def get(self, path: str) -> httpx.Response:
@@ -103,7 +107,7 @@ class Server:
             return self.process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise
+            raise AssertionError(f"the server did not end in {_PATIENCE:.0f} s: {self.log.read_text()}") from None
 
 
 def _command(pid: str) -> bytes:

@@ -209,3 +209,14 @@ def test_a_system_without_room_for_threads_is_served_by_those_there_are() -> Non
     done = python(WITHOUT_THREADS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0", "True"]
+
+
+@needs_kernels
+def test_a_set_that_is_not_built_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a checkout came from another machine."""
+    cpu, best = Cpu(), native.runnable()[-1]
+    assert native.unbuilt() is None
+    shutil.copy(ROOT / "kernels/cpu/plain.so", tmp_path)
+    monkeypatch.setattr(native, "HERE", tmp_path)
+    assert native.unbuilt() == (None if best == "plain" else best)
+    assert ("`make install` compiles it" in cpu.description()) == (best != "plain")
