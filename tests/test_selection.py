@@ -32,7 +32,7 @@ import threading
 def test_before(): pass
 
 def test_that_hangs():
-    print("begun", flush=True)
+    open(BEGUN, "w").close()
     threading.Event().wait()
 """
 MARKERS = "-o", "markers=slow\nnightly\nfew(n)"
@@ -63,6 +63,7 @@ def test_each_test_runs_by_one_of_three_commands(tmp_path: Path) -> None:
     assert "3 passed, 6 deselected" in run(tmp_path, "-m", "nightly")
 
 
+@pytest.mark.slow
 def test_slices_are_disjoint_and_say_what_they_ran(tmp_path: Path) -> None:
     for name in "abcde":
         (tmp_path / f"test_{name}.py").write_text(MANY)
@@ -71,12 +72,14 @@ def test_slices_are_disjoint_and_say_what_they_ran(tmp_path: Path) -> None:
     assert "slice 2/2: test_b.py (3), test_d.py (3)" in second
 
 
+@pytest.mark.slow
 def test_none_begins_when_the_time_is_over(tmp_path: Path) -> None:
     (tmp_path / "test_many.py").write_text(MANY)
     assert "9 skipped" in run(tmp_path, "--begin-within", "1e-9")
     assert "9 passed" in run(tmp_path, "--begin-within", "100")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread_over", [(), ("--numprocesses", "1")], ids=["alone", "xdist"])
 def test_a_run_that_is_ended_names_the_test_that_is_running(tmp_path: Path, spread_over: tuple[str, ...]) -> None:
     (tmp_path / "test_hanging.py").write_text(HANGING)

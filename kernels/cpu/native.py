@@ -282,7 +282,7 @@ def runnable() -> list[str]:
 
 
 def unbuilt() -> str | None:
-    """The best instruction set of this CPU, where its library is not there, as in a checkout that was built elsewhere."""
+    """This CPU's best instruction set, where its library is not there, as in a checkout that was built elsewhere."""
     best = _usable()[-1]
     return None if (HERE / f"{best}.so").exists() else best
 
