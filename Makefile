@@ -40,7 +40,9 @@ $(READY): pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/*.cpp k
 	@test -x $(BIN)/pip || { echo 'Creating $(VENV) with $(PYTHON)'; $(PYTHON) -m venv --clear $(VENV); }
 	@echo 'Installing pinned packages and building the CPU kernels; the first time takes two minutes'
 	@$(BIN)/python kernels/cpu/build.py & kernels=$$!; \
-		$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]' && wait $$kernels
+		$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]' && wait $$kernels
+	@# pip compiles one file after the other; some packages ship files that are no Python, which is no error here.
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 # For the instruction sets that this machine has but does not load, which the slow tests try too.

@@ -228,13 +228,14 @@ class Cpu(Reference):
         from 128 up, in both dtypes. Held to AVX-512 without bf16, oneDNN takes 3 times as long for bfloat16, and on
         AVX2 it refuses to pack it; in float32 on AVX2 it is the faster for more than a few rows, so it stays there.
         """
-        library = self.library
-        narrow = (
-            weight.dtype == torch.float32 and library.isa in ("plain", "avx2") and torch.backends.mkldnn.is_available()
-        )
-        if weight.dtype not in library.linear or narrow or weight.shape[1] * weight.element_size() % 4:
+        if not self.multiplies(weight.dtype) or weight.shape[1] * weight.element_size() % 4:
             return super().pack_linear(weight, bias, wide=wide)
-        return linear.PackedLinear(library, weight, bias, wide=wide)
+        return linear.PackedLinear(self.library, weight, bias, wide=wide)
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        """Whether unquantized linears of this type are our own kernel's, which layers run in one call need."""
+        narrow = dtype == torch.float32 and self.library.isa in ("plain", "avx2")
+        return dtype in self.library.linear and not (narrow and torch.backends.mkldnn.is_available())
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False

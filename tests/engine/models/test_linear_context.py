@@ -66,6 +66,8 @@ def test_layers_are_fused_beside_adapters_too(tmp_path: Path, monkeypatch: pytes
     backend = Cpu()
     if backend.missing:
         pytest.skip(backend.missing)
+    if not backend.multiplies(torch.float32):
+        pytest.skip("float32 is oneDNN's on this machine: no layers are fused")
     path, calls = save_tiny_model(tmp_path, "llama"), []
     fuse = backend.fuse_layers
 
