@@ -75,7 +75,7 @@ serve: $(READY)
 
 # The first three together run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in
 # one process, because they share a server; with ARGS, which mostly name a few tests, all do.
-SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile)
+SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
 PYTEST = $(BIN)/python -m pytest
 
 test: $(READY)

@@ -56,6 +56,7 @@ def test_few_are_spread(cases: int, few: int) -> None:
     assert few == 1 or places[-1] == cases - 1
 
 
+@pytest.mark.slow
 def test_each_test_runs_by_one_of_three_commands(tmp_path: Path) -> None:
     (tmp_path / "test_many.py").write_text(MANY)
     assert "3 passed, 6 deselected" in run(tmp_path, "-m", "not slow and not nightly")

@@ -148,7 +148,7 @@ def test_heads_guess_what_a_plain_computation_guesses(method: str, budget: int, 
     assert ones == {40}
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "shape", [{}, {"max_num_batched_tokens": 21, "max_num_seqs": 4}, {"num_kv_blocks": 13}], ids=str

@@ -41,7 +41,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40, 77, 33)]
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @compiled
 @held
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "gpt_oss"])  # windows, soft caps, sinks

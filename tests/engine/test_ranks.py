@@ -96,7 +96,7 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer], within: f
         assert found[name].finish_reason == answer.finish_reason
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", SHAPES)
 def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:

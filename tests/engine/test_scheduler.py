@@ -303,6 +303,18 @@ def test_a_more_urgent_request_is_admitted_first() -> None:
     assert [row.request_id for row in batch.rows] == ["urgent"]
 
 
+@pytest.mark.parametrize("urgent", [0, 1, 2])
+def test_where_pages_run_out_the_least_urgent_gives_way_and_then_the_youngest(urgent: int) -> None:
+    tight, device = scheduler(num_blocks=6), FakeDevice()
+    for index in range(3):
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        priority = -1 if index == urgent else 0
+        tight.add(Request(id=str(index), prompt_ids=[1, index], params=params, seed=0, priority=priority))
+    while not (batch := step(tight, device)).preempted:
+        pass
+    assert batch.preempted == ["1" if urgent == 2 else "2"]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_abort_frees_pages_at_once(count: int) -> None:
     some = scheduler()

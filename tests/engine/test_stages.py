@@ -57,7 +57,7 @@ def said(answers: dict[str, Answer]) -> dict[str, object]:
     return {name: (each.ids, each.logprobs, each.prompt_logprobs, each.finish_reason) for name, each in answers.items()}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("family", SHAPES)
 def test_families_say_what_one_process_says(family: str, stages: int, tmp_path: Path) -> None:

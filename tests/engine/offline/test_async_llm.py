@@ -36,6 +36,7 @@ def params(kind: RequestOutputKind, tokens: int = 60) -> SamplingParams:
     return SamplingParams(n=2, seed=7, max_tokens=tokens, logprobs=1, ignore_eos=True, output_kind=kind)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", RequestOutputKind)
 async def test_streams_say_in_their_kind_what_llm_says(
     llm: AsyncLLM, wanted: RequestOutput, kind: RequestOutputKind

@@ -95,6 +95,7 @@ def test_graphs_compute_what_the_eager_steps_do(monkeypatch: pytest.MonkeyPatch)
     assert picked(run(engine, traffic()[::2])) == picked(wanted, traffic()[::2]), "with everything captured"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_flash")
 def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)

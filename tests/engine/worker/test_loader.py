@@ -43,6 +43,7 @@ def test_a_loaded_checkpoint_is_not_kept_mapped(tmp_path: Path) -> None:
     assert run(engine, [request("a", range(3, 20), max_tokens=8)])["a"].ids
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_a_large_file_is_never_in_memory_whole(tmp_path: Path) -> None:
     """Pages of a mapped file that were read are resident: for 192 MiB, no more than a few tensors' worth at a time."""

@@ -248,7 +248,7 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert set(calls) == {"begin", "another"}
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "qwen3", "mistral-window"])
 def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
     """Norms of heads, windows, softcaps."""

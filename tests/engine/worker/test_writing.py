@@ -59,7 +59,7 @@ def meant(tensors: dict[str, Tensor], linear: str) -> Tensor:
     return ((codes - zeros[:, :, None]) * scales[:, :, None]).flatten(1)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "gemma3", "qwen3", "qwen3-moe"])

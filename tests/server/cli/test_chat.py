@@ -195,6 +195,7 @@ def test_a_refused_message_is_forgotten_and_a_broken_answer_kept(server: Scripte
     assert [message["content"] for message in server.bodies[2]["messages"]] == ["break", "you said ", "one"]
 
 
+@pytest.mark.slow
 def test_the_exit_status_is_1_when_the_last_message_was_refused(server: ScriptedServer) -> None:
     assert chat(server, "refuse\n")[0] == 1
 
@@ -214,6 +215,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(server: ScriptedServer) -> 
     assert [message["content"] for message in server.bodies[1]["messages"]] == ["hold", "you said ", "two"]
 
 
+@pytest.mark.slow
 def test_a_url_needs_no_v1(server: ScriptedServer) -> None:
     command = [sys.executable, "-m", "quire", "chat", "--url", server.url.removesuffix("/v1") + "/"]
     done = subprocess.run(command, input="Hello\n", capture_output=True, text=True, timeout=60)
@@ -221,6 +223,7 @@ def test_a_url_needs_no_v1(server: ScriptedServer) -> None:
     assert server.paths == ["/v1/chat/completions"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("named", [[], ["--model", "echo"]])
 def test_no_server_is_said_in_one_line(named: list[str]) -> None:
     command = [sys.executable, "-m", "quire", "chat", "--url", "http://127.0.0.1:9/v1", *named]
@@ -241,6 +244,7 @@ def test_without_a_server_it_starts_an_engine_of_its_own() -> None:
     assert first == second != ""
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_there_is_one_line() -> None:
     command = [sys.executable, "-m", "quire", "chat", "./nowhere"]
     done = subprocess.run(command, input="one\n", capture_output=True, text=True, timeout=120)

@@ -232,7 +232,7 @@ def test_a_gpu_holds_weights_in_their_bits() -> None:
     assert "--quantization" in found.flags
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux to tell its memory")
 @pytest.mark.parametrize(
     "options",
@@ -267,6 +267,7 @@ def test_the_engine_gets_what_was_planned(
     assert planned == pytest.approx(info.num_blocks * info.block_size, rel=0.03)
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif(Cpu().missing is not None, reason="several ranks need the compiled kernels")
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("ranks", [2, 4])

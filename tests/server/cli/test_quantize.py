@@ -33,6 +33,7 @@ def test_it_writes_a_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "twice").exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("out", "says"),
     [

@@ -91,7 +91,7 @@ def form_of(name: str) -> CallForm:
     return form if isinstance(form, CallForm) else derive_calls(subject(name).formats.renderer)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())
@@ -120,7 +120,7 @@ def check_read_back(name: str, data: st.DataObject, cuts: int | None) -> None:
     assert read(format, list(text)) == whole, text
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", SHOWING)
 @slowly
 @given(data=st.data())

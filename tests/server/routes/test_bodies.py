@@ -66,7 +66,7 @@ async def sent(api: Api, path: str, body: dict[str, Any], padding: int) -> tuple
 JSON = {"content-type": "application/json"}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("path", "body"), GOOD, ids=lambda value: str(value)[:50])
 async def test_what_is_asked_does_not_depend_on_where_it_is_read(api: Api, path: str, body: dict[str, Any]) -> None:
     here, between, there = [await sent(api, path, body, padding) for padding in PADDED]

@@ -123,6 +123,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("fields", "param", "named"), BAD, ids=range(len(BAD)))
 async def test_a_bad_field_is_named(fields: dict[str, Any], param: str, named: str) -> None:
     async with weighing() as api:

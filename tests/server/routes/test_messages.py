@@ -329,6 +329,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("fields", "named"), BAD, ids=range(len(BAD)))
 async def test_a_bad_field_is_named(fields: dict[str, Any], named: str) -> None:
     async with speaker("x") as api:

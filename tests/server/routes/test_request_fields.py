@@ -351,6 +351,7 @@ def test_an_infilled_prompt_is_the_text_with_its_marks(named: Any) -> None:
         assert infill(tokenizer, prompt, suffix, add_special_tokens=True) == tokenizer.encode(whole)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("n", [1, 128])
 async def test_what_every_answer_carries_is_bounded_in_all(api: Api, n: int) -> None:
     """Each of them has a copy on its way to the engine."""
