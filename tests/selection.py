@@ -2,7 +2,7 @@
 
 `@pytest.mark.few(n)`: of a test's cases n run with every change, spread over all of them, the first among them; the
 others at night.
-`--slice K/N`: one part of N of what else was chosen, by files.
+`--slice K/N`: one part of N of what else was chosen, by files' names.
 `--begin-within S`: no test begins later than S seconds after the first.
 Whoever ends a run by SIGTERM is told which tests were running.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 import time
+import zlib
 from collections import Counter, defaultdict
 from types import FrameType
 
@@ -44,15 +45,21 @@ def spread(cases: int, few: int) -> list[int]:
     return sorted({i * (cases - 1) // max(few - 1, 1) for i in range(few)})
 
 
+def part_of(file: str, count: int) -> int:
+    """Which of `count` parts, from 1 on, a file belongs to."""
+    return zlib.crc32(file.encode()) % count + 1
+
+
 class Slice:
-    """After -m and -k have chosen."""
+    """After -m and -k have chosen. A file's part depends on its name alone: --last-failed finds it there again."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         number, count = map(int, config.getoption("--slice").split("/"))
-        chosen = set(sorted({item.path for item in items})[number - 1 :: count])
-        config.hook.pytest_deselected(items=[item for item in items if item.path not in chosen])
-        items[:] = [item for item in items if item.path in chosen]
+        here = [item for item in items if part_of(item.nodeid.partition("::")[0], count) == number]
+        others = set(items) - set(here)
+        config.hook.pytest_deselected(items=[item for item in items if item in others])
+        items[:] = here
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         """Says what ran, by files."""

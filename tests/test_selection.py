@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -68,9 +69,24 @@ def test_each_test_runs_by_one_of_three_commands(tmp_path: Path) -> None:
 def test_slices_are_disjoint_and_say_what_they_ran(tmp_path: Path) -> None:
     for name in "abcde":
         (tmp_path / f"test_{name}.py").write_text(MANY)
-    first, second = run(tmp_path, "-m", "slow", "--slice", "1/2"), run(tmp_path, "-m", "slow", "--slice", "2/2")
-    assert "slice 1/2: test_a.py (3), test_c.py (3), test_e.py (3)" in first
-    assert "slice 2/2: test_b.py (3), test_d.py (3)" in second
+    said = [run(tmp_path, "-m", "slow", "--slice", f"{part}/2") for part in (1, 2)]
+    ran = [set(re.findall(r"test_.\.py \(3\)", each.partition("\nslice ")[2])) for each in said]
+    assert all(ran)
+    assert not ran[0] & ran[1]
+    assert len(ran[0] | ran[1]) == 5
+
+
+@pytest.mark.slow
+def test_what_failed_in_a_slice_is_tried_again_in_it(tmp_path: Path) -> None:
+    for name in "abcde":
+        (tmp_path / f"test_{name}.py").write_text(
+            "def test_that_fails(): assert False\n\ndef test_that_passes(): pass\n"
+        )
+    for part in ("1/2", "2/2"):
+        options = ("--slice", part, "-p", "cacheprovider", "-o", f"cache_dir={tmp_path / 'cache'}")
+        failed = re.search(r"\d failed", run(tmp_path, *options))
+        assert failed
+        assert f"= {failed[0]}" in run(tmp_path, *options, "--last-failed")
 
 
 @pytest.mark.slow

@@ -88,7 +88,11 @@ def numbers(answer: Answer) -> list[float]:
     return [number for each in listed for number in (each.logprob, *[pair[1] for pair in each.top])]
 
 
-def assert_same(found: dict[str, Answer], expected: dict[str, Answer], within: float = 1e-5) -> None:
+WITHIN = 5e-5
+"""How far log probabilities in float32 may be apart where ranks sum in another order; 1.34e-5 was seen."""
+
+
+def assert_same(found: dict[str, Answer], expected: dict[str, Answer], within: float = WITHIN) -> None:
     assert found.keys() == expected.keys()
     for name, answer in expected.items():
         assert found[name].ids == answer.ids, name
@@ -188,7 +192,7 @@ def test_adapters(tmp_path: Path) -> None:
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
     expected = run(engine(path, 1, **lora), requests)
     for ranks in (2, 4):
-        assert_same(run(engine(path, ranks, **lora), requests), expected, 5e-5)
+        assert_same(run(engine(path, ranks, **lora), requests), expected)
 
 
 @pytest.mark.few(2)

@@ -48,8 +48,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="ranks that all run the same steps are GPUs', on Linux"),
     pytest.mark.usefixtures("one_thread"),
 ]
-WITHIN = 2e-5
-"""Of log probabilities: additions are made in another order, and PyTorch's products of other shapes in another too."""
 BASE = {"dtype": "float32", "attention_backend": "reference", "threads": 4}
 
 
@@ -77,7 +75,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
     divided = engine(path, ranks, **SMALL)
     assert isinstance(divided.runner, SpmdRunner)
     found = run(divided, asked())
-    assert_same(found, expected, WITHIN)
+    assert_same(found, expected)
     assert divided.stats.preemptions > 0
     for each in asked():  # promise 2, at this number of ranks
         divided.reset_prefix_cache()
@@ -100,9 +98,7 @@ def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> 
     ]
     requests = [request(str(at), [435, 1029, 261 + at], seed=at, **each) for at, each in enumerate(kinds)]
     settings: dict[str, Any] = {"max_model_len": 256, "num_kv_blocks": 64}
-    assert_same(
-        run(engine(DEMO_MODEL, 2, **settings), requests), run(engine(DEMO_MODEL, 1, **settings), requests), WITHIN
-    )
+    assert_same(run(engine(DEMO_MODEL, 2, **settings), requests), run(engine(DEMO_MODEL, 1, **settings), requests))
 
 
 @pytest.mark.few(1)
@@ -120,7 +116,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
 def test_adapters(tmp_path: Path) -> None:
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
-    assert_same(run(engine(path, 2, **lora), requests), run(engine(path, 1, **lora), requests), 5e-5)
+    assert_same(run(engine(path, 2, **lora), requests), run(engine(path, 1, **lora), requests))
 
 
 @pytest.mark.slow
@@ -138,7 +134,7 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     else:  # without regard to what it costs
         lookup = PromptLookup(2) if method == "ngram" else SharedLookup(1)
         guessing.scheduler._drafter = Adaptive(lookup, 3, CHEAP)
-    assert_same(run(guessing, asked()), run(engine(path, 1, **settings), asked()), WITHIN)
+    assert_same(run(guessing, asked()), run(engine(path, 1, **settings), asked()))
     assert guessing.stats.drafts > 0
 
 
