@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.engine.checkpoint.families import ENCODERS, sparse_layers, stored_dtype, why_not_served
 from quire.engine.checkpoint.files import text_config
+from quire.engine.checkpoint.page_groups import PagedState
 from quire.engine.errors import ModelError
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
@@ -69,8 +70,6 @@ class ModelSizes:
     """The part of `parameters` in the routed experts of all layers, without the shared experts."""
     head_parameters: int
     """Parameters of the output head, tied or not."""
-    kv_numbers: int
-    """Numbers cached per token in all layers together; 0 for an encoder, which caches nothing."""
     kv_formula: str
     """How kv_numbers comes about, for people to read."""
     heads: int
@@ -81,8 +80,8 @@ class ModelSizes:
     """Numbers of a cached key per head; the whole of what latent attention caches."""
     attention_width: int
     """Query heads times head size, summed over the layers that have attention."""
-    windows: tuple[int | None, ...]
-    """By layer that has attention: tokens that a token sees; None: all."""
+    states: tuple[PagedState, ...]
+    """Of the layers that have attention; an encoder's keep nothing."""
     unserved: tuple[str, ...]
     """Why Quire does not serve such a model; empty where it does."""
     notes: tuple[str, ...]
@@ -91,7 +90,12 @@ class ModelSizes:
     @property
     def sliding(self) -> int:
         """Number of layers with a sliding window."""
-        return sum(window is not None for window in self.windows)
+        return sum(each.window is not None for each in self.states)
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers cached per token in all layers together."""
+        return sum(each.numbers for each in self.states)
 
     @property
     def active_parameters(self) -> int:
@@ -170,13 +174,12 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         experts_per_token=per_token,
         expert_parameters=sparse * experts * expert,
         head_parameters=table,
-        kv_numbers=0 if kind in ENCODERS else kv * attending,
         kv_formula=f"{formula} x {attending} layers",
         heads=_number(text, "num_attention_heads"),
         kv_heads=1 if text.get("kv_lora_rank") else _kv_heads(text),
         head_dim=kv if text.get("kv_lora_rank") else _head_dim(text, hidden),
         attention_width=width * attending,
-        windows=windows,
+        states=tuple(PagedState(0 if kind in ENCODERS else kv, window) for window in windows),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
     )

@@ -7,6 +7,7 @@ from typing import Any
 from quire.engine.checkpoint.fields import OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
+from quire.engine.layers.attention import AttentionSpec
 from quire.engine.models import gemma2
 from quire.engine.models.decoder import DecoderSpec
 
@@ -23,14 +24,9 @@ def spec(config: ModelConfig) -> DecoderSpec:
     full_given = given.get("full_attention") if given else raw.get("rope_scaling")
     sliding = _rope(given.get("sliding_attention"), raw.get("rope_local_base_freq") or 10_000.0)
     full = _rope(full_given, raw.get("rope_theta") or 1_000_000.0)
-    return replace(
-        gemma2.spec(config),
-        windows=windows,
-        ropes=tuple(full if window is None else sliding for window in windows),
-        qk_norm=True,
-        softcap=None,
-        logit_softcap=raw.get("final_logit_softcapping"),
-    )
+    ropes = [full if window is None else sliding for window in windows]
+    base = replace(gemma2.spec(config), logit_softcap=raw.get("final_logit_softcapping"))
+    return base.having(AttentionSpec, window=windows, rope=ropes, qk_norm=True, softcap=None)
 
 
 def _rope(given: OneRope | None, theta: float) -> dict[str, Any]:

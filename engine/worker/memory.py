@@ -24,7 +24,7 @@ from quire.engine.checkpoint.kv_plan import (
 )
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.layers.attention import PageTensor
+from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adaptable_modules, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams

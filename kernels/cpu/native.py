@@ -82,36 +82,14 @@ class LoraLinear(ctypes.Structure):
     _fields_ = [("adapters", ctypes.POINTER(LoraAdapter)), *[(name, _INT) for name in ("slots", "in_", "outs", "wide")]]
 
 
-class DecoderLayer(ctypes.Structure):
-    """Mirrors layers.cpp, which explains the fields, as do the next two."""
+class Argument(ctypes.Structure):
+    """Mirrors decoder/recorded.cpp, which explains the fields, as does the next one."""
 
-    _fields_ = [
-        *[(name, PackedLinear) for name in ("qkv", "out", "gate_up", "down")],
-        *[(name, _POINTER) for name in ("input_norm", "output_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm")],
-        *[(name, _POINTER) for name in ("cos_sin", "keys", "values")],
-        ("format", KVFormat),
-        *[(name, _LONG) for name in ("key_stride", "value_stride")],
-        *[(name, _INT) for name in ("window", "group")],
-        *[(name, _FLOAT) for name in ("scale", "softcap")],
-        ("sinks", _POINTER),
-        ("gelu", _INT),
-        ("experts", ctypes.POINTER(Experts)),
-        *[(f"{name}_adapters", ctypes.POINTER(LoraLinear)) for name in ("qkv", "out", "gate_up", "down")],
-    ]
+    _fields_ = [(name, ctypes.c_int64) for name in ("kind", "value")]
 
 
-class DecoderShape(ctypes.Structure):
-    _fields_ = [*[(name, _INT) for name in ("hidden", "heads", "kv_heads", "dim", "gate")], ("eps", _FLOAT)]
-
-
-class DecoderStep(ctypes.Structure):
-    _fields_ = [
-        *[(name, _POINTER) for name in ("x", "residual", "starts", "contexts", "tables")],
-        *[(name, _POINTER) for name in ("positions", "slots")],
-        *[(name, _LONG) for name in ("table_stride", "tokens", "pages")],
-        *[(name, _INT) for name in ("sequences", "starts_stream")],
-        *[(name, _POINTER) for name in ("adapters", "group")],
-    ]
+class Call(ctypes.Structure):
+    _fields_ = [("kernel", _POINTER), ("arguments", ctypes.POINTER(Argument)), ("count", ctypes.c_int64)]
 
 
 class Collective(ctypes.Structure):
@@ -183,7 +161,7 @@ _SIGNATURES = {
     "add_adapters": [*[_POINTER] * 4, _LONG, _INT],
     "look_up": [*[_POINTER] * 3, _LONG],
     "fit_int4": [*[_POINTER] * 4, _LONG, _INT, _INT],
-    "decoder_layers": [_POINTER, _INT, *[_POINTER] * 2, _INT],
+    "run_calls": [_POINTER, _INT, _POINTER, _LONG, _INT, _LONG],
     "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
 }
 Table = dict[torch.dtype, Callable[..., int]]
@@ -211,7 +189,7 @@ class Native:
     add_adapters: Table
     look_up: Table
     fit_int4: Table
-    decoder_layers: Table
+    run_calls: Table
     sum_ranks: Table
     compressed_size: Callable[..., int]
     """Bytes of a packed bfloat16 matrix when compressed; 0: compressing does not pay, or this instruction set cannot
@@ -228,7 +206,7 @@ class Native:
     def __init__(self, isa: str) -> None:
         self.isa = isa
         self.weights = Arena()
-        library = ctypes.CDLL(str(HERE / f"{isa}.so"))
+        library = self._library = ctypes.CDLL(str(HERE / f"{isa}.so"))
         sources = sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
         library.sum_of_sources.restype = ctypes.c_uint32
         if sources and library.sum_of_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
@@ -253,6 +231,10 @@ class Native:
         self.gather_ranks.argtypes = [*[_POINTER] * 3, _LONG, _POINTER]
         self.draw = library.draw_f32
         self.draw.argtypes = [*[_POINTER] * 4, _LONG, _LONG, _INT]
+
+    def caller(self, kernel: str, dtype: torch.dtype) -> int | None:
+        """Where the function is by which decoder/recorded.cpp calls a kernel."""
+        return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 
 def load() -> Native | str:

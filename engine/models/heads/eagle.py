@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import Attention, AttentionSpec, PageTensor
 from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.mlp import Mlp, MlpSpec
-from quire.engine.layers.norm import NormWeights
+from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.rope import rope_table
+from quire.engine.layers.part import Making, PageTensor, Step
 from quire.engine.layers.schemes import Scheme
-from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder import Decoder, LayerSpec
 from quire.engine.models.heads.head import DraftHead
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages, Softmax
-from quire.kernels.kv_codes import UNSCALED
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
 _UNSAID = -1e30
 """The logit of a token that the head cannot say."""
@@ -33,18 +30,12 @@ _UNSAID = -1e30
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """The shape of the layers, and how the hidden states come in."""
+    """Its layers, and how the hidden states come in."""
 
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
+    """What goes into the first of them is normed already, if it is to be."""
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope: dict[str, Any]
-    """See rope_table."""
-    qkv_bias: bool
+    norm: NormSpec
     fc_bias: bool
     """Of the linear that makes one hidden state of what is read."""
     taps: tuple[int, ...] = ()
@@ -58,65 +49,34 @@ class EagleSpec:
 
 
 class _Layers:
-    """The layers, of which the first gets its input normed, if it is to be."""
-
     def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
-        dtype, size = decoder.dtype, spec.hidden_size
-        cos_sin = rope_table(spec.rope, spec.head_dim, decoder.max_model_len).to(decoder.device)
-        common = AttentionSpec(
-            hidden_size=size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            softmax=Softmax(spec.head_dim**-0.5),
-            norm_eps=spec.norm_eps,
-            norm_offset=0.0,
-            qkv_bias=spec.qkv_bias,
-            out_bias=False,
-            qk_norm=False,
-            output_norm=False,
-        )
-        first = replace(common, input_size=2 * size if spec.taps else size, input_norm=False)
-        mlp = MlpSpec(size, spec.intermediate_size, spec.norm_eps, 0.0, bias=False, gelu=False, output_norm=False)
-        self._attention = [
-            Attention(
-                each,
-                backend,
-                scheme,
-                layer=f"layers.{index}",
-                cos_sin=cos_sin,
-                dtype=dtype,
-                kv_dtype=decoder.kv_dtype,
-                kv_scales=UNSCALED,
-            )
-            for index, each in enumerate([first, *[common] * (spec.num_layers - 1)])
-        ]
-        self._mlp = [
-            Mlp(mlp, backend, scheme, layer=f"layers.{index}", dtype=dtype) for index in range(spec.num_layers)
+        shape = (spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
+        making, self._backend = Making(backend, scheme, *shape, kv_scales={}), backend
+        self._layers = [
+            [each.part(making, f"layers.{index}") for each in layer] for index, layer in enumerate(spec.layers)
         ]
 
     def parameters(self) -> ParameterTable:
         table: ParameterTable = {}
-        for attention, mlp in zip(self._attention, self._mlp, strict=True):
-            table |= attention.parameters() | mlp.parameters()
+        for part in (part for layer in self._layers for part in layer):
+            table |= part.parameters()
         return table
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return [each.pages(num_blocks) for each in self._attention]
+        return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in self._layers]
 
     @property
     def page_formula(self) -> str:
-        return f"{self._attention[0].page_formula} x {len(self._attention)} layers"
+        return f"{self._layers[0][0].page_formula} x {len(self._layers)} layers"
 
     def forward(
         self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> tuple[Tensor, Tensor]:
         """Returns (output, residual stream), not yet added."""
         metadata = replace(metadata, linear=NO_ADAPTERS)  # adapters are the decoder's
-        for index, (attention, mlp) in enumerate(zip(self._attention, self._mlp, strict=True)):
-            attend = attention.forward if index else attention.attend
-            x, residual = attend(x, residual, metadata, kv_cache[index], None)
-            x, residual = mlp.forward(x, residual, NO_ADAPTERS)
+        for layer, pages in zip(self._layers, kv_cache, strict=True):
+            for part in layer:
+                x, residual = part.forward(self._backend, x, residual, Step(metadata, pages, None))
         return x, residual
 
 
@@ -174,7 +134,7 @@ class Eagle3(DraftHead):
         self._layers = _Layers(spec, scheme, decoder, backend)
         self.page_formula = self._layers.page_formula
         names = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
-        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, offset=0.0)
+        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, spec.norm)
         self._head = JoinedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
         self._tokens: Tensor | None = None
         """[draft vocabulary] int64: the decoder's ids of what it can say; None: the same."""
@@ -203,16 +163,16 @@ class Eagle3(DraftHead):
     def advance(
         self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> Tensor:
-        eps, rms_norm, norms = self._spec.norm_eps, self._backend.rms_norm, self._norms
-        embedded = rms_norm(self._decoder.embed(following), norms["layers.0.input_layernorm"], eps)
-        normed = rms_norm(states, norms["layers.0.hidden_norm"], eps)
+        norm = partial(self._norms.norm, self._backend)
+        embedded = norm("layers.0.input_layernorm", self._decoder.embed(following))
+        normed = norm("layers.0.hidden_norm", states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
         x = torch.cat((embedded, normed), dim=-1)
         x, residual = self._layers.forward(x, residual, metadata, kv_cache)
         return x + residual
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:
-        normed = self._backend.rms_norm(states, self._norms["norm"], self._spec.norm_eps)
+        normed = self._norms.norm(self._backend, "norm", states)
         own = self._head.packed(normed, NO_ADAPTERS)
         if self._tokens is None:
             return own

@@ -86,7 +86,7 @@ def load_model(
     held = page_numbers(config, files, dtype)
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
-    groups = page_groups(chosen.spec.windows, positions, backend.block_size, keep_all=kept)
+    groups = page_groups(chosen.spec.states, positions, backend.block_size, keep_all=kept)
     model = kind(
         chosen.spec,
         backend,
@@ -134,7 +134,7 @@ def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, 
 
 def page_numbers(
     config: EngineConfig, path: Path | None, dtype: torch.dtype
-) -> tuple[torch.dtype, Mapping[int, KVScales]]:
+) -> tuple[torch.dtype, Mapping[str, KVScales]]:
     """What pages hold, and by layer the scales of 8-bit floats, where the checkpoint at `path` has some."""
     held = kv_dtype(config, dtype)
     calibrated = held == torch.float8_e4m3fn and config.load_format == "auto"
