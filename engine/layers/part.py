@@ -1,5 +1,5 @@
-"""What every part of a decoder's layer says of itself: its parameters, the state that it keeps of each sequence, and its
-steps, in the kernels' own operations. A layer is a tuple of specs of parts, each of which makes its part."""
+"""What every part of a decoder's layer says of itself: its parameters, the state that it keeps of each sequence, and
+its steps, in the kernels' own operations. A layer is a tuple of specs, each of which makes its part."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ _MOST_NUMBERS = 2**16
 
 
 def calibrated_scales(path: Path) -> dict[str, KVScales]:
-    """By the layer's name; {} where a model directory has none. Where every head has a scale of its own, the largest is the
-    layer's. Raises ModelError, naming the tensor, for what is no scale."""
+    """By the layer's name; {} where a model directory has none. Where every head has a scale of its own, the largest
+    is the layer's. Raises ModelError, naming the tensor, for what is no scale."""
     found: dict[int, dict[str, float]] = {}
     for shard in weight_files(path) if path.is_dir() else ():
         try:
