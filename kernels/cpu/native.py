@@ -141,7 +141,7 @@ def _map(size: int) -> Tensor:
     return whole[begin : begin + size]
 
 
-_SIGNATURES = {
+SIGNATURES = {
     "paged_attention": [
         *[*[_POINTER] * 8, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
         *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
@@ -211,7 +211,7 @@ class Native:
         library.sum_of_sources.restype = ctypes.c_uint32
         if sources and library.sum_of_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
             raise OSError("they were built from other sources; install Quire again, as `make` does")
-        for name, arguments in _SIGNATURES.items():
+        for name, arguments in SIGNATURES.items():
             table = {}
             for dtype, suffix in _SUFFIXES.items():
                 function = table[dtype] = getattr(library, f"{name}_{suffix}")

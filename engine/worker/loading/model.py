@@ -81,7 +81,7 @@ def load_model(
     if shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
         check_files(config, device, dtype, files)
     pooling, tasks = read_tasks(path, model_config, config)
-    length = longest_context(config, model_config, device, dtype, backend)
+    length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
     held = page_numbers(config, files, dtype)
     room = adapter_room(config, backend, dtype, device)
@@ -116,13 +116,12 @@ def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:
     return "generate" in tasks or pooling.score_tokens is not None
 
 
-def longest_context(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: Backend
-) -> int:
+def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Chosen) -> int:
     """The context's length until plan_kv fits it, once the weights are loaded: the longest that might fit. Raises
     ConfigError where the model has fewer positions than were asked for."""
     check_positions(model_config, config.max_model_len)
-    most = most_tokens(config, model_config, device, kv_dtype(config, dtype).itemsize, backend.block_size)
+    token_bytes = sum(each.numbers for each in chosen.spec.states) * kv_dtype(config, chosen.dtype).itemsize
+    most = most_tokens(config, token_bytes, chosen.device, chosen.backend.block_size)
     return config.max_model_len or min(model_config.max_position, most)
 
 

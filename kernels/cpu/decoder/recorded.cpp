@@ -26,6 +26,8 @@ struct Call {
 
 namespace {
 
+constexpr int kMostArguments = 32;
+
 template <class A>
 A as(int64_t value) {
   if constexpr (std::is_pointer_v<A>) return reinterpret_cast<A>(value);
@@ -44,10 +46,10 @@ int call_with(R (*kernel)(A...), const int64_t* arguments, std::index_sequence<I
 }
 template <class R, class... A>
 int call(R (*kernel)(A...), const int64_t* arguments) {
+  static_assert(sizeof...(A) <= kMostArguments);
   return call_with(kernel, arguments, std::index_sequence_for<A...>());
 }
 
-constexpr int kMostArguments = 32;
 constexpr long kMaxFetch = 8 << 20;  // bytes; more would not stay in the caches until it is read
 
 // Lists the pages that an attention, whose arguments it takes but for the first, will read.
@@ -79,11 +81,20 @@ struct Step {
     for (long i = 0; i < call.count; ++i) {
       const Argument& each = call.arguments[i];
       switch (each.kind) {
-        case kFixed: arguments[i] = each.value; break;
-        case kPerToken: arguments[i] = each.value * tokens; break;
-        case kBuffer: arguments[i] = reinterpret_cast<int64_t>(memory + each.value * tokens); break;
-        case kOfStep: arguments[i] = values[each.value]; break;
-        default: arguments[i] = reinterpret_cast<int64_t>(pages);
+        case kFixed:
+          arguments[i] = each.value;
+          break;
+        case kPerToken:
+          arguments[i] = each.value * tokens;
+          break;
+        case kBuffer:
+          arguments[i] = reinterpret_cast<int64_t>(memory + each.value * tokens);
+          break;
+        case kOfStep:
+          arguments[i] = values[each.value];
+          break;
+        default:
+          arguments[i] = reinterpret_cast<int64_t>(pages);
       }
     }
   }
@@ -119,7 +130,7 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
 
 }  // namespace
 
-#define CALLED(name) \
+#define CALLED(name)                                                                                                   \
   EXPORTED int call_##name(const int64_t* arguments) { return call(name, arguments); }
 #define EXPORT(suffix, T)                                                                                              \
   CALLED(linear_##suffix)                                                                                              \

@@ -113,11 +113,11 @@ class _Recorder(Operations):
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
         out = self._buffer(x.width)
-        self._call("rms_norm", x, weight, out, _TOKENS, x.width, float(eps), _THREADS)
+        self._call("rms_norm", x, weight, out, _TOKENS, x.width, eps, _THREADS)
         return out
 
     def add_rms_norm(self, x: Any, residual: Any, weight: Tensor, eps: float) -> Any:
-        self._call("add_rms_norm", x, residual, weight, _TOKENS, x.width, float(eps), _THREADS)
+        self._call("add_rms_norm", x, residual, weight, _TOKENS, x.width, eps, _THREADS)
         return x, residual
 
     def silu_mul(self, gate_up: Any) -> Any:
@@ -136,7 +136,7 @@ class _Recorder(Operations):
         heads = qkv.width // dim - 2 * kv_heads
         q, weights = self._buffer(heads, dim), (rope.q_norm, rope.k_norm, rope.cos_sin)
         caches = self._caches(k_cache, v_cache, rope.kv_scales)
-        sizes = (k_cache.stride(0), v_cache.stride(0), _TOKENS, len(k_cache), heads, kv_heads, dim, float(rope.eps))
+        sizes = (k_cache.stride(0), v_cache.stride(0), _TOKENS, len(k_cache), heads, kv_heads, dim, rope.eps)
         self._call("rope_store", qkv, *weights, metadata.positions, metadata.slots, q, *caches, *sizes, _THREADS)
         return q
 
@@ -185,7 +185,8 @@ class _Program:
         self._run = library.run_calls[dtype]
         self._calls = (native.Call * len(self._noted))()
         for call, (kernel, arguments) in zip(self._calls, self._noted, strict=True):
-            values = (native.Argument * len(arguments))(*map(_argument, arguments))
+            values = (native.Argument * len(arguments))(*map(_argument, arguments, native.SIGNATURES[kernel]))
+            assert len(arguments) == len(native.SIGNATURES[kernel])
             call.kernel, call.arguments, call.count = library.caller(kernel, dtype), values, len(values)
 
     def __call__(
@@ -210,7 +211,8 @@ class _Program:
         return x, residual
 
 
-def _argument(each: Any) -> tuple[int, int]:
+def _argument(each: Any, kind: type) -> tuple[int, int]:
+    """`kind`: of the kernel's own argument."""
     match each:
         case _Given(kind, value):
             return kind, value
@@ -220,7 +222,4 @@ def _argument(each: Any) -> tuple[int, int]:
             return 0, each.data_ptr()
         case ctypes.Structure():
             return 0, ctypes.addressof(each)
-        case float():
-            return 0, struct.unpack("<i", struct.pack("<f", each))[0]
-        case _:
-            return 0, int(each or 0)
+    return 0, struct.unpack("<i", struct.pack("<f", each))[0] if kind is ctypes.c_float else int(each or 0)
