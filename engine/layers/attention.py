@@ -110,9 +110,9 @@ class Attention(Part):
         if self._spec.input_norm:
             x, residual = self._norms.add(run, self._input_norm, x, residual)
         assert residual is not None
-        metadata, context, pages = step.metadata, step.context, step.pages
-        q = run.rope_store(run.apply(self._qkv.packed, x, context), self.rope, *pages, metadata)
-        attended = run.paged_attention(q, *pages, metadata, self._softmax).flatten(1)
+        metadata, context, (k_cache, v_cache) = step.metadata, step.context, step.pages
+        q = run.rope_store(run.apply(self._qkv.packed, x, context), self.rope, k_cache, v_cache, metadata)
+        attended = run.paged_attention(q, k_cache, v_cache, metadata, self._softmax).flatten(1)
         if step.rows is not None:
             attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
         x = run.sum(run.apply(self._out.packed, attended, context), self._making.shard.group)
@@ -121,8 +121,8 @@ class Attention(Part):
     @cached_property
     def rope(self) -> Rope:
         """How heads are rotated and stored, once its weights are there."""
-        own = (self._norms.get(f"{self._prefix}.{name}_norm") for name in "qk")
-        return Rope(self._spec.head_dim, self._cos_sin, *own, self._spec.norm.eps, self._kv_scales)
+        spec, (q_norm, k_norm) = self._spec, (self._norms.get(f"{self._prefix}.{name}_norm") for name in "qk")
+        return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, self._kv_scales)
 
     @cached_property
     def _softmax(self) -> Softmax:

@@ -55,7 +55,7 @@ class DecoderSpec:
     @property
     def states(self) -> list[PagedState]:
         """What the layers keep, in their order."""
-        return [each.state for each in self.parts(PartSpec) if each.state is not None]
+        return [each.state for layer in self.layers for each in layer if each.state is not None]
 
     def parts(self, kind: type[P]) -> list[P]:
         """All parts of a kind, in the order of the layers."""

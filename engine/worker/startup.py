@@ -19,7 +19,6 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.executor import AdapterLoader, Executor
 from quire.engine.layers.adapters import Adapters
-from quire.engine.layers.part import PartSpec
 from quire.engine.layers.shard import Shard
 from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
@@ -202,7 +201,8 @@ def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None
 
 def indivisible(spec: DecoderSpec, ranks: int) -> str | None:
     """What of a model cannot be divided among so many ranks; None: all can."""
-    return next((wrong for part in spec.parts(PartSpec) if (wrong := part.indivisible(ranks)) is not None), None)
+    parts = (part for layer in spec.layers for part in layer)
+    return next((wrong for part in parts if (wrong := part.indivisible(ranks)) is not None), None)
 
 
 def lacking_gpus(ranks: int, device: torch.device) -> str | None:

@@ -22,6 +22,8 @@ from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
 from quire.kernels.kv_codes import KV_CODES
 
+_FIXED, _PER_TOKEN, _BUFFER, _OF_STEP, _FETCH = range(5)
+"""How an argument follows from its value, as recorded.cpp has it."""
 _ALIGNED = 64
 """Bytes of a token's part of a buffer: a multiple of this."""
 
@@ -32,15 +34,15 @@ class _NotOurs(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """An argument that a step gives, as recorded.cpp says it."""
+    """An argument that a step gives."""
 
     kind: int
     value: int
 
 
-_TOKENS, _PAGES = _Given(1, 1), _Given(4, 0)
+_TOKENS, _PAGES = _Given(_PER_TOKEN, 1), _Given(_FETCH, 0)
 _X, _RESIDUAL, _STARTS, _CONTEXTS, _POSITIONS, _ADAPTERS, _STRIDE, _SEQUENCES, _THREADS = (
-    _Given(3, number) for number in range(9)
+    _Given(_OF_STEP, number) for number in range(9)
 )
 _FIRST_TABLE = 9
 """The step's number of the first group's table; its slots follow, then those of the other groups."""
@@ -72,19 +74,26 @@ class _Recorder(Operations):
         self.token_bytes = 0
         """Of the buffers of the layer that needs most."""
         self._hidden, self._dtype = hidden, dtype
-        paged = [_Given(3, _FIRST_TABLE + number) for number in range(2 * groups)]
-        given: Any = (_STARTS, _CONTEXTS, None, paged[0], _POSITIONS, paged[1], 0, 0, LinearContext(_ADAPTERS))  # type: ignore[arg-type]
-        self._metadata = AttentionMetadata(*given).grouped(paged[::2], paged[1::2])  # type: ignore[arg-type]
+        adapters: Any = _ADAPTERS
+        paged: list[Any] = [_Given(_OF_STEP, _FIRST_TABLE + number) for number in range(2 * groups)]
+        tables, slots = paged[::2], paged[1::2]
+        given: dict[str, Any] = {"query_start": _STARTS, "context_lens": _CONTEXTS, "key_start": None}
+        given |= {"block_table": tables[0], "positions": _POSITIONS, "slots": slots[0]}
+        step = AttentionMetadata(**given, max_query_len=0, max_context_len=0, linear=LinearContext(adapters))
+        self._metadata = step.grouped(tables, slots)
 
     def note(self, layer: Layer, *, starts: bool) -> None:
         """What a layer returns must be where it found it, so that any layers can be run."""
         self._used = 0
-        given: Any = (_Buffer((self._hidden,), _X), _Buffer((self._hidden,), _RESIDUAL))
-        x, residual = layer(self, *((given[1], None) if starts else given), self._metadata)
-        assert residual is given[1]
-        made = [any(each is x for each in arguments) for _, arguments in self.calls].index(True)
-        assert not any(each is given[0] for _, arguments in self.calls[made + 1 :] for each in arguments)
-        x.place = _X  # type: ignore[attr-defined]
+        stream: Any = _Buffer((self._hidden,), _RESIDUAL)
+        given: Any = stream if starts else _Buffer((self._hidden,), _X)
+        x: Any
+        x, residual = layer(self, given, None if starts else stream, self._metadata)
+        assert residual is stream
+        if x is not given:
+            made = [any(each is x for each in arguments) for _, arguments in self.calls].index(True)
+            assert starts or not any(each is given for _, those in self.calls[made + 1 :] for each in those)
+            x.place = _X
         self.ends.append(len(self.calls))
 
     def apply(self, linear: Any, x: Any, context: LinearContext) -> Any:
@@ -92,8 +101,9 @@ class _Recorder(Operations):
             out = self.apply(linear.linear, x, context)
             self._call("add_adapters", linear.native, _ADAPTERS, x, out, _TOKENS, _THREADS)
             return out
-        if not isinstance(linear, CompiledLinear) or (linear.dtype, linear.inner) != (self._dtype, x.width):
+        if not isinstance(linear, CompiledLinear) or linear.dtype != self._dtype or linear.native.wide:
             raise _NotOurs
+        assert linear.inner == x.width
         out = self._buffer(linear.outs)
         self._call("linear", linear.native, x, out, _TOKENS, _THREADS, _PAGES)
         return out
@@ -108,7 +118,7 @@ class _Recorder(Operations):
         if group is not None:
             if not isinstance(group, SharedCollective):
                 raise _NotOurs
-            self._call("sum_ranks", group.native, x, _Given(1, x.width), _THREADS)
+            self._call("sum_ranks", group.native, x, _Given(_PER_TOKEN, x.width), _THREADS)
         return x
 
     def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
@@ -156,7 +166,7 @@ class _Recorder(Operations):
         return k_cache, v_cache, native.kv_format(k_cache, scales)
 
     def _buffer(self, *shape: int) -> _Buffer:
-        made = _Buffer(shape, _Given(2, self._used))
+        made = _Buffer(shape, _Given(_BUFFER, self._used))
         self._used += -(-made.width * self._dtype.itemsize // _ALIGNED) * _ALIGNED
         self.token_bytes = max(self.token_bytes, self._used)
         return made
@@ -185,8 +195,8 @@ class _Program:
         self._run = library.run_calls[dtype]
         self._calls = (native.Call * len(self._noted))()
         for call, (kernel, arguments) in zip(self._calls, self._noted, strict=True):
-            values = (native.Argument * len(arguments))(*map(_argument, arguments, native.SIGNATURES[kernel]))
-            assert len(arguments) == len(native.SIGNATURES[kernel])
+            given = zip(arguments, native.SIGNATURES[kernel], strict=True)
+            values = (native.Argument * len(arguments))(*(_argument(each, kind) for each, kind in given))
             call.kernel, call.arguments, call.count = library.caller(kernel, dtype), values, len(values)
 
     def __call__(
@@ -211,15 +221,17 @@ class _Program:
         return x, residual
 
 
-def _argument(each: Any, kind: type) -> tuple[int, int]:
+def _argument(each: Any, kind: type) -> native.Argument:
     """`kind`: of the kernel's own argument."""
     match each:
-        case _Given(kind, value):
-            return kind, value
+        case _Given():
+            return native.Argument(each.kind, each.value)
         case _Buffer():
-            return each.place.kind, each.place.value
+            return native.Argument(each.place.kind, each.place.value)
         case Tensor():
-            return 0, each.data_ptr()
+            return native.Argument(_FIXED, each.data_ptr())
         case ctypes.Structure():
-            return 0, ctypes.addressof(each)
-    return 0, struct.unpack("<i", struct.pack("<f", each))[0] if kind is ctypes.c_float else int(each or 0)
+            return native.Argument(_FIXED, ctypes.addressof(each))
+    return native.Argument(
+        0, struct.unpack("<i", struct.pack("<f", each))[0] if kind is ctypes.c_float else int(each or 0)
+    )
