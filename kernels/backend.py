@@ -206,21 +206,13 @@ class Experts:
     """None: the gate is SiLU, without limits."""
 
 
-Mixture = Callable[[Tensor], Tensor]
-"""[T, hidden] to the same: the weighed sum of what each token's experts give."""
-
-
 class Operations(ABC):
     """What the parts of a decoder's layers are made of, for T tokens, H query heads, K key-value heads, D head_dim: a
     backend computes each at once, or notes it, to compute a whole list of them at once later (`Backend.recorded`)."""
 
     @abstractmethod
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
-        """What a linear gives."""
-
-    @abstractmethod
-    def mix(self, mixture: Mixture, x: Tensor) -> Tensor:
-        """What a mixture gives. May overwrite x."""
+        """What a linear, or a mixture of experts, gives. May overwrite x."""
 
     @abstractmethod
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:
@@ -353,8 +345,9 @@ class Backend(Operations):
         """An embedding [vocab, hidden], which may be dropped afterwards; tied: it is the head as well."""
 
     @abstractmethod
-    def mixture(self, experts: Experts) -> Mixture:
-        """The experts as one call, which reads the weights of those that some token chose, once."""
+    def mixture(self, experts: Experts) -> Linear:
+        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give. It reads
+        the weights of those that some token chose, once."""
 
     @abstractmethod
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:

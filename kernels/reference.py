@@ -24,7 +24,6 @@ from quire.kernels.backend import (
     Layer,
     Linear,
     LinearContext,
-    Mixture,
     Recorded,
     Rope,
     Softmax,
@@ -81,9 +80,6 @@ class Reference(Backend):
 
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
         return linear(x, context)
-
-    def mix(self, mixture: Mixture, x: Tensor) -> Tensor:
-        return mixture(x)
 
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:
         return x if group is None else group.sum(x)
@@ -171,7 +167,7 @@ class Reference(Backend):
         whole = weight.dequantized().to(dtype)
         return Table(lambda ids: F.embedding(ids, whole), self.pack_linear(whole, None, wide=True) if tied else None)
 
-    def mixture(self, experts: Experts) -> Mixture:
+    def mixture(self, experts: Experts) -> Linear:
         return ReferenceMixture(self, experts)
 
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:

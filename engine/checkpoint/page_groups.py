@@ -46,16 +46,6 @@ class PageGroups:
         """Layers of a page; a group may have fewer."""
         return max(self.place_of) + 1
 
-    @property
-    def slots(self) -> int:
-        """Places for layers in pages of all groups."""
-        return self.places * self.count
-
-    @property
-    def unused(self) -> int:
-        """Of these, those that no layer has."""
-        return self.slots - len(self.group_of)
-
 
 def one_group(layers: int, window: int | None = None) -> PageGroups:
     """A page for all layers."""

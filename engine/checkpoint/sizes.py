@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.checkpoint.families import ENCODERS, sparse_layers, stored_dtype, why_not_served
+from quire.engine.checkpoint.families import ENCODERS, layer_windows, sparse_layers, stored_dtype, why_not_served
 from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.page_groups import PagedState
 from quire.engine.errors import ModelError
@@ -28,10 +28,6 @@ _BIASED = {"gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2
 """Families whose linear layers have biases."""
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
 """Families with a table of positions."""
-_SLIDING = {"mistral", "gemma2", "gemma3_text"}
-"""Families whose layers have a sliding window where config.json does not say how long it is."""
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
-"""By family: every so many layers one has no window, where config.json does not say which."""
 _ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -254,24 +250,6 @@ def _norms(text: Mapping[str, Any], hidden: int) -> int:
     if kind in _OLDER:
         return 4 * hidden
     return (4 if kind.startswith(("gemma2", "gemma3")) else 2) * hidden
-
-
-def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """By layer that has attention, as the families' files in engine/models read it."""
-    kind = str(text.get("model_type"))
-    window = text.get("sliding_window", 4096 if kind in _SLIDING else None)
-    if not text.get("use_sliding_window", not kind.startswith(("qwen", "smollm"))):
-        window = None
-    kinds = text.get("layer_types") or text.get("layers_block_type")
-    if kinds:
-        attend = [each for each in kinds if "attention" in each and "linear" not in each]
-        return tuple(window if "sliding" in each else None for each in attend)
-    every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
-    if isinstance(every, int):
-        return tuple(window if layer % every else None for layer in range(1, layers + 1))
-    first = text.get("max_window_layers") if kind.startswith(("qwen", "smollm")) else 0
-    first = layers if first is None else int(first)
-    return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:

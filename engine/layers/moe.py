@@ -12,7 +12,7 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
-from quire.kernels.backend import Clamp, Experts, Mixture, Operations
+from quire.kernels.backend import Clamp, Experts, Linear, Operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class Moe(Part):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._input_norm, x, residual)
-        return run.mix(self._mixture, x), residual
+        return run.apply(self._mixture, x, step.context), residual
 
     @cached_property
-    def _mixture(self) -> Mixture:
+    def _mixture(self) -> Linear:
         spec = self._spec
         experts = Experts(
             router=self._router.packed,

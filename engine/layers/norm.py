@@ -31,9 +31,6 @@ class NormWeights:
         self._spec = spec
         self._weights: dict[str, Tensor] = {}
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[name]
-
     def get(self, name: str) -> Tensor | None:
         """None for a norm that the model does not have."""
         return self._weights[name] if name in self._names else None

@@ -62,10 +62,10 @@ class DecoderSpec:
         return [each for layer in self.layers for each in layer if isinstance(each, kind)]
 
     def having(self, kind: type[PartSpec], **fields: Any) -> DecoderSpec:
-        """With other values in all parts of a kind; a list has one for each layer."""
+        """With other values in all parts of a kind; a list or tuple has one for each layer."""
 
         def changed(each: PartSpec, layer: int) -> PartSpec:
-            own = {name: value[layer] if isinstance(value, list) else value for name, value in fields.items()}
+            own = {name: value[layer] if isinstance(value, list | tuple) else value for name, value in fields.items()}
             return replace(each, **own) if isinstance(each, kind) else each  # type: ignore[type-var]
 
         layers = enumerate(self.layers)

@@ -1,5 +1,6 @@
 """gpt-oss (OpenAI, 2025): experts in every layer, a sink in every head, and in every second layer a sliding window."""
 
+from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
@@ -23,9 +24,6 @@ def spec(config: ModelConfig) -> DecoderSpec:
         clamp=Clamp(raw.get("swiglu_alpha") or _ALPHA, raw.get("swiglu_limit") or _LIMIT),
         router="router",
     )
-    window, bias = raw.get("sliding_window"), raw.get("attention_bias") is not False
-    kinds = ("sliding_attention", "full_attention")
-    types = raw.get("layer_types") or [kinds[layer % 2] for layer in range(config.num_layers)]
-    windows = [window if kind == kinds[0] else None for kind in types]
+    windows, bias = layer_windows(raw, config.num_layers), raw.get("attention_bias") is not False
     base = base_spec(config).having(AttentionSpec, window=windows, qkv_bias=bias, out_bias=bias, sinks=True)
     return in_layers(experts, base, config)

@@ -2,11 +2,10 @@
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.models.decoder import DecoderSpec, base_spec
-from quire.engine.models.qwen2 import layer_windows
+from quire.engine.models import qwen2
+from quire.engine.models.decoder import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
     bias = bool(config.raw.get("attention_bias", False))
-    attention = {"window": layer_windows(config), "qkv_bias": bias, "out_bias": bias}
-    return base_spec(config).having(AttentionSpec, qk_norm=True, **attention)
+    return qwen2.spec(config).having(AttentionSpec, qk_norm=True, qkv_bias=bias, out_bias=bias)

@@ -22,7 +22,6 @@ from quire.kernels.backend import (
     Experts,
     Layer,
     Linear,
-    Mixture,
     Recorded,
     Rope,
     Softmax,
@@ -258,7 +257,7 @@ class Cpu(Reference):
         linear = quantized.QuantizedLinear(self.library, grouped, None, dtype=dtype, wide=True)
         return Table(linear.look_up, linear if tied else None)
 
-    def mixture(self, experts: Experts) -> Mixture:
+    def mixture(self, experts: Experts) -> Linear:
         return compiled_mixture(self.library, experts) or super().mixture(experts)
 
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:

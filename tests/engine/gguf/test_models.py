@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import read_model_config, resolve_model
-from quire.engine.checkpoint.sizes import layer_windows
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
