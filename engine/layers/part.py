@@ -77,11 +77,9 @@ class Step:
     def context(self) -> LinearContext:
         return self.metadata.linear
 
-    def behind(self) -> Step:
-        """For the parts behind the one that drops rows."""
-        if self.rows is None:
-            return self
-        return Step(replace(self.metadata, linear=self.context.at(self.rows)), self.pages, None)
+    def behind(self, rows: Tensor) -> Step:
+        """For the parts behind the one that has dropped all others."""
+        return Step(replace(self.metadata, linear=self.context.at(rows)), self.pages, None)
 
 
 class Part(ABC):

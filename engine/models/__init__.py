@@ -24,7 +24,6 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
     spec: DecoderSpec = import_module(f"quire.engine.models.{FAMILIES[config.model_type]}").spec(config)
     activation = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
-    gelu = any(each.gelu for each in spec.parts(MlpSpec))
-    if activation is not None and activation not in _GATES[gelu]:
+    if activation is not None and activation not in _GATES[any(each.gelu for each in spec.parts(MlpSpec))]:
         raise ModelError(f"model: hidden_act {activation!r} is not supported")
     return spec

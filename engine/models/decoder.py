@@ -114,15 +114,9 @@ class Decoder:
         `dtype`. `kv_scales`, `adapters` and `shard`: see Making. `groups`: how its layers share pages; by default
         each page is of all layers. `layers`: which of the model's it has, where others have the rest: the first ones
         with the embedding, the last ones with the last norm and the head."""
-        self.spec = spec
-        self.dtype = dtype
-        self.kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self.device = device
-        self.max_model_len = max_model_len
-        self._progress = progress
-        self._backend = backend
-        self.adapters = adapters
-        self.shard = shard
+        self.spec, self._backend, self._progress, self.max_model_len = spec, backend, progress, max_model_len
+        self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
+        self.adapters, self.shard = adapters, shard
         self.layers = layers = range(spec.num_layers) if layers is None else layers
         self.groups = one_group(len(layers)) if groups is None else groups
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
@@ -144,9 +138,8 @@ class Decoder:
             shard=shard,
         )
         self._norm = NormWeights({_NORM: spec.hidden_size}, dtype, spec.norm)
-        head_parts, cuts = {HEAD: spec.vocab_size}, {HEAD: shard.outs(spec.vocab_size)}
-        size = spec.hidden_size
-        self._head = JoinedLinear(scheme, size, head_parts, bias=False, wide=True, adapters=adapters, cuts=cuts)
+        size, parts, cuts = spec.hidden_size, {HEAD: spec.vocab_size}, {HEAD: shard.outs(spec.vocab_size)}
+        self._head = JoinedLinear(scheme, size, parts, bias=False, wide=True, adapters=adapters, cuts=cuts)
         self.argmax, self.draw = backend.argmax, backend.draw
 
     @property
@@ -267,7 +260,7 @@ class Decoder:
         for part in self._layers[index]:
             x, residual = part.forward(run, x, residual, step)
             if step.rows is not None and part.pages(1):
-                step = step.behind()
+                step = step.behind(step.rows)
         assert residual is not None
         return (x, residual) if step.rows is None else (x[step.rows], residual[step.rows])
 

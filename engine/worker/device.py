@@ -180,8 +180,7 @@ def choose_backend(
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
-    attention = widest(spec)
-    wanted = (dtype, attention.head_dim, config.attention_backend, attention.softcap is not None)
+    wanted = (dtype, widest(spec).head_dim, config.attention_backend, widest(spec).softcap is not None)
     try:
         trials = [] if tried else choose_trials(config, device, dtype, spec)
         held = kv_dtype(config, dtype)

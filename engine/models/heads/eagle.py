@@ -48,16 +48,22 @@ class EagleSpec:
     """Whether the tokens that it can say have other ids than the decoder's."""
 
 
-class _Layers:
+class Eagle(DraftHead):
+    """The first EAGLE. Its first layer has no norm before attention, and nothing is normed at the end."""
+
     def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
-        shape = (spec.hidden_size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
-        making, self._backend = Making(backend, scheme, *shape, kv_scales={}), backend
-        self._layers = [
-            [each.part(making, f"layers.{index}") for each in layer] for index, layer in enumerate(spec.layers)
-        ]
+        """It takes embedding and head of the decoder."""
+        self._spec, self._decoder, self._backend = spec, decoder, backend
+        self.device, self.taps = decoder.device, spec.taps
+        size, read = spec.hidden_size, len(spec.taps) * decoder.spec.hidden_size or 2 * spec.hidden_size
+        self._fc = JoinedLinear(scheme, read, {"fc": size}, bias=spec.fc_bias)
+        shape = (size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
+        making, layers = Making(backend, scheme, *shape, kv_scales={}), enumerate(spec.layers)
+        self._layers = [[each.part(making, f"layers.{index}") for each in layer] for index, layer in layers]
+        self.page_formula = f"{self._layers[0][0].page_formula} x {len(spec.layers)} layers"
 
     def parameters(self) -> ParameterTable:
-        table: ParameterTable = {}
+        table = self._fc.parameters()
         for part in (part for layer in self._layers for part in layer):
             table |= part.parameters()
         return table
@@ -65,38 +71,6 @@ class _Layers:
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
         return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in self._layers]
 
-    @property
-    def page_formula(self) -> str:
-        return f"{self._layers[0][0].page_formula} x {len(self._layers)} layers"
-
-    def forward(
-        self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (output, residual stream), not yet added."""
-        metadata = replace(metadata, linear=NO_ADAPTERS)  # adapters are the decoder's
-        for layer, pages in zip(self._layers, kv_cache, strict=True):
-            for part in layer:
-                x, residual = part.forward(self._backend, x, residual, Step(metadata, pages, None))
-        return x, residual
-
-
-class Eagle(DraftHead):
-    """The first EAGLE. Its first layer has no norm before attention, and nothing is normed at the end."""
-
-    def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
-        """It takes embedding and head of the decoder."""
-        self.device = decoder.device
-        self._decoder = decoder
-        self._fc = JoinedLinear(scheme, 2 * spec.hidden_size, {"fc": spec.hidden_size}, bias=spec.fc_bias)
-        self._layers = _Layers(spec, scheme, decoder, backend)
-        self.page_formula = self._layers.page_formula
-
-    def parameters(self) -> ParameterTable:
-        return self._fc.parameters() | self._layers.parameters()
-
-    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return self._layers.pages(num_blocks)
-
     def observe(
         self,
         following: Tensor,
@@ -106,59 +80,49 @@ class Eagle(DraftHead):
         kv_cache: Sequence[Pages],
     ) -> Tensor:
         assert metadata is not None
-        return self.advance(following, hidden, metadata, kv_cache)
+        return self.advance(following, self._read(hidden, tapped), metadata, kv_cache)
+
+    def _read(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return hidden
 
     def advance(
         self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> Tensor:
         read = torch.cat((self._decoder.embed(following), states), dim=-1)
         x = self._fc.packed(read, NO_ADAPTERS)
-        x, residual = self._layers.forward(x, x.clone(), metadata, kv_cache)
+        return self._run(x, x.clone(), metadata, kv_cache)
+
+    def _run(self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]) -> Tensor:
+        """What its layers give, for an x that is normed already, if it is to be."""
+        metadata = replace(metadata, linear=NO_ADAPTERS)  # adapters are the decoder's
+        for layer, pages in zip(self._layers, kv_cache, strict=True):
+            for part in layer:
+                x, residual = part.forward(self._backend, x, residual, Step(metadata, pages, None))
         return x + residual
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:
         return self._decoder.logits(states)
 
 
-class Eagle3(DraftHead):
+class Eagle3(Eagle):
     def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
         """It takes the embedding of the decoder."""
+        super().__init__(spec, scheme, decoder, backend)
         assert spec.draft_vocab_size is not None
-        self.taps = spec.taps
-        self._spec = spec
-        self.device = decoder.device
-        self._decoder = decoder
-        self._backend = backend
-        size, read = spec.hidden_size, len(spec.taps) * decoder.spec.hidden_size
-        self._fc = JoinedLinear(scheme, read, {"fc": size}, bias=spec.fc_bias)
-        self._layers = _Layers(spec, scheme, decoder, backend)
-        self.page_formula = self._layers.page_formula
-        names = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
+        names, size = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"), spec.hidden_size
         self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, spec.norm)
         self._head = JoinedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
         self._tokens: Tensor | None = None
         """[draft vocabulary] int64: the decoder's ids of what it can say; None: the same."""
 
     def parameters(self) -> ParameterTable:
-        table = self._fc.parameters() | self._layers.parameters() | self._norms.parameters() | self._head.parameters()
+        table = super().parameters() | self._norms.parameters() | self._head.parameters()
         if self._spec.maps_tokens:
             table["d2t"] = Parameter((self._spec.draft_vocab_size or 0,), torch.int64, self._put_offsets)
         return table
 
-    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return self._layers.pages(num_blocks)
-
-    def observe(
-        self,
-        following: Tensor,
-        hidden: Tensor,
-        tapped: Sequence[Tensor],
-        metadata: AttentionMetadata | None,
-        kv_cache: Sequence[Pages],
-    ) -> Tensor:
-        assert metadata is not None
-        read = self._fc.packed(torch.cat(tuple(tapped), dim=-1), NO_ADAPTERS)
-        return self.advance(following, read, metadata, kv_cache)
+    def _read(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return self._fc.packed(torch.cat(tuple(tapped), dim=-1), NO_ADAPTERS)
 
     def advance(
         self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
@@ -167,9 +131,7 @@ class Eagle3(DraftHead):
         embedded = norm("layers.0.input_layernorm", self._decoder.embed(following))
         normed = norm("layers.0.hidden_norm", states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
-        x = torch.cat((embedded, normed), dim=-1)
-        x, residual = self._layers.forward(x, residual, metadata, kv_cache)
-        return x + residual
+        return self._run(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:
         normed = self._norms.norm(self._backend, "norm", states)

@@ -64,8 +64,7 @@ def load_draft_model(
         if model.vocab_size != served.vocab_size:
             raise ConfigError(f"its vocabulary has {model.vocab_size} tokens, the served model's {served.vocab_size}")
         spec = decoder_spec(model)
-        attention = widest(spec)
-        wanted = (like.dtype, attention.head_dim, backend.name, attention.softcap is not None)
+        wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
         own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype)
         length = min(like.max_model_len, model.max_position)
         weights = open_weights(config, path, model, own, like.dtype)

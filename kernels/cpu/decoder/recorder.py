@@ -6,9 +6,9 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -72,13 +72,10 @@ class _Recorder(Operations):
         ] = []  # kernels, and what they are called with, which lives on here
         self._ends = [0]  # calls before each layer, and before the end
         self._used = self._token_bytes = 0  # bytes of buffers: of this layer, and of the one that needs most
-        adapters: Any = _ADAPTERS
+        step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
         paged: list[Any] = [_Given(_OF_STEP, _FIRST_TABLE + number) for number in range(2 * groups)]
-        tables, slots = paged[::2], paged[1::2]
-        given: dict[str, Any] = {"query_start": _STARTS, "context_lens": _CONTEXTS, "key_start": None}
-        given |= {"block_table": tables[0], "positions": _POSITIONS, "slots": slots[0]}
-        step = AttentionMetadata(**given, max_query_len=0, max_context_len=0, linear=LinearContext(adapters))
-        self._metadata = step.grouped(tables, slots)
+        first = replace(AttentionMetadata(*step), block_table=paged[0], slots=paged[1])
+        self._metadata = first.grouped(paged[::2], paged[1::2])
 
     def note(self, layer: Layer, *, starts: bool) -> None:
         """What a layer returns must be where it found it, so that any layers can be run."""
