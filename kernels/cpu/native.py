@@ -207,7 +207,7 @@ class Native:
     def _function(self, name: str, arguments: list[Any]) -> Callable[..., int]:
         function: Any = getattr(self._library, name)
         function.argtypes, function.restype = arguments, _LONG if name.endswith("_size") else _INT
-        return function  # type: ignore[no-any-return]
+        return function
 
     def caller(self, kernel: str, dtype: torch.dtype) -> int | None:
         """Where the function is by which decoder/recorded.cpp calls a kernel."""
