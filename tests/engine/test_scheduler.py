@@ -293,6 +293,17 @@ def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
     assert [(row.request_id, row.count) for row in batch.rows] == [("first", 1), ("second", 9)]
 
 
+def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
+    busy, device = scheduler(num_blocks=40), FakeDevice()
+    device.pages |= {b: [None] * BLOCK for b in range(40)}
+    busy.add(request("calm", 3, max_tokens=20))
+    step(busy, device)
+    busy.add(Request(id="urgent", prompt_ids=list(range(30)), params=SamplingParams(), seed=0, priority=-1))
+    for _ in range(2):  # it is admitted by the first step, and runs in the second
+        batch = step(busy, device)
+        assert [(row.request_id, row.count) for row in batch.rows] == [("calm", 1), ("urgent", 9)]
+
+
 def test_a_more_urgent_request_is_admitted_first() -> None:
     one_slot = scheduler(max_num_seqs=1)
     one_slot.add(request("calm", 3))
