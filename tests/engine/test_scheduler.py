@@ -5,8 +5,9 @@ The fake device is as a real one may be: it runs batches in order, up to two ste
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.engine.batch import Batch, StepOutput
 from quire.engine.blocks import GONE
 from quire.engine.drafting.drafter import Asked, Drafter, Guess
+from quire.engine.fairness import FairQueue
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import PoolingParams, Request, RequestOutput, SamplingParams
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
@@ -234,8 +236,8 @@ TestLargePagesAndWindows = LargePagesAndWindows.TestCase
 TestLargePagesAndWindows.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
 
 
-def scheduler(**options: int) -> Scheduler:
-    defaults = {
+def scheduler(**options: Any) -> Scheduler:
+    defaults: dict[str, Any] = {
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK,
         "max_model_len": CONTEXT,
@@ -324,6 +326,24 @@ def test_where_pages_run_out_the_least_urgent_gives_way_and_then_the_youngest(ur
     while not (batch := step(tight, device)).preempted:
         pass
     assert batch.preempted == ["1" if urgent == 2 else "2"]
+
+
+def test_a_prompt_is_charged_once_though_it_is_computed_again() -> None:
+    charged: Counter[str] = Counter()
+
+    class Counting(FairQueue):
+        def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+            charged[request.id] += prompt_tokens
+
+    options: dict[str, Any] = {"num_blocks": 6, "max_num_batched_tokens": 5, "enable_prefix_caching": False}
+    tight, device = scheduler(**options, waiting=Counting()), FakeDevice()
+    for index in range(2):
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        tight.add(Request(id=str(index), prompt_ids=[1, index] * 5, params=params, seed=0))
+    while tight.busy:
+        step(tight, device)
+    assert tight.stats().preemptions > 0
+    assert charged == {"0": 10, "1": 10}
 
 
 @pytest.mark.parametrize("count", [1, 2])
