@@ -64,11 +64,13 @@ class Kind:
     """Which requests may be answered 503."""
     breaks: bool = False
     """Whether connections may break."""
+    kill: Callable[[Server], list[int]] | None = None
+    """Idle ones, which are killed before anything is asked, so that this one has something to do."""
 
 
 PROCESSES = {
     "worker": Kind(workers, refuses=("tokenize",)),
-    "forker": Kind(forkers),
+    "forker": Kind(forkers, kill=workers),
     "engine": Kind(Server.engine_pids),
     "rank": Kind(ranks, ("--tensor-parallel-size", "2")),
     "stage": Kind(ranks, ("--pipeline-parallel-size", "2")),
@@ -111,16 +113,17 @@ async def test_every_request_ends_while_a_process_is_stopped(name: str, tmp_path
         pytest.skip(MISSING)
     flags = ("--threads", "2", "--engine-heartbeat-timeout", str(HEARTBEAT), *kind.flags)
     server = Server(tmp_path / "log", *flags)
-    stopped = 0
     try:
         # Every request has a connection of its own, so that each API process gets some.
         limits = httpx.Limits(max_keepalive_connections=0, max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
             expected = {what: await ask(client) for what, ask in ASKS.items()}
             before = [asyncio.create_task(ended(client, what)) for what in ASKS for _ in range(4)]
-            await asyncio.sleep(0.1)
-            stopped = kind.find(server)[0]
-            os.kill(stopped, signal.SIGSTOP)
+            if kind.kill is None:
+                await asyncio.sleep(0.1)
+            for pid in () if kind.kill is None else kind.kill(server):
+                os.kill(pid, signal.SIGKILL)
+            os.kill(kind.find(server)[0], signal.SIGSTOP)
             after = [asyncio.create_task(ended(client, what)) for what in ASKS for _ in range(4)]
             found = await asyncio.gather(*before, *after)
             bad = [(what, end) for what, end in found if end != expected[what] and not allowed(kind, what, end)]
@@ -134,6 +137,25 @@ async def test_every_request_ends_while_a_process_is_stopped(name: str, tmp_path
     except BaseException:
         print(server.log.read_text())
         raise
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+async def test_a_signal_shows_what_threads_do_and_ends_no_process(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", "--threads", "2")
+    try:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            await ASKS["tokenize"](client)
+            pids = [server.process.pid, *server.engine_pids(), *forkers(server), *workers(server)]
+            assert len(pids) == 4
+            for pid in pids:
+                os.kill(pid, signal.SIGUSR1)
+            for ask in ASKS.values():
+                await ask(client)
+        assert pids == [server.process.pid, *server.engine_pids(), *forkers(server), *workers(server)]
+        written = server.log.read_text()
+        assert all(f'{name}", line' in written for name in ("serve.py", "loop.py", "worker.py"))
     finally:
         server.process.kill()
         server.process.wait()
