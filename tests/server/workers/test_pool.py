@@ -135,7 +135,7 @@ async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch
     async with open_pool() as pool, asyncio.timeout(60):
         pool._source = replace(SOURCE, sampling_defaults={str(number): 0.0 for number in range(100_000)})
         starting = pool.start()
-        while pool._process is None:
+        while pool._process is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         os.kill(pool._process.pid, signal.SIGSTOP)
         assert (await isolated(pool, works.length, b"abc"))[0] == 3
