@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESPONSES = "/v1/responses"
 ASKED = [{"role": "user", "content": "hi"}]
 PATIENCE = 120.0
 """Seconds that the client waits for an answer."""
@@ -33,6 +34,14 @@ class Attack:
 
 def _tools(count: int, description: str = "") -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": f"f{i}", "description": description}} for i in range(count)]
+
+
+def _tool(nested: list[Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"x": nested}}}
+
+
+def _unused(nested: list[Any]) -> dict[str, Any]:
+    return {"type": "text", "schema": {"x": nested}}
 
 
 def _call(arguments: str) -> dict[str, Any]:
@@ -208,6 +217,9 @@ ATTACKS = (
     Attack("HTTP/1.0", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "HTTP/1.0"),
     Attack("curl --http2", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "h2c"),
     Attack("pipelined", COMPLETIONS, lambda: {"prompt": "a" * MILLION}, (400,), "pipelined"),
+    # Memory that ends inside native code
+    Attack("a schema of 2 M lists", RESPONSES, lambda: {"input": "a", "text": {"format": _unused([[]] * 2 * MILLION)}}),
+    Attack("parameters of 2 M lists", CHAT, lambda: {"messages": ASKED, "tools": [_tool([[]] * 2 * MILLION)]}),
 )
 
 

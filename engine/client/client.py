@@ -272,6 +272,11 @@ class EngineClient(ABC):
         for stream in self._open_streams():
             stream.give_up(error)
 
+    def retire(self, error: QuireError) -> None:
+        """The same, and later requests raise `error`: the engine is about to be stopped."""
+        self.end_all(error)
+        self._failure = self._failure or error
+
     def _open_streams(self) -> list[OutputStream]:
         return list(dict.fromkeys(self._streams.values()))
 

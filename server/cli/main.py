@@ -11,7 +11,12 @@ from importlib import import_module
 
 from quire.engine.advice import nearest
 from quire.engine.errors import QuireError
-from quire.server.cli.environment import end_on_signals, give_up_closed_stderr, open_standard_streams
+from quire.server.cli.environment import (
+    end_on_signals,
+    give_up_closed_stderr,
+    open_standard_streams,
+    show_threads_on_signal,
+)
 from quire.server.version import VERSION
 
 COMMANDS = {
@@ -40,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.command == "serve":
         end_on_signals()
+        show_threads_on_signal()
     try:
         status: int = import_module(f"quire.server.cli.{args.command}").main(args.rest, started)
         sys.stdout.flush()
