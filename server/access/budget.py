@@ -26,3 +26,5 @@ class Budget:
     def take(self, owner: str, more: int) -> None:
         """A negative number gives back."""
         self._held_by[owner] += more
+        if not self._held_by[owner]:
+            del self._held_by[owner]  # gateways tell owners' names, ever new ones

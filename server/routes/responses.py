@@ -108,8 +108,10 @@ async def create_response(request: Request) -> Response:
 async def _in_background(request: Request, keeper: Keeper) -> Response:
     runtime, spec, writer = runtime_of(request), keeper.spec, keeper.writer
     held = hold_of(request.scope).moved()
+    assert spec.response is not None
     close = held.end
     try:
+        hold(request.scope, 2 * len(spec.response.repeated))  # in what the caller is sent
         generation, close = begin(request, spec)
         queued = writer.so_far("queued")
         await keeper.begun(queued)
@@ -151,7 +153,7 @@ async def retrieve_response(
         if not kept.about["streamed"]:
             raise InvalidRequest("stream: the response was not created with stream", param="stream")
         if running is not None:
-            hold(request.scope, kept.size)
+            hold(request.scope, 3 * kept.length)  # each event is sent again
             return EventStream(running.follow(-1 if starting_after is None else starting_after), _stay, {}, config)
         return EventStream(_last_event(kept, await _data(request, response_id)), _stay, {}, config)
     if running is not None and isinstance(running.writer, ResponsesWriter):

@@ -17,7 +17,7 @@ def test_the_queue_begins_where_all_engines_are_full(engines: int) -> None:
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant: Any = SimpleNamespace(name="")
     config = ServerConfig(max_num_seqs=4, max_queued_requests=2, data_parallel_size=engines)
-    admission = Admission(client, config, keyed=False)
+    admission = Admission(client, config, keyed=False, context_length=512)
     client.num_open = 4 * engines + 1
     admission.check_open(tenant)
     client.num_open += 1
