@@ -18,10 +18,12 @@ from quire.server.formats.message import MessageFormat
 from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
 from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.common import GenerationBody
-from quire.server.resolve.checks import check_carried, check_prompt_logprobs
+from quire.server.resolve.checks import carried, check_carried, check_prompt_logprobs
 from quire.server.served_model import ServedModel
 
 Made = TypeVar("Made")
+BYTES_OF_ID = 32
+"""That a list's entry takes beyond what it takes in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,14 @@ def measured(
     """What `work` makes of a body, and its size in bytes, without prompts' token ids: the queue bounds those."""
     made = work(given, model, config)
     kept: object = made
+    ids = 0
     if isinstance(made, Resolved):
+        ids = sum(carried(made.spec.params).values())
         prompts = [replace(prompt, ids=[]) for prompt in made.spec.prompts]
         kept = replace(made, spec=replace(made.spec, prompts=prompts))
     elif isinstance(made, VectorSpec):
         kept = replace(made, inputs=())
-    return made, len(pickle.dumps(kept, pickle.HIGHEST_PROTOCOL))
+    return made, len(pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)) + BYTES_OF_ID * ids
 
 
 def resolved(

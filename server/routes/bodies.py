@@ -108,7 +108,11 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
         slow = True
     working = runtime.workers.run(partial(measured, work=work), body.pieces, tenant_of(request.scope), slow=slow)
     made, size = await _unless_left(request, working)
-    hold(request.scope, size)
+    try:
+        hold(request.scope, size)
+    except Exception:
+        del made  # else it stays as long as the error's traceback
+        raise
     return made
 
 
