@@ -62,8 +62,8 @@ class EventStream(EventSourceResponse):
         self._sent = monotonic()
         self._transport = transport
         self._sending = asyncio.Lock()
-        """Instead of the base class's: anyio's names the task that waits for it, so a task that is cancelled there would
-        hold itself and its answer until a garbage collection."""
+        """Instead of the base class's, which is anyio's: a task that is cancelled while it waits for that one holds
+        itself, and its answer, until a garbage collection."""
 
     @property
     def _last_sent(self) -> float:

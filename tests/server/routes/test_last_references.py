@@ -65,9 +65,12 @@ async def test_nothing_of_a_call_stays_whose_client_left(path: str) -> None:
     engine = FakeEngine(hashed(b"ab"), max_model_len=4096, step_seconds=0.01)
     async with serving(engine, chat_template=HERMES) as port:
         before = specs()
-        async with httpx.AsyncClient(base_url=port.url, timeout=30) as http:
-            async with http.stream("POST", path, json={"model": NAME, **PATHS[path], "stream": True}) as answer:
-                await anext(answer.aiter_raw())
+        body = {"model": NAME, **PATHS[path], "stream": True}
+        async with (
+            httpx.AsyncClient(base_url=port.url, timeout=30) as http,
+            http.stream("POST", path, json=body) as answer,
+        ):
+            await anext(answer.aiter_raw())
         await idle(engine)
         await gone(before)
 
