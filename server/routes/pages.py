@@ -30,7 +30,7 @@ async def listed(
 
 
 def page_body(page: Page) -> bytes:
-    ids = [item.id for item in page.items] or [None]
+    ids: list[str | None] = [*(item.id for item in page.items)] or [None]
     about = {"first_id": ids[0], "last_id": ids[-1], "has_more": page.more}
     return b'{"object":"list","data":[%b],%b' % (b",".join(item.data for item in page.items), encode_json(about)[1:])
 
