@@ -121,9 +121,7 @@ def create_app(
             app.state.model = model = _started(unstarted, info, client.weights_version, served)
             known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
             workers = WorkerPool(known, model.adapters)
-            app.state.admission = admission = Admission(
-                client, config, keyed=tenants.closed, context_length=info.max_model_len
-            )
+            app.state.admission = admission = Admission(client, config, info.max_model_len, keyed=tenants.closed)
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
             )

@@ -46,7 +46,7 @@ class Admission:
     A call is checked twice: `check_open` before its body is read, `admit` when its prompts are known.
     """
 
-    def __init__(self, client: EngineClient, config: ServerConfig, *, keyed: bool, context_length: int) -> None:
+    def __init__(self, client: EngineClient, config: ServerConfig, context_length: int, *, keyed: bool) -> None:
         """`keyed`: the server asks for API keys, so tenants compete for the queue."""
         self.draining = False
         """Whether the server is about to end, and takes no new generations."""

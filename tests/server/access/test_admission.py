@@ -19,7 +19,7 @@ def test_the_queue_begins_where_all_engines_are_full(engines: int) -> None:
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant: Any = SimpleNamespace(name="")
     config = ServerConfig(max_num_seqs=4, max_queued_requests=2, data_parallel_size=engines)
-    admission = Admission(client, config, keyed=False, context_length=512)
+    admission = Admission(client, config, 512, keyed=False)
     client.num_open = 4 * engines + 1
     admission.check_open(tenant)
     client.num_open += 1
@@ -32,7 +32,7 @@ def test_prompts_count_until_their_call_is_settled() -> None:
     client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
     tenant = Tenant("", b"", RateLimits(None, None))
     config = ServerConfig(max_num_seqs=2, max_queued_tokens=1000)
-    admission = Admission(client, config, keyed=False, context_length=500)
+    admission = Admission(client, config, 500, keyed=False)
 
     def admit(tokens: int) -> Admitted:
         return admission.admit(tenant, prompts=1, prompt_tokens=tokens, n=1, max_tokens=9, priority=0)
