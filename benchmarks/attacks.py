@@ -146,6 +146,28 @@ ATTACKS = (
     Attack("choices: 300,000", CHAT, lambda: {"messages": ASKED, "guided_choice": ["a"] * 300_000}),
     Attack("template without an end", CHAT, lambda: {"messages": ASKED, "chat_template": ENDLESS}),
     Attack("template that fills the memory", CHAT, lambda: {"messages": ASKED, "chat_template": FULL}),
+    # What an answer would repeat
+    Attack("safety_identifier of 14 MB", RESPONSES, lambda: {"input": "hi", "safety_identifier": "u" * 14 * MILLION}),
+    Attack(
+        "a tool described in 14 MB",
+        RESPONSES,
+        lambda: {
+            "input": "hi",
+            "tool_choice": "none",
+            "tools": [{"type": "function", "name": "f", "description": "d" * 14 * MILLION}],
+        },
+    ),
+    Attack(
+        "text.format described in 14 MB",
+        RESPONSES,
+        lambda: {"input": "hi", "text": {"format": {"type": "text", "description": "d" * 14 * MILLION}}},
+    ),
+    Attack(
+        "items of 200,000 empty parts",
+        RESPONSES,
+        lambda: {"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 10_000}] * 20},
+        (200, 400),
+    ),
     # What costs the most within the bounds
     Attack(
         "stop: 64 texts",

@@ -212,6 +212,8 @@ class EngineClient(ABC):
         self.queued_tokens -= self._queued.pop(request_id, 0)
         self._adapters.pop(request_id, None)
         self._open_by_tenant[stream.tenant] -= 1
+        if not self._open_by_tenant[stream.tenant]:
+            del self._open_by_tenant[stream.tenant]  # gateways tell tenants' names, ever new ones
         return True
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
+from quire.server.access.budget import Budget
 
 FREE_BYTES = 64 * 1024
 """Bodies up to this size are not counted: the connection that brings one has a buffer as large."""
@@ -59,9 +59,8 @@ class Bodies:
     def __init__(self, max_bytes: int, budget: int) -> None:
         """max_bytes: of one body. budget: bytes of all; one body always fits."""
         self._max_bytes = max_bytes
-        self._budget = max(budget, max_bytes)
+        self._budget = Budget(max(budget, max_bytes))
         self._under_way: set[Body] = set()
-        self._held_by: Counter[str] = Counter()
         self._waiting: list[tuple[int, Body, asyncio.Future[None]]] = []
         self._cut_at = 0.0
         """When slow senders were cut off last, by the loop's clock."""
@@ -69,7 +68,7 @@ class Bodies:
     @property
     def held(self) -> int:
         """Bytes of the budget that are taken."""
-        return self._held_by.total()
+        return self._budget.held
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Body]:
@@ -94,7 +93,7 @@ class Bodies:
         finally:
             self._under_way.discard(body)
             if body.held:
-                self._held_by[body.owner] -= body.held
+                self._budget.take(body.owner, -body.held)
                 self._grant()
 
     async def _receive(self, request: Request, body: Body) -> None:
@@ -136,13 +135,10 @@ class Bodies:
         raise Overloaded("The bodies of other requests take all the memory that is set aside. Please try again later")
 
     def _fits(self, body: Body, size: int) -> bool:
-        """Where keys are asked for, a tenant that holds some gets more only while as much is left to others."""
-        free = self._budget - self.held
-        more, mine = size - body.held, self._held_by[body.owner]
-        return more <= free and not (body.owner and mine and mine + more > free)
+        return self._budget.fits(body.owner, size - body.held)
 
     def _take(self, body: Body, size: int) -> None:
-        self._held_by[body.owner] += size - body.held
+        self._budget.take(body.owner, size - body.held)
         body.held = size
 
     def _grant(self) -> None:

@@ -114,4 +114,7 @@ class Sampling(Generation):
     def close(self) -> None:
         self._deadlines.cancel()
         self._stream.close()
+        self._sink = self._stream.shortcut = (
+            None  # no circle: the spec goes with its last reference, not at a collection
+        )
         self._cut_off(self._deadlines.passed or "abort")
