@@ -58,7 +58,7 @@ def end_on_signals() -> None:
 
 def show_threads_on_signal() -> None:
     """Write what each thread is at to standard error on SIGUSR1, which would end the process."""
-    faulthandler.register(signal.SIGUSR1, sys.stderr.fileno())
+    faulthandler.register(signal.SIGUSR1, 2)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
