@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from quire.engine.errors import Overloaded
 from quire.server.access import bodies as bodies_module
-from quire.server.access.bodies import FREE_BYTES, Bodies, Body
+from quire.server.access.bodies import FREE_BYTES, READ, Bodies, Body
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.resolve.parse import MAX_JSON_DEPTH, too_deep
@@ -142,6 +142,21 @@ async def test_bodies_beyond_the_budget_wait_unread_and_are_refused_in_the_end()
     done.set()
     assert await asyncio.gather(*taken[:2]) == [4 * MIB] * 2
     assert await take(bodies, first[2], done) == 4 * MIB, "there is room again"
+
+
+async def test_who_is_given_a_body_gives_its_place_back() -> None:
+    """As the model of several that a body names: what it answers may take minutes."""
+    outer, inner = Bodies(4 * MIB, 4 * MIB), Bodies(2 * MIB, 2 * MIB)
+    request = Sender(length=2 * MIB).send(2 * MIB).request
+    async with outer.read(request) as body:
+        request.scope[READ] = body
+        async with inner.read(request) as given:
+            assert given is body
+            assert (outer.held, inner.held) == (2 * MIB, 0)
+        assert (outer.held, body.pieces) == (0, [])
+        async with outer.read(Sender(length=4 * MIB).send(4 * MIB).request):
+            pass
+    assert outer.held == 0
 
 
 async def test_who_waits_gets_the_place_of_who_is_done() -> None:
