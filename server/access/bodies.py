@@ -28,6 +28,8 @@ _SLOW_AFTER = 2.0
 """While others wait, a body that has taken more seconds must come so fast that all of it is there in half PATIENCE."""
 READ = "quire.body"
 """The scope's key of a Body that an application around this one has read."""
+LONGEST = 300.0
+"""Seconds in which a body must be whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
 NO_OBJECT = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
@@ -99,10 +101,12 @@ class Bodies:
         try:
             await self._hold(body, int(headers.get("content-length", 0)))
             try:
-                async with asyncio.timeout(None) as body.deadline:
+                async with asyncio.timeout(LONGEST) as body.deadline:
                     await self._receive(request, body)
             except TimeoutError:
-                raise HTTPException(408, "The body came too slowly, while others waited for its place") from None
+                raise HTTPException(
+                    408, f"The body came too slowly: it takes {LONGEST:g} s at most, and less while others wait"
+                ) from None
             body.deadline = None
             yield body
         finally:

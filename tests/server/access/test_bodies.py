@@ -189,6 +189,15 @@ async def test_who_sends_nothing_is_cut_off_when_others_wait() -> None:
     assert raised.value.status_code == 408
 
 
+async def test_a_body_without_an_end_is_cut_off_though_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies_module, "LONGEST", 0.1)
+    bodies, done = Bodies(4 * MIB, 4 * MIB), asyncio.Event()
+    with pytest.raises(HTTPException) as raised:
+        await take(bodies, Sender().send(MIB, more=True), done)
+    assert raised.value.status_code == 408
+    assert bodies.held == 0
+
+
 async def test_one_tenant_leaves_room_to_others() -> None:
     bodies, done = Bodies(4 * MIB, 16 * MIB), asyncio.Event()
     greedy = [Sender("greedy", 4 * MIB).send(4 * MIB) for _ in range(4)]
