@@ -195,8 +195,8 @@ class Connection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Send an OpenAI error body, unless a response has begun, and close the connection. What is wrong with a head is
-        told after the answers to the requests before it."""
+        """Send an OpenAI error body, unless a response has begun, and close the connection. What is wrong with a head
+        is told after the answers to the requests before it."""
         if self._in_head and self._answering:
             self._refused = True
             self._stop_reading_timer()

@@ -21,8 +21,8 @@ _PIECE = 2**20
 
 
 def check_finite(file: Path) -> None:
-    """Raise AdapterError, naming the tensor, where one of a safetensors file has a number that is infinite or NaN, or is
-    of another type."""
+    """Raise AdapterError, naming the tensor, where one of a safetensors file has a number that is infinite or NaN, or
+    is of another type."""
     content = np.memmap(file, dtype=np.uint8, mode="r")
     for name, (dtype, begin, end) in tensor_places(file).items():
         if dtype not in _EXPONENTS:
