@@ -154,23 +154,23 @@ class GrammarCompiler:
         self._keep(grammar, found)
         return found
 
-    def instead(self, grammar: Grammar, worn: Compiled) -> Compiled:
-        """The grammar for an answer that cannot be followed with `worn` any more, as its lexer has an error: larger, or
-        with a lexer of its own, as others may have made the states there. Nobody else is given `worn` again.
+    def instead(self, grammar: Grammar, worn: Compiled, *, alone: bool) -> Compiled:
+        """The grammar for an answer that cannot be followed with `worn` any more, as its lexer has an error: with a
+        large lexer, `alone`: of its own. Nobody else is given `worn` again.
 
         Raises InvalidRequest where the answer had a lexer of its own, and Overloaded where too many are large.
         """
         cached = self._cache.get(grammar)
         if cached is worn:
             del self._cache[grammar]
-        elif cached is not None and cached.states > worn.states:  # another answer was here before
+        elif cached is not None and cached.states == MOST_STATES and not alone:  # another answer was here before
             return cached
         if worn.alone:
             raise InvalidRequest(f"too complex: this answer alone needs more than a lexer of {MOST_STATES} states")
         self._make_room()
-        found = Compiled(self._compile(grammar, MOST_STATES), MOST_STATES, alone=worn.states == MOST_STATES)
+        found = Compiled(self._compile(grammar, MOST_STATES), MOST_STATES, alone)
         self._large.add(found)
-        if not found.alone:
+        if not alone:
             self._keep(grammar, found)
         return found
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 
+_TOGETHER = 3
+"""How often an answer's lexer is replaced by one that others fill, too. Each time the grammar is compiled."""
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
     """The tokens allowed in some rows of a step's logits; all other rows are free."""
@@ -38,6 +42,8 @@ class _Followed:
     matcher: LLMatcher
     tokens: list[int] = field(default_factory=list)
     """Those of the answer that it has followed: with another lexer it begins again."""
+    begun: int = 0
+    """How often it has begun again."""
 
     def consume(self, token: int) -> bool:
         """Whether the token was allowed, which a worn-out lexer cannot tell."""
@@ -49,7 +55,8 @@ class _Followed:
     def begin_again(self, compiler: GrammarCompiler) -> None:
         """Follow the same tokens with another lexer. Raises what GrammarCompiler.instead does."""
         while worn_out(self.matcher):
-            self.compiled = compiler.instead(self.grammar, self.compiled)
+            self.compiled = compiler.instead(self.grammar, self.compiled, alone=self.begun >= _TOGETHER)
+            self.begun += 1
             self.matcher = self.compiled.matcher()
             all(self.matcher.consume_token(token) for token in self.tokens)
 
