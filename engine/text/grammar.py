@@ -31,10 +31,10 @@ MAX_CPU_SECONDS = 2.0
 MAX_CHECK_MEMORY = 1 << 30
 """Bytes of memory that a check may use."""
 FEW_STATES, MOST_STATES = 4096, 50_000
-"""Limits of a lexer, which makes its states as it meets text, and keeps them. A state takes half a KB to 2 KB. A
-schema of 30 fields needs 800, 2,000 characters of any kind as many, `\\p{L}{1,300}` 7,000."""
-_MOST_LARGE = 8
-"""Lexers with more than FEW_STATES at a time: 400 MB where all are full."""
+"""Limits of a lexer, which makes its states as it meets text, and keeps them: half a KB each. A schema of 30 fields
+needs 800, 2,000 characters of any kind as many, `\\p{L}{1,300}` 7,000."""
+_MOST_LARGE = 16
+"""Lexers with more than FEW_STATES at a time: 330 MB where all are full."""
 CHECK_STACK_BYTES = 4 << 20
 """Half of the engine's stack, so a grammar that passes the check does not overflow the engine's."""
 _CACHED_GRAMMARS = 32
