@@ -76,8 +76,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._whole_prompts, self._pools_all = whole_prompts, pools_all
         self._tasks, self._micro_batches = tasks, micro_batches
-        self._drafter = drafter or NoDrafts()
-        self._drafts = DraftCounts()
+        self._drafter, self._drafts = drafter or NoDrafts(), DraftCounts()
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting = waiting or FairQueue()

@@ -142,7 +142,7 @@ class FleetApp:
             raise RequestNotFound("No model is loaded that could know it")
         for app in apps:
             lent = None if body is None else Body(body.owner, pieces=body.pieces, size=body.size)
-            if await _tried(app, scope | {READ: lent}, receive, send, last=app is apps[-1]):
+            if await _tried(app, {**scope, READ: lent}, receive, send, last=app is apps[-1]):
                 return
 
     async def _load(self, body: bytes, receive: Receive) -> Member:
