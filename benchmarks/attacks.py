@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
 RESPONSES = "/v1/responses"
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/rerank", "/score"
 ASKED = [{"role": "user", "content": "hi"}]
 PATIENCE = 120.0
 """Seconds that the client waits for an answer."""
@@ -54,6 +55,8 @@ def _schema(properties: int) -> dict[str, Any]:
 
 
 MILLION = 1_000_000
+WORN = r"(.*a.{30}|.*b.{30}|.*c.{31})z"
+"""Each answer meets other states of its lexer."""
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 FULL = "{% set n = namespace(x='a' * 9999) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 ATTACKS = (
@@ -144,6 +147,12 @@ ATTACKS = (
     ),
     Attack("regex of a million", CHAT, lambda: {"messages": ASKED, "guided_regex": "((a{1000}){1000}){10}"}),
     Attack("choices: 300,000", CHAT, lambda: {"messages": ASKED, "guided_choice": ["a"] * 300_000}),
+    Attack(
+        "regex without an end of states",
+        COMPLETIONS,
+        lambda: {"prompt": "a", "guided_regex": WORN, "n": 8, "max_tokens": 200, "temperature": 1.5},
+        (200, 400, 503),
+    ),
     Attack("template without an end", CHAT, lambda: {"messages": ASKED, "chat_template": ENDLESS}),
     Attack("template that fills the memory", CHAT, lambda: {"messages": ASKED, "chat_template": FULL}),
     # What an answer would repeat
@@ -213,6 +222,15 @@ ATTACKS = (
     Attack(
         "/tokenize: 1 MB with texts", TOKENIZE, lambda: {"prompt": "a b " * 245_000, "return_token_strs": True}, (200,)
     ),
+    Attack("2,048 embeddings", EMBEDDINGS, lambda: {"input": ["a"] * 2048}, (200, 400, 503)),
+    Attack("embeddings: 4 MB, cut", EMBEDDINGS, lambda: {"input": "a " * 2 * MILLION, "truncate_prompt_tokens": -1}),
+    Attack(
+        "rerank: 1,000 long",
+        RERANK,
+        lambda: {"query": "a", "documents": ["once upon a time " * 800] * 1000},
+        (200, 400, 503),
+    ),
+    Attack("score: 2,048 pairs", SCORE, lambda: {"text_1": ["a"] * 1024, "text_2": ["b"] * 1024}, (200, 400, 503)),
     # Bytes
     Attack("16 MB of opening brackets", COMPLETIONS, lambda: b"[" * 16 * MILLION),
     Attack("16 MB of spaces", COMPLETIONS, lambda: b" " * 16 * MILLION),

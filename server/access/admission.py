@@ -80,7 +80,8 @@ class Admission:
         not have and for more answers than can ever be queued, Overloaded when the queue is full, RateLimited.
         """
         tenant.check_priority(priority)
-        answers, most = prompts * n, self._config.most_running + self._config.max_queued_requests
+        queued = self._config.max_queued_requests
+        answers, most = prompts * n, self._config.most_running + ((queued + 1) // 2 if self._keyed else queued)
         if answers > most:
             param = "prompt" if prompts > 1 else "n"
             raise InvalidRequest(f"{prompts} prompts with n {n} are more than {most} answers", param=param)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 
 from starlette.datastructures import Headers
@@ -25,6 +26,10 @@ PATIENCE = 10.0
 _CHECK_SECONDS = 0.5
 _SLOW_AFTER = 2.0
 """While others wait, a body that has taken more seconds must come so fast that all of it is there in half PATIENCE."""
+READ = "quire.body"
+"""The scope's key of a Body that an application around this one has read."""
+LONGEST = 300.0
+"""Seconds in which a body must be whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
 NO_OBJECT = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
@@ -43,6 +48,8 @@ class Body:
     """When its first bytes could be received, by the monotonic clock."""
     deadline: asyncio.Timeout | None = None
     """Ends the receiving."""
+    release: Callable[[], None] = lambda: None
+    """Gives its place in the budget back, and its pieces up. Does nothing the second time."""
 
     @property
     def slow(self) -> bool:
@@ -72,29 +79,44 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Body]:
-        """The body, whole; its part of the budget is held until the block ends.
+        """The body, whole; its part of the budget is held until the block ends. One that is in the scope is not read
+        once more, and gives back its part of the budget that it is in.
 
         Raises HTTPException for one that is too large or comes too slowly, Overloaded where there was no room,
         InvalidRequest for another type than JSON, ClientDisconnect.
         """
+        if (given := request.scope.get(READ)) is not None:
+            try:
+                self._check_size(given.size)
+                yield given
+            finally:
+                given.release()
+            return
         headers = Headers(scope=request.scope)
         _check_type(headers.get("content-type"))
         body = Body(tenant_of(request.scope).name)
+        body.release = partial(self._release, body)
         self._under_way.add(body)
         try:
             await self._hold(body, int(headers.get("content-length", 0)))
             try:
-                async with asyncio.timeout(None) as body.deadline:
+                async with asyncio.timeout(LONGEST) as body.deadline:
                     await self._receive(request, body)
             except TimeoutError:
-                raise HTTPException(408, "The body came too slowly, while others waited for its place") from None
+                raise HTTPException(
+                    408, f"The body came too slowly: it takes {LONGEST:g} s at most, and less while others wait"
+                ) from None
             body.deadline = None
             yield body
         finally:
-            self._under_way.discard(body)
-            if body.held:
-                self._budget.take(body.owner, -body.held)
-                self._grant()
+            body.release()
+
+    def _release(self, body: Body) -> None:
+        self._under_way.discard(body)
+        body.pieces.clear()
+        if body.held:
+            self._take(body, 0)
+            self._grant()
 
     async def _receive(self, request: Request, body: Body) -> None:
         body.began = time.monotonic()
@@ -112,10 +134,7 @@ class Bodies:
 
     async def _hold(self, body: Body, size: int) -> None:
         """Wait until `body` may hold `size` bytes."""
-        if size > self._max_bytes:
-            raise HTTPException(
-                413, f"The body is larger than {self._max_bytes} bytes; the operator sets --max-body-size"
-            )
+        self._check_size(size)
         if size <= FREE_BYTES:
             return
         if self._fits(body, size):
@@ -133,6 +152,12 @@ class Bodies:
         finally:
             self._waiting.remove(waiting)
         raise Overloaded("The bodies of other requests take all the memory that is set aside. Please try again later")
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise HTTPException(
+                413, f"The body is larger than {self._max_bytes} bytes; the operator sets --max-body-size"
+            )
 
     def _fits(self, body: Body, size: int) -> bool:
         return self._budget.fits(body.owner, size - body.held)

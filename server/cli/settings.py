@@ -58,6 +58,11 @@ def parse(
         flags["model"] = given
     if os.environ.get("VLLM_API_KEY"):  # who set it believes that the server asks for a key
         print(f"{parser.prog}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
+    for name in ("api_key", "admin_api_key"):
+        if name in flags:
+            flag, variable = f"--{name.replace('_', '-')}", f"QUIRE_{name.upper()}"
+            told = f"{flag} shows in the list of processes; {variable} and --api-key-file do not"
+            print(f"{parser.prog}: {told}", file=sys.stderr)
     try:
         return args, load(model, flags, args.config, others=ServerConfig.model_fields)
     except ConfigError as error:

@@ -77,6 +77,7 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
         priority=spec.priority if urgency is None else urgency,
         cache_salt=tenant.salt(spec.cache_salt),
         adapter=chosen_adapter(request, spec.model),
+        grammar_field=call.grammars[-1][0] if call.grammars else None,
     )
 
 

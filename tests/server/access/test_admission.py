@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import Overloaded
+from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.admission import Admission, Admitted
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
@@ -47,3 +47,17 @@ def test_prompts_count_until_their_call_is_settled() -> None:
         admit(1)
     second.settle(5)
     admit(500)
+
+
+def test_more_than_a_key_can_ever_have_waiting_is_refused_for_good() -> None:
+    """A 503 would let it come again and again: a key's share is what it leaves to others."""
+    client: Any = SimpleNamespace(refusing=False, queued_tokens=0, num_open=0, num_open_of=lambda name: 0)
+    tenant = Tenant("a", b"", RateLimits(None, None))
+    admission = Admission(client, ServerConfig(max_num_seqs=4, max_queued_requests=9), 1000, keyed=True)
+
+    def admit(prompts: int) -> None:
+        admission.admit(tenant, prompts=prompts, prompt_tokens=prompts, n=1, max_tokens=1, priority=0)
+
+    admit(9)
+    with pytest.raises(InvalidRequest, match="10 prompts with n 1 are more than 9 answers"):
+        admit(10)
