@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,3 +208,21 @@ def used_here(hub: Hub, cache: Path) -> Iterator[None]:
         patch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))
         patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         yield
+
+
+def tiny_gguf(name: str = "", arch: str = "llama", size: int = 2**20) -> bytes:
+    """A GGUF file of so many bytes with a short header: one layer, no tokenizer. Other names make other content."""
+    numbers = {"embedding_length": 64, "block_count": 1, "attention.head_count": 4, "feed_forward_length": 96}
+    numbers |= {"context_length": 128}
+    keys = [
+        _text(key) + struct.pack("<I", 8) + _text(value)
+        for key, value in (("general.architecture", arch), ("general.name", name))
+    ]
+    keys += [_text(f"{arch}.{key}") + struct.pack("<II", 4, value) for key, value in numbers.items()]
+    tensor = _text("token_embd.weight") + struct.pack("<I2QIQ", 2, 64, 320, 0, 0)
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(keys)) + b"".join(keys) + tensor
+    return head.ljust(size, b"x")
+
+
+def _text(content: str) -> bytes:
+    return struct.pack("<Q", len(content)) + content.encode()

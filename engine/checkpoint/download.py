@@ -50,11 +50,11 @@ class Listing:
         return ".gguf" in has and ".safetensors" not in has
 
 
-def download(name: HubName, revision: str | None, patterns: Sequence[str]) -> Path:
+def download(name: HubName, revision: str | None, patterns: Sequence[str], *, newest: bool = False) -> Path:
     """The local folder of a model's snapshot with the files that match these patterns, or its GGUF file, of several
-    parts the first. Raises ModelError."""
+    parts the first. newest: the hub is asked for a GGUF file too that the cache has. Raises ModelError."""
     revision = name.revision or revision
-    if name.wants_gguf and (cached := _cached_gguf(name, revision)) is not None:
+    if name.wants_gguf and not newest and (cached := _cached_gguf(name, revision)) is not None:
         return cached
     with told_apart(name, revision):
         listing = list_files(name, revision)
@@ -139,7 +139,7 @@ def _verify(path: Path, file: HubFile, repo: str) -> None:
 
 def _cached_folder(name: HubName, revision: str | None) -> Path | None:
     """The snapshot of a revision in the cache, by the layout that the hub's client documents; None without one."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants  # which takes 10 ms; the client itself takes a second
 
     repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
     wanted = revision or constants.DEFAULT_REVISION
@@ -164,11 +164,12 @@ def _cached_gguf(name: HubName, revision: str | None) -> Path | None:
         return None
 
 
-def is_cached(name: HubName) -> bool:
-    """Whether anything of a repository is in the cache."""
-    from huggingface_hub import constants  # which takes 10 ms; the client itself takes a second
-
-    return (Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}" / "snapshots").is_dir()
+def is_cached(name: HubName, revision: str | None) -> bool:
+    """Whether weights of a model are in the cache, maybe not all of them."""
+    if name.wants_gguf:
+        return _cached_gguf(name, name.revision or revision) is not None
+    folder = _cached_folder(name, name.revision or revision)
+    return folder is not None and any(path.suffix in (".safetensors", ".gguf") for path in folder.rglob("*"))
 
 
 def fetch_config(name: HubName, revision: str | None, file: str, into: Path) -> Path:

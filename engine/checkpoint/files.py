@@ -14,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
-from quire.engine.checkpoint.download import download, download_some, fetch_config
-from quire.engine.checkpoint.families import FAMILIES, OLDER_NAMES, WITH_IMAGES, family_not_served, stored_dtype
+from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
+from quire.engine.checkpoint.families import (
+    FAMILIES,
+    OLDER_NAMES,
+    WITH_IMAGES,
+    family_not_served,
+    stored_dtype,
+    why_not_served,
+)
 from quire.engine.checkpoint.fields import MAX_POSITIONS, GenerationFields, PlannedFields, ServedFields
 from quire.engine.checkpoint.names import HubName, hub_name
 from quire.engine.checkpoint.quantization import weight_formats
@@ -80,6 +87,24 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
     return packaged_model(name) or download(hub_model(name), revision, patterns)
 
 
+def must_come(name: str, revision: str | None) -> bool:
+    """Whether a model has to be downloaded. Raises ModelError for what is no model's name."""
+    if _local_path(name).exists() or name in PACKAGED:
+        return False
+    return not is_cached(hub_model(name), revision)
+
+
+def pull_model(name: str, revision: str | None) -> Path:
+    """The directory of a model, or its GGUF file, as the hub has it now. What Quire does not serve is refused before
+    anything large is downloaded. Raises ModelError."""
+    if _local_path(name).exists() or name in PACKAGED:
+        return resolve_model(name)
+    hub = hub_model(name)
+    if reasons := why_not_served(read_raw_config(name, revision)[0]):
+        raise ModelError(f"model: {hub.repo}: {reasons[0]}")
+    return download(hub, revision, _WANTED_FILES, newest=True)
+
+
 def resolve_adapter(name: str) -> Path:
     """The folder of an adapter: a local one, or that of a hub id, which is downloaded. Raises ModelError."""
     path = _local_path(name)
@@ -137,7 +162,7 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     files = ModelFiles(path)
     raw = files.json(file)
     if raw is None:
-        raise ModelError(f"model: there is no {file} in {path.absolute().name}")
+        raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
     checked(_text_config(raw, files.label(file)), PlannedFields, files.label(file))
     return raw, folder
 

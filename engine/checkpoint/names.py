@@ -37,6 +37,13 @@ class HubName:
     def wants_gguf(self) -> bool:
         return self.tag is not None or self.file is not None
 
+    @property
+    def shown(self) -> str:
+        """OWNER/REPO, with the tag or file that it names."""
+        if self.file is not None:
+            return f"{self.repo}/{self.file}"
+        return self.repo if self.tag in (None, ANY_GGUF) else f"{self.repo}:{self.tag}"
+
 
 def hub_name(name: str) -> HubName | None:
     """None for what is no name on the hub, such as a path. Raises ModelError for an address that is no model's."""

@@ -58,6 +58,15 @@ def gguf_of(path: Path) -> Path | None:
     return firsts[0] if firsts else None
 
 
+def all_parts(path: Path) -> list[Path]:
+    """A model's files by the first one."""
+    part = PART.search(path.name)
+    if part is None:
+        return [path]
+    stem, count = path.name[: part.start()], part[2]
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{SUFFIX}") for number in range(1, int(count) + 1)]
+
+
 def without_part(path: Path) -> str:
     """The name of a model by its file, without the suffix and the number of its part."""
     return PART.sub("", path.name).removesuffix(SUFFIX)

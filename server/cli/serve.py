@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from quire.engine.checkpoint.files import must_come
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.hub.remote import RemoteClient
@@ -61,12 +62,17 @@ def main(argv: Sequence[str], started: float) -> int:
         "or a TOML file (max_model_len = 4096); flags win over variables, variables over the file.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", metavar="MODEL", help="local directory or hub id; default: the embedded one")
+    parser.add_argument(
+        "name", nargs="?", metavar="MODEL", help="local directory, .gguf file or hub id; default: the embedded one"
+    )
+    parser.add_argument(
+        *("-hf", "-hfr", "--hf-repo"), dest="gguf", metavar="OWNER/REPO[:TAG]", help="a GGUF file of the hub"
+    )
     add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     parser.add_argument(
         "--models", type=Path, metavar="FILE", help="TOML file of several models to serve; see the docs"
     )
-    args, config = parse(parser, argv, ServerConfig, "name")
+    args, config = parse(parser, argv, ServerConfig, "name", gguf="gguf")
     if config.node_rank:
         if args.models is not None:
             parser.error("--models has no place on machines but the first (--node-rank)")
@@ -85,6 +91,8 @@ def main(argv: Sequence[str], started: float) -> int:
     logs.set_up(config)
     raise_file_limit()
     with bind(config.host, config.port) as listener:
+        if args.models is None and must_come(config.model, config.revision):
+            import_module("quire.server.cli.models.pull").pull(config.model, config.revision)
         if models is not None:
             return uvloop.run(Service(config, models, listener, started).run())
         status = uvloop.run(shared.ApiProcesses(config, listener, started).run())

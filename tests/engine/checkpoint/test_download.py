@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from quire.engine.checkpoint import failures
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
 from quire.engine.errors import ModelError
-from tests.stand_in_hub import Hub, Repo, stand_in_hub, used_here
+from tests.stand_in_hub import Hub, Repo, stand_in_hub, tiny_gguf, used_here
 
 CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8}).encode()
 GGUFS = {f"m-{tag}.gguf": tag.encode() * 50 for tag in ("Q4_K_M", "Q8_0", "F16")}
@@ -165,23 +164,8 @@ def test_a_revision_and_a_hub_that_fails_are_told(hub: Hub, monkeypatch: pytest.
     assert "the hub cannot be reached at http://127.0.0.1:1" in refusal("own/both")
 
 
-def text(content: str) -> bytes:
-    return struct.pack("<Q", len(content)) + content.encode()
-
-
-def tiny_gguf() -> bytes:
-    """A file of 16 MiB with a short header: a llama of one layer, without a tokenizer."""
-    numbers = {"embedding_length": 64, "block_count": 1, "attention.head_count": 4, "feed_forward_length": 96}
-    numbers |= {"context_length": 128}
-    keys = [text("general.architecture") + struct.pack("<I", 8) + text("llama")]
-    keys += [text(f"llama.{key}") + struct.pack("<II", 4, value) for key, value in numbers.items()]
-    tensor = text("token_embd.weight") + struct.pack("<I2QIQ", 2, 64, 320, 0, 0)
-    head = b"GGUF" + struct.pack("<IQQ", 3, 1, len(keys)) + b"".join(keys) + tensor
-    return head.ljust(16 * 2**20, b"x")
-
-
 def test_a_plan_needs_headers_alone(hub: Hub) -> None:
-    content = tiny_gguf()
+    content = tiny_gguf(size=16 * 2**20)
     hub.repos["own/real"] = Repo({"m-F32.gguf": content})
     raw, file = read_raw_config("own/real:F32")
     assert (raw["model_type"], raw["num_hidden_layers"]) == ("llama", 1)
