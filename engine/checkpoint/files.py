@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
+from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
     FAMILIES,
@@ -132,12 +133,18 @@ def _local_path(name: str) -> Path:
 
 
 def hub_model(name: str) -> HubName:
-    """What the name of a model that is not on this machine means on the hub. Raises ModelError."""
+    """What the name of a model that is not on this machine means on the hub: a short one, or an id. Raises
+    ModelError."""
+    known = {} if "/" in name else known_models()
+    if name.lower() in known:
+        return known[name.lower()].hub
     found = hub_name(name)
     if found is None:
-        advice = nearest(name, PACKAGED)
+        sized = [each for each in known if each.startswith(f"{name.lower()}:")]
+        advice = f"it is in {len(sized)} sizes: {', '.join(sized)}" if sized else nearest(name, [*PACKAGED, *known])
         raise ModelError(
-            f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO, OWNER/REPO:TAG)"
+            f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO or OWNER/REPO:TAG), nor in "
+            "`quire models`"
             f"{advice and f'; {advice}'}"
         )
     return found

@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "serve a model behind the OpenAI API",
     "chat": "chat in the terminal, with a running server or an engine of its own",
     "run": "answer a file of OpenAI batch requests offline",
+    "models": "models with short names: what fits on this machine, and how fast it can be",
     "pull": "download a model from the hub, or what is new of it",
     "list": "the models that are downloaded, and how large they are",
     "rm": "delete a downloaded model",
@@ -29,7 +30,7 @@ COMMANDS = {
     "bench": "measure a server, Quire or another: throughput, latencies, time to start",
 }
 
-_MODULES = {"pull": "models.pull", "list": "models.downloaded", "rm": "models.remove"}
+_MODULES = {"models": "models.table", "pull": "models.pull", "list": "models.downloaded", "rm": "models.remove"}
 """Where a command's module is not the one of its name."""
 
 

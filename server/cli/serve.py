@@ -63,7 +63,10 @@ def main(argv: Sequence[str], started: float) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "name", nargs="?", metavar="MODEL", help="local directory, .gguf file or hub id; default: the embedded one"
+        "name",
+        nargs="?",
+        metavar="MODEL",
+        help="directory, .gguf file, hub id or short name; default: the embedded one",
     )
     parser.add_argument(
         *("-hf", "-hfr", "--hf-repo"), dest="gguf", metavar="OWNER/REPO[:TAG]", help="a GGUF file of the hub"

@@ -66,10 +66,10 @@ def _row(model: Downloaded) -> tuple[str, str, str, str]:
 
 def cached() -> HFCacheInfo | None:
     """The hub's cache; None where there is none yet."""
-    from huggingface_hub import CacheNotFound, scan_cache_dir
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
 
     try:
-        return scan_cache_dir()
+        return scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return None
 

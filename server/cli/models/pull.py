@@ -16,7 +16,9 @@ from quire.server.cli.unknown_flags import parse_known
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="quire pull", description=__doc__, allow_abbrev=False)
-    parser.add_argument("names", nargs="+", metavar="MODEL", help="OWNER/REPO, OWNER/REPO:TAG, or a page's address")
+    parser.add_argument(
+        "names", nargs="+", metavar="MODEL", help="OWNER/REPO, OWNER/REPO:TAG, an address, or a short name"
+    )
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit")
     args = parse_known(parser, argv)
     for name in args.names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator
 from importlib import import_module
@@ -10,12 +11,19 @@ from pathlib import Path
 import httpx
 import pytest
 
+from quire.engine.checkpoint.catalog import known_models
+from quire.engine.checkpoint.families import WITH_EXPERTS, why_not_served
+from quire.engine.checkpoint.files import read_raw_config, resolve_model
+from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.errors import ModelError
+from quire.server.cli.models import table
+from quire.server.cli.plan.machine import Machine
 from quire.server.config import ServerConfig
 from tests.gguf_models import write_gguf
 from tests.server.cli.test_serve import command, serving
 from tests.stand_in_hub import Hub, Repo, stand_in_hub, tiny_gguf, used_here
 from tests.tiny_models import save_tiny_model
+from tests.tree import ROOT
 
 CONFIG = b'{"model_type": "llama", "hidden_size": 8}'
 
@@ -133,3 +141,66 @@ def test_a_start_without_a_model_ends_with_one_line(tmp_path: Path, monkeypatch:
         done = subprocess.run(command("serve", "own/g:Q4_0", "--port", "0"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr == "downloading own/g:Q4_0\nquire serve: model: own/g has no GGUF file Q4_0; it has Q8_0\n"
+
+
+PARAMETERS = {"qwen3:0.6b": 0.596, "qwen3:4b": 4.02, "qwen3:30b": 30.53, "qwen2.5:1.5b": 1.54, "llama3.2:3b": 3.21}
+PARAMETERS |= {
+    "llama3.1:8b": 8.03,
+    "gemma3:4b": 3.88,
+    "gemma3:27b": 27.0,
+    "mistral:7b": 7.25,
+    "mistral-nemo:12b": 12.25,
+}
+PARAMETERS |= {"mistral-small:24b": 23.57, "smollm2:1.7b": 1.71, "smollm3:3b": 3.08, "gpt-oss:20b": 20.9}
+PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118, "bge-reranker:m3": 0.568}
+"""Billions, as the models' cards say: shapes that are mistyped would not give them."""
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
+    model, machine = known_models()[name], table.laptops()[-1]
+    assert not why_not_served(model.config)
+    row = table.row_of(model, machine)
+    assert row.parameters / 1e9 == pytest.approx(PARAMETERS.get(name, row.parameters / 1e9), rel=0.006)
+    assert 0 < row.memory < machine.memory
+    assert row.context >= min(4096, model.config["max_position_embeddings"])
+    if model.gigabytes is not None:
+        bits = {"Q4_K_M": (4.5, 8.0), "Q8_0": (8.4, 8.9), "MXFP4": (4.25, 4.8)}[str(model.hub.tag)]
+        assert bits[0] < 8e9 * model.gigabytes / row.parameters < bits[1], "a file of this size has that many bits"
+        assert row.speed is not None
+        experts = model.config["model_type"] in WITH_EXPERTS
+        assert (row.speed > 1.2 * 120 / model.gigabytes) == experts, "what is read is weights, of experts a few"
+
+
+def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Machine("a small machine", memory=3 * GIB, gpu=False)
+    monkeypatch.setattr(table, "this_machine", lambda: small)
+    quire("table", "--bandwidth", "50")
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "does not fit" in rows["qwen3:8b"]
+    assert "does not fit" not in rows["qwen3:0.6b"]
+    quire("table", "--bandwidth", "100")
+    assert rows["qwen3:0.6b"] not in capsys.readouterr().out, "twice as fast"
+
+
+def test_the_documents_have_the_table() -> None:
+    rows = table.as_markdown()
+    assert rows in (ROOT / "docs/checkpoints.md").read_text()
+    shown = re.findall(
+        r"^\|(`\w.*?`)\|(.*? GiB)\|(?:at most )?(\d+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(shown) == 3
+    for name, memory, speed in shown:
+        (cells,) = (row.split(" | ") for row in rows.splitlines() if row.startswith(f"| {name} "))
+        assert (cells[2], cells[4]) == (memory, speed), name
+
+
+def test_a_short_name_is_a_file_of_the_hub(hub: Hub) -> None:
+    hub.repos["Qwen/Qwen3-4B-GGUF"] = Repo({f"Qwen3-4B-{tag}.gguf": tiny_gguf(tag) for tag in ("Q4_K_M", "Q8_0")})
+    assert resolve_model("Qwen3:4B").name == "Qwen3-4B-Q4_K_M.gguf"
+    assert read_raw_config("qwen3:4b")[0]["hidden_size"] == 64
+    quire("remove", "qwen3:4b")
+    with pytest.raises(ModelError, match=r"it is in 6 sizes: qwen3:0\.6b, qwen3:1\.7b, qwen3:4b"):
+        resolve_model("qwen3")
+    with pytest.raises(ModelError, match=r"did you mean qwen3:4b\?"):
+        resolve_model("qwen3:4")
