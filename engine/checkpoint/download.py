@@ -52,10 +52,13 @@ class Listing:
 
 def download(name: HubName, revision: str | None, patterns: Sequence[str], *, newest: bool = False) -> Path:
     """The local folder of a model's snapshot with the files that match these patterns, or its GGUF file, of several
-    parts the first. newest: the hub is asked for a GGUF file too that the cache has. Raises ModelError."""
+    parts the first. newest: also of what the cache has, the hub is asked for the newest, with all checks. Raises
+    ModelError."""
     revision = name.revision or revision
     if name.wants_gguf and not newest and (cached := _cached_gguf(name, revision)) is not None:
         return cached
+    if not name.wants_gguf and not newest and is_cached(name, revision, (".safetensors",)):
+        return download_some(name, revision, patterns)  # which asks whether there is something newer
     with told_apart(name, revision):
         listing = list_files(name, revision)
         if not name.wants_gguf and not listing.is_gguf:
@@ -87,7 +90,7 @@ def list_files(name: HubName, revision: str | None) -> Listing:
     """What a repository holds on the hub, or, where that cannot be asked, what of it is in the cache. Raises what the
     hub's client raises."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError  # type: ignore[attr-defined]
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError
 
     try:
         info: ModelInfo = HfApi().model_info(name.repo, revision=revision, files_metadata=True)
@@ -164,12 +167,12 @@ def _cached_gguf(name: HubName, revision: str | None) -> Path | None:
         return None
 
 
-def is_cached(name: HubName, revision: str | None) -> bool:
-    """Whether weights of a model are in the cache, maybe not all of them."""
+def is_cached(name: HubName, revision: str | None, kinds: tuple[str, ...] = (".safetensors", ".gguf")) -> bool:
+    """Whether weights of a model, in files of these kinds, are in the cache, maybe not all of them."""
     if name.wants_gguf:
         return _cached_gguf(name, name.revision or revision) is not None
     folder = _cached_folder(name, name.revision or revision)
-    return folder is not None and any(path.suffix in (".safetensors", ".gguf") for path in folder.rglob("*"))
+    return folder is not None and any(path.suffix in kinds for path in folder.rglob("*"))
 
 
 def fetch_config(name: HubName, revision: str | None, file: str, into: Path) -> Path:

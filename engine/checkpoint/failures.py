@@ -25,7 +25,7 @@ _SEARCHED = 20
 def told_apart(name: HubName, revision: str | None) -> Iterator[None]:
     """Turns what the hub's client raises into a ModelError."""
     # What it raises where no connection comes about is its HTTP library's, which it imports under this name.
-    from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+    from huggingface_hub.errors import HTTPError
 
     try:
         yield

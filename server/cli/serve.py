@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from quire.engine.checkpoint.files import must_come
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.hub.remote import RemoteClient
 from quire.engine.replicas.replicas import Processes, processes
 from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import raise_file_limit
+from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine, this_machine
 from quire.server.cli.settings import add_flags, parse
@@ -94,8 +94,8 @@ def main(argv: Sequence[str], started: float) -> int:
     logs.set_up(config)
     raise_file_limit()
     with bind(config.host, config.port) as listener:
-        if args.models is None and must_come(config.model, config.revision):
-            import_module("quire.server.cli.models.pull").pull(config.model, config.revision)
+        if args.models is None:
+            pull_missing(config)
         if models is not None:
             return uvloop.run(Service(config, models, listener, started).run())
         status = uvloop.run(shared.ApiProcesses(config, listener, started).run())

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.engine.checkpoint.files import pull_model
+from quire.engine.checkpoint.files import must_come, pull_model
+from quire.engine.config import EngineConfig
 from quire.engine.gguf.files import SUFFIX, all_parts
 from quire.server.cli.models.sizes import size
 from quire.server.cli.unknown_flags import parse_known
@@ -26,6 +27,13 @@ def main(argv: Sequence[str], started: float) -> int:
         files = all_parts(path) if path.suffix == SUFFIX else [file for file in path.rglob("*") if file.is_file()]
         print(f"{name}: {size(sum(file.stat().st_size for file in files))} in {path}")
     return 0
+
+
+def pull_missing(config: EngineConfig) -> None:
+    """Download what an engine is to serve, where it is not there yet: before the engine starts, so that one process
+    does it, and its progress and errors are seen. Raises ModelError."""
+    if must_come(config.model, config.revision):
+        pull(config.model, config.revision)
 
 
 def pull(name: str, revision: str | None) -> Path:

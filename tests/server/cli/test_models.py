@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.errors import ModelError
 from quire.server.cli.models import table
 from quire.server.cli.plan.machine import Machine
+from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 from tests.gguf_models import write_gguf
 from tests.server.cli.test_serve import command, serving
@@ -104,6 +106,24 @@ def test_only_downloads_are_removed(tmp_path: Path, hub: Hub) -> None:
 )
 def test_a_model_is_served_under_its_name_on_the_hub(model: str, name: str) -> None:
     assert ServerConfig(model=model).model_names == (name,)
+
+
+@pytest.mark.parametrize(
+    ("argv", "model"),
+    [
+        (["-hf", "own/g"], "own/g:GGUF"),
+        (["--hf-repo", "own/g:Q8_0"], "own/g:Q8_0"),
+        (["-hf", "https://hf.co/own/g"], "https://hf.co/own/g:GGUF"),
+    ],
+)
+def test_hf_asks_for_a_gguf_file(argv: list[str], model: str) -> None:
+    parser = argparse.ArgumentParser("quire serve", allow_abbrev=False)
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("-hf", "-hfr", "--hf-repo", dest="gguf")
+    add_flags(parser, ServerConfig, {ServerConfig: "server"})
+    assert parse(parser, argv, ServerConfig, "name", gguf="gguf")[1].model == model
+    with pytest.raises(SystemExit):
+        parse(parser, ["smollm2", *argv], ServerConfig, "name", gguf="gguf")
 
 
 @pytest.mark.slow
