@@ -74,8 +74,9 @@ serve: $(READY)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # The first three together run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in
-# one process, because they share a server; with ARGS, which mostly name a few tests, all do.
-SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
+# one process, because they share a server; with ARGS, which mostly name a few tests, all do. A test that crashes its process
+# ends the run: pytest-xdist starts another, but then may wait for ever for the rest of that file.
+SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 PYTEST = $(BIN)/python -m pytest
 
 test: $(READY)
