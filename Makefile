@@ -22,7 +22,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14
 .PHONY: help install serve test test-slow test-nightly test-gpu torch-matrix bench-gpu bench-hostile clients agents test-slice all-kernels smollm2 lint lint-types lint-python lint-cpp lint-javascript format wheel clean
 
 help:
-	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id or smollm2] [ARGS="more flags"]'
+	@echo 'make serve [PORT=8000] [HOST=127.0.0.1] [MODEL=path, hub id, qwen3:4b or smollm2] [ARGS="more flags"]'
 	@echo 'make test  [ARGS="tests/engine -k name"]    five minutes; without the tests marked slow or nightly'
 	@echo 'make test-slow [ARGS=...]    those marked slow: kills, overload, browser, wheel, all snippets of the documents'
 	@echo 'make test-nightly [ARGS=...]    an hour: more cases of what the others try, soak, all attacks'
@@ -74,8 +74,9 @@ serve: $(READY)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
 # The first three together run every test; each takes further arguments of pytest's in ARGS. All the tests of a file run in
-# one process, because they share a server; with ARGS, which mostly name a few tests, all do.
-SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
+# one process, because they share a server; with ARGS, which mostly name a few tests, all do. A test that crashes its process
+# ends the run: pytest-xdist starts another, but then may wait for ever for the rest of that file.
+SPREAD = $(if $(ARGS),$(ARGS),--numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 PYTEST = $(BIN)/python -m pytest
 
 test: $(READY)

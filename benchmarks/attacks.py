@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"
+RESPONSES = "/v1/responses"
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/rerank", "/score"
 ASKED = [{"role": "user", "content": "hi"}]
 PATIENCE = 120.0
 """Seconds that the client waits for an answer."""
@@ -35,6 +37,14 @@ def _tools(count: int, description: str = "") -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": f"f{i}", "description": description}} for i in range(count)]
 
 
+def _tool(nested: list[Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"x": nested}}}
+
+
+def _unused(nested: list[Any]) -> dict[str, Any]:
+    return {"type": "text", "schema": {"x": nested}}
+
+
 def _call(arguments: str) -> dict[str, Any]:
     return {"function": {"name": "f", "arguments": arguments}}
 
@@ -45,6 +55,8 @@ def _schema(properties: int) -> dict[str, Any]:
 
 
 MILLION = 1_000_000
+WORN = r"(.*a.{30}|.*b.{30}|.*c.{31})z"
+"""Each answer meets other states of its lexer."""
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 FULL = "{% set n = namespace(x='a' * 9999) %}{% for i in range(40) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
 ATTACKS = (
@@ -135,8 +147,36 @@ ATTACKS = (
     ),
     Attack("regex of a million", CHAT, lambda: {"messages": ASKED, "guided_regex": "((a{1000}){1000}){10}"}),
     Attack("choices: 300,000", CHAT, lambda: {"messages": ASKED, "guided_choice": ["a"] * 300_000}),
+    Attack(
+        "regex without an end of states",
+        COMPLETIONS,
+        lambda: {"prompt": "a", "guided_regex": WORN, "n": 8, "max_tokens": 200, "temperature": 1.5},
+        (200, 400, 503),
+    ),
     Attack("template without an end", CHAT, lambda: {"messages": ASKED, "chat_template": ENDLESS}),
     Attack("template that fills the memory", CHAT, lambda: {"messages": ASKED, "chat_template": FULL}),
+    # What an answer would repeat
+    Attack("safety_identifier of 14 MB", RESPONSES, lambda: {"input": "hi", "safety_identifier": "u" * 14 * MILLION}),
+    Attack(
+        "a tool described in 14 MB",
+        RESPONSES,
+        lambda: {
+            "input": "hi",
+            "tool_choice": "none",
+            "tools": [{"type": "function", "name": "f", "description": "d" * 14 * MILLION}],
+        },
+    ),
+    Attack(
+        "text.format described in 14 MB",
+        RESPONSES,
+        lambda: {"input": "hi", "text": {"format": {"type": "text", "description": "d" * 14 * MILLION}}},
+    ),
+    Attack(
+        "items of 200,000 empty parts",
+        RESPONSES,
+        lambda: {"input": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 10_000}] * 20},
+        (200, 400),
+    ),
     # What costs the most within the bounds
     Attack(
         "stop: 64 texts",
@@ -182,6 +222,15 @@ ATTACKS = (
     Attack(
         "/tokenize: 1 MB with texts", TOKENIZE, lambda: {"prompt": "a b " * 245_000, "return_token_strs": True}, (200,)
     ),
+    Attack("2,048 embeddings", EMBEDDINGS, lambda: {"input": ["a"] * 2048}, (200, 400, 503)),
+    Attack("embeddings: 4 MB, cut", EMBEDDINGS, lambda: {"input": "a " * 2 * MILLION, "truncate_prompt_tokens": -1}),
+    Attack(
+        "rerank: 1,000 long",
+        RERANK,
+        lambda: {"query": "a", "documents": ["once upon a time " * 800] * 1000},
+        (200, 400, 503),
+    ),
+    Attack("score: 2,048 pairs", SCORE, lambda: {"text_1": ["a"] * 1024, "text_2": ["b"] * 1024}, (200, 400, 503)),
     # Bytes
     Attack("16 MB of opening brackets", COMPLETIONS, lambda: b"[" * 16 * MILLION),
     Attack("16 MB of spaces", COMPLETIONS, lambda: b" " * 16 * MILLION),
@@ -208,6 +257,9 @@ ATTACKS = (
     Attack("HTTP/1.0", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "HTTP/1.0"),
     Attack("curl --http2", COMPLETIONS, lambda: {"prompt": "a" * 10 * MILLION}, (400,), "h2c"),
     Attack("pipelined", COMPLETIONS, lambda: {"prompt": "a" * MILLION}, (400,), "pipelined"),
+    # Memory that ends inside native code
+    Attack("a schema of 2 M lists", RESPONSES, lambda: {"input": "a", "text": {"format": _unused([[]] * 2 * MILLION)}}),
+    Attack("parameters of 2 M lists", CHAT, lambda: {"messages": ASKED, "tools": [_tool([[]] * 2 * MILLION)]}),
 )
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.engine.types import PoolingParams, SamplingParams, TokenLogprob
+from quire.engine.types import Cause, PoolingParams, SamplingParams, TokenLogprob
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -112,12 +112,21 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What came back from tiers since the step before."""
     loads: list[tuple[str, float]] = []
     """Names of the adapters that were put into slots before it, each with the seconds for which all waited for that."""
+    left: list[int] = []
+    """Slots whose owners have left since the step before."""
 
     @property
     def admitted_ids(self) -> list[str]:
         """The requests that are in a step for the first time, or again after a preemption."""
         slots = {admission.slot for admission in self.admissions}
         return [row.request_id for row in self.rows if row.slot in slots] if slots else []
+
+
+class Failure(NamedTuple):
+    """Why a request cannot be served any more."""
+
+    message: str
+    cause: Cause = "engine"
 
 
 class StepOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -129,7 +138,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     """One per accepted token, where the request asks for them."""
     prompt_logprobs: dict[str, list[TokenLogprob]] = {}
     """For the prompt tokens of this step's chunk: the log probability of the token after each."""
-    errors: dict[str, str] = {}
-    """Why a request cannot be served: it ends."""
+    errors: dict[str, Failure] = {}
+    """These requests end."""
     vectors: dict[str, bytes] = {}
     """For the requests with PoolingParams whose prompt is complete: float32, little-endian. They end."""

@@ -79,7 +79,8 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     model: str = Field(
-        DEMO_MODEL, description="Local directory, .gguf file or hub id, or smollm2; default: the embedded story-teller"
+        DEMO_MODEL,
+        description="Local directory, .gguf file, hub id or short name; default: the embedded story-teller",
     )
     tokenizer: str | None = Field(None, description="Directory or hub id of the tokenizer, if not the model's")
     skip_tokenizer_init: bool = Field(

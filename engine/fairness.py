@@ -13,6 +13,9 @@ from collections.abc import Sequence as SequenceOf
 from quire.engine.sequence import Sequence
 from quire.engine.types import Request
 
+MAX_TENANTS = 4096
+"""Whose counters are remembered; gateways tell tenants' names, ever new ones. Of more the least served half that does
+not wait is forgotten: most of these would be raised to the smallest counter anyway, when they wait again."""
 OUTPUT_COST = 2
 """How many prompt tokens a generated token counts as; the paper's value."""
 
@@ -30,7 +33,7 @@ class FairQueue:
 
     def rank(self, seq: Sequence) -> tuple[int, float, int]:
         """The smallest goes first; among running sequences the largest is preempted first."""
-        return (seq.request.priority, self._served[seq.request.tenant], seq.arrival)
+        return (seq.request.priority, self._served.get(seq.request.tenant, self._last_left), seq.arrival)
 
     def push(self, seq: Sequence) -> None:
         tenant = seq.request.tenant
@@ -38,6 +41,7 @@ class FairQueue:
             lowest = min((self._served[other] for _, other in self._lines), default=self._last_left)
             self._served[tenant] = max(self._served.get(tenant, 0.0), lowest)
         insort(self._lines.setdefault((seq.request.priority, tenant), []), seq, key=_arrival)
+        self._forget()
 
     def peek(self) -> Sequence | None:
         """The sequence to go next."""
@@ -78,7 +82,15 @@ class FairQueue:
 
     def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
         """Count tokens that were computed for the request's tenant."""
-        self._served[request.tenant] += (prompt_tokens + OUTPUT_COST * output_tokens) / request.weight
+        served = self._served.get(request.tenant, self._last_left)
+        self._served[request.tenant] = served + (prompt_tokens + OUTPUT_COST * output_tokens) / request.weight
+
+    def _forget(self) -> None:
+        if len(self._served) > MAX_TENANTS:
+            waiting = {tenant for _, tenant in self._lines}
+            idle = sorted(self._served.keys() - waiting, key=lambda tenant: self._served[tenant])
+            for tenant in idle[: len(idle) // 2]:
+                del self._served[tenant]
 
     def _waits(self, tenant: str) -> bool:
         return any(other == tenant for _, other in self._lines)

@@ -8,6 +8,7 @@ process when the parent is gone; one distinguishes signals sent by other process
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
@@ -72,6 +73,7 @@ def read_first_line() -> bytes:
 
 def main() -> None:
     address, descriptor = sys.argv[1], int(sys.argv[2])
+    faulthandler.register(signal.SIGUSR1)  # to the server's standard error, as all that is written there
     block_fault_signals()
     line = read_first_line()
     heartbeat = Heartbeat(descriptor)

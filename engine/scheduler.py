@@ -22,7 +22,7 @@ from quire.engine.stats import EngineStats
 from quire.engine.tiers.page_tables import PageTables
 from quire.engine.tiers.prefix_cache import PrefixCache
 from quire.engine.tiers.tiers import NoTiers
-from quire.engine.types import Request, RequestOutput, Task
+from quire.engine.types import Cause, Request, RequestOutput, Task
 
 
 class Scheduler:
@@ -76,12 +76,12 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._whole_prompts, self._pools_all = whole_prompts, pools_all
         self._tasks, self._micro_batches = tasks, micro_batches
-        self._drafter = drafter or NoDrafts()
-        self._drafts = DraftCounts()
+        self._drafter, self._drafts = drafter or NoDrafts(), DraftCounts()
         self._sequences: dict[str, Sequence] = {}
         self._running: list[Sequence] = []
         self._waiting = waiting or FairQueue()
         self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._left: list[int] = []
         self._outputs: list[RequestOutput] = []
         self._preempted: list[str] = []
         self._arrivals = 0
@@ -187,8 +187,9 @@ class Scheduler:
             return None
         self._steps += 1
         preempted, self._preempted = self._preempted, []
+        left, self._left = self._left, []
         told = self.tiers.take_fetched(), self._waiting.take_loads()
-        return Batch(rows, admissions, copies, preempted, *told)
+        return Batch(rows, admissions, copies, preempted, *told, left)
 
     def apply(self, batch: Batch, output: StepOutput) -> None:
         """Learn what a step computed. Batches are applied in the order they were scheduled."""
@@ -202,7 +203,7 @@ class Scheduler:
                 seq.prompt_logprobs += output.prompt_logprobs.get(row.request_id, [])[max(have, 0) :]
             if row.request_id in output.errors:
                 self._end(seq)
-                self._refuse(seq.request, output.errors[row.request_id])
+                self._refuse(seq.request, *output.errors[row.request_id])
             elif row.sample:
                 self._learn(seq, row, output)
             elif (vector := output.vectors.get(row.request_id)) is not None:
@@ -382,8 +383,9 @@ class Scheduler:
         assert seq.slot is not None
         self._running.remove(seq)
         self._slots.append(seq.slot)
+        self._left.append(seq.slot)
         self.tiers.keep(seq)
         self._tables.release(seq)
 
-    def _refuse(self, request: Request, why: str) -> None:
-        self._outputs.append(RequestOutput(request.id, [], finish_reason="error", error=why))
+    def _refuse(self, request: Request, why: str, cause: Cause = "engine") -> None:
+        self._outputs.append(RequestOutput(request.id, [], finish_reason="error", error=why, cause=cause))

@@ -14,6 +14,9 @@ import msgspec
 from quire.engine.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Cause = Literal["engine", "grammar", "busy"]
+"""Of an error: the engine; the request's grammar, which cannot be followed; too much at a time, of which a later try
+may find less."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 4096
 """In all stop strings together: text that is held back is compared with each."""
@@ -234,6 +237,8 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None
     vector: bytes | None = None
     """What PoolingParams ask for, with the finish_reason "stop": float32, little-endian."""
+    cause: Cause = "engine"
+    """Of the error."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from quire.engine.errors import AdapterError, ConfigError, InvalidRequest, ModelNotFound
 from quire.engine.lora.modules import Modules
@@ -117,10 +118,7 @@ class Adapters:
         if self._file is None:
             return
         try:
-            kept = {name: each.digest for name, each in self._named.items() if name not in self._fixed}
-            made = self._file.with_suffix(".new")
-            made.write_text(json.dumps(kept), encoding="utf-8")
-            made.replace(self._file)
+            write_kept(self._file, {name: each.digest for name, each in self._named.items() if name not in self._fixed})
         except OSError as error:
             log.error("the adapters' names cannot be kept for the next start: %s", error)
 
@@ -144,6 +142,15 @@ class Adapters:
             return {str(name): str(digest) for name, digest in kept.items() if str(digest).isalnum()}
         except (OSError, ValueError, AttributeError) as error:
             raise ConfigError(f"data_dir: {self._file} cannot be read: {error}", param="data_dir") from None
+
+
+def write_kept(file: Path, content: Mapping[str, Any]) -> None:
+    """Replace a file of the data folder, as JSON: whole or not at all, for this user alone. Raises OSError."""
+    made = file.with_suffix(".new")
+    made.unlink(missing_ok=True)
+    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as out:
+        json.dump(content, out)
+    made.replace(file)
 
 
 def named_path(text: str) -> tuple[str, str]:
@@ -181,7 +188,8 @@ def adapters_of(
         if config.data_dir is not None:
             folder, file = config.data_dir / "adapters", config.data_dir / _NAMES
             try:
-                os.makedirs(folder, mode=0o700, exist_ok=True)
+                for each in (config.data_dir, folder):
+                    os.makedirs(each, mode=0o700, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"data_dir: {folder}: {error.strerror}", param="data_dir") from None
         spool = Spool(folder, modules, config.max_lora_rank, embedding=device == "cpu")

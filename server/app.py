@@ -25,7 +25,9 @@ from quire.server import errors
 from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.bodies import Bodies
+from quire.server.access.budget import Budget
 from quire.server.access.gateways import Gateways
+from quire.server.access.held import HELD_BYTES, HeldMiddleware
 from quire.server.access.tenants import Tenants
 from quire.server.adapters import Adapters, adapters_of
 from quire.server.config import ServerConfig
@@ -73,7 +75,7 @@ from quire.server.routes.bodies import with_bodies
 from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Runtime
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
-from quire.server.store import Store
+from quire.server.store.store import Store
 from quire.server.version import VERSION
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
@@ -119,7 +121,7 @@ def create_app(
             app.state.model = model = _started(unstarted, info, client.weights_version, served)
             known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
             workers = WorkerPool(known, model.adapters)
-            app.state.admission = admission = Admission(client, config, keyed=tenants.closed)
+            app.state.admission = admission = Admission(client, config, info.max_model_len, keyed=tenants.closed)
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
             )
@@ -247,6 +249,7 @@ def _add_middleware(
     ended: list[Callable[[RequestRecord], None]] = [log_request] if config.log_format == "json" else []
     if spans is not None:
         ended.append(spans.ended)
+    app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
     if config.allowed_origins:

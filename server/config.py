@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from quire.engine.checkpoint.names import hub_name
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.folder import read_json
@@ -121,8 +122,9 @@ class ServerConfig(EngineConfig):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names of the model, at least one. A hub id is its own name, a directory gives its last part (or, where
-        that says nothing, what config.json knows), a GGUF file its name without the suffix."""
+        """The names of the model, at least one. A hub id is its own name, without the address that it came in, a
+        directory gives its last part (or, where that says nothing, what config.json knows), a GGUF file its name
+        without the suffix."""
         if self.served_model_name:
             return tuple(self.served_model_name)
         if self.model == DEMO_MODEL:
@@ -130,7 +132,10 @@ class ServerConfig(EngineConfig):
         path = Path(self.model)
         if path.suffix == SUFFIX and path.is_file():
             return (without_part(path),)
-        return (_folder_name(path.resolve()) if path.is_dir() else self.model,)
+        if path.is_dir():
+            return (_folder_name(path.resolve()),)
+        hub = hub_name(self.model)
+        return (self.model if hub is None else hub.shown,)
 
 
 def _folder_name(path: Path) -> str:

@@ -22,7 +22,8 @@ log = logging.getLogger("quire.server")
 MAX_HEAD_BYTES = 64 * 1024
 """Largest size of a request line and its headers."""
 MAX_PIPELINED = 100
-"""Requests that may wait behind one that is being answered. A single read could bring thousands."""
+"""Requests that may wait behind one that is being answered. While some wait nothing more is read, but a single read
+could bring thousands."""
 BODY_PIECE = 16 * 1024
 """Bytes of a body that must arrive in each read timeout."""
 
@@ -91,6 +92,8 @@ class Connection(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
         """Runs while what was sent is not read."""
         self._refusal = (400, "Invalid HTTP request")
+        self._refused = False
+        """Whether nothing more is read, and the refusal is sent once the requests before it are answered."""
 
     # Receiving
 
@@ -100,11 +103,13 @@ class Connection(HttpToolsProtocol):
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
         if self._in_head:
             self._received += len(data)
         super().data_received(data)
         self._pass_chunks_on()
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refused:
             return
         if self._in_head and self._received > MAX_HEAD_BYTES:
             self._refuse(431, f"The headers are larger than {MAX_HEAD_BYTES} bytes")
@@ -123,7 +128,8 @@ class Connection(HttpToolsProtocol):
         if self._upgrading:
             return
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ValueError("too many requests wait")
+            self._refusal = (400, f"More than {MAX_PIPELINED} requests wait in this connection")
+            raise ValueError(self._refusal)
         super().on_headers_complete()
         cast(dict[str, Any], self.scope)[TRANSPORT] = self.transport
         self._in_head = False
@@ -189,15 +195,30 @@ class Connection(HttpToolsProtocol):
         self.send_400_response(message)
 
     def send_400_response(self, msg: str) -> None:
-        """Send an OpenAI error body, unless a response has begun; close the connection in any case."""
+        """Send an OpenAI error body, unless a response has begun, and close the connection. What is wrong with a head
+        is told after the answers to the requests before it."""
+        if self._in_head and self._answering:
+            self._refused = True
+            self._stop_reading_timer()
+            self.flow.pause_reading()
+            return
         status, message = self._refusal
-        if (self._in_head and not self._answering) or (self._answering and not self.cycle.response_started):
+        if self._in_head or (self._answering and not self.cycle.response_started):
             body = error_body(message, INVALID, None, None)
             head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
     # Sending
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self.pipeline or (self._refused and self._answering):
+            self.flow.pause_reading()
+        elif self._refused:
+            self.send_400_response(self._refusal[1])
 
     def pause_writing(self) -> None:
         """The transport's buffer is full. The application waits, and tokens gather in its OutputStream."""

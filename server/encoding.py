@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -19,9 +20,19 @@ PING = b": ping\n\n"
 """Keeps a silent stream alive; clients skip it."""
 
 
-def encode_event(kind: str, data: object) -> bytes:
-    """An event with a name of its own."""
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_json(data))
+def encode_event(kind: str, data: Mapping[str, object], **encoded: bytes) -> bytes:
+    """An event with a name of its own; `encoded`: as below."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode_object(data, **encoded))
+
+
+def encode_object(fields: Mapping[str, object], **encoded: bytes) -> bytes:
+    """A JSON object of at least one field, and behind it others whose values are JSON already."""
+    more = [b',"%b":%b' % (name.encode(), value) for name, value in encoded.items()]
+    return b"%b%b}" % (encode_json(fields)[:-1], b"".join(more))
+
+
+def encode_list(encoded: Iterable[bytes]) -> bytes:
+    return b"[%b]" % b",".join(encoded)
 
 
 def encode_ascii(value: object) -> bytes:

@@ -21,7 +21,7 @@ from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.others import Others
 from quire.server.observe.request_log import RequestLog
-from quire.server.store import Store
+from quire.server.store.store import Store
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 

@@ -61,6 +61,9 @@ class EventStream(EventSourceResponse):
         """Whether the status was sent."""
         self._sent = monotonic()
         self._transport = transport
+        self._sending = asyncio.Lock()
+        """Instead of the base class's, which is anyio's: a task that is cancelled while it waits for that one holds
+        itself, and its answer, until a garbage collection."""
 
     @property
     def _last_sent(self) -> float:
@@ -82,10 +85,11 @@ class EventStream(EventSourceResponse):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self._chunks.aclose()
+            self.client_close_handler_callable = None  # no circle: what the answer held goes with it
         await self._begin(send)  # for the log of requests, where the client left before the status
 
     async def _begin(self, send: Send) -> None:
-        async with self._send_lock:
+        async with self._sending:
             if not self._begun:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 self._begun = True
@@ -101,12 +105,12 @@ class EventStream(EventSourceResponse):
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 self._sent = monotonic()
         except Exception as error:
-            async with self._send_lock:  # a ping may be sending the status
+            async with self._sending:  # a ping may be sending the status
                 if not self._begun:
                     raise
             last = self._failed(error)
         await self._begin(send)
-        async with self._send_lock:
+        async with self._sending:
             self.active = False
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
@@ -118,7 +122,7 @@ class EventStream(EventSourceResponse):
                 await asyncio.sleep(self.ping_interval - silent)
                 continue
             await self._begin(send)
-            async with self._send_lock:
+            async with self._sending:
                 if self.active:
                     await send({"type": "http.response.body", "body": self._ping_event, "more_body": True})
             self._sent = monotonic()

@@ -253,6 +253,11 @@ def _safetensors() -> list[Broken]:
     def edit(**values: Any) -> Change:
         return edit_header(lambda header: header[tensor].update(values))
 
+    def share(header: dict[str, Any]) -> None:
+        begin, end = header[tensor]["data_offsets"]
+        step = 4 if begin == 0 else -4
+        header[tensor]["data_offsets"] = [begin + step, end + step]
+
     return [
         Broken("weights-cut", cut, (name, "cut off")),
         Broken("weights-seven-bytes", write(name, b"1234567"), (name,)),
@@ -267,6 +272,7 @@ def _safetensors() -> list[Broken]:
         Broken("weights-offsets-text", edit(data_offsets="all"), (name, tensor, "data_offsets")),
         Broken("weights-offsets-outside", edit(data_offsets=[2**40, 2**40 + 512]), (name, tensor, "data_offsets")),
         Broken("weights-offsets-backwards", edit(data_offsets=[512, 0]), (name, tensor, "data_offsets")),
+        Broken("weights-offsets-shared", edit_header(share), (name, "data_offsets", "shares bytes")),
         Broken("weights-offsets-negative", edit(data_offsets=[-512, 0]), (name, tensor, "data_offsets")),
         Broken("weights-shape-text", edit(shape=["256"]), (name, tensor, "shape")),
         Broken("weights-shape-huge", edit(shape=[2**61, 2**61]), (name, tensor)),

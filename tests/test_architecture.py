@@ -51,6 +51,7 @@ SHARED = {
     "quire.engine.checkpoint.quantization",
     "quire.engine.checkpoint.safetensors",
     "quire.engine.checkpoint.stages",
+    "quire.engine.client.procfs",
     "quire.engine.folder",
     "quire.engine.lora.files",
     "quire.engine.lora.modules",

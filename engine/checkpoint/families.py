@@ -54,8 +54,8 @@ OLDER_NAMES = {
     },
 }
 """By model_type: fields of config.json that have other names there."""
-WITH_IMAGES = "gemma3"
-"""The only family with image input whose text part can be served."""
+WITH_IMAGES = ("gemma3",)
+"""Families with image input whose text part, in text_config, is served."""
 ROPE_TYPES = ("default", "linear", "llama3", "factors", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
@@ -98,12 +98,20 @@ def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
+def family_not_served(raw: Mapping[str, Any]) -> str | None:
+    """The same of the family alone; None where it is served."""
+    kind, part = str(raw.get("model_type") or ""), raw.get("text_config")
+    inner = str(part.get("model_type") or "") if isinstance(part, Mapping) else ""
+    if kind in FAMILIES or kind in ENCODERS or (kind in WITH_IMAGES and (not inner or inner in FAMILIES)):
+        return None
+    shown = f"{kind} models yet, whose text part is {inner}" if inner else f"{kind or 'such'} models yet"
+    return f"Quire does not serve {shown}"
+
+
 def why_not_served(raw: Mapping[str, Any]) -> list[str]:
     """What in a config.json keeps Quire from serving such a model, in lines that say it to people; [] for nothing."""
-    kind = str(raw.get("model_type", ""))
-    found = []
-    if kind not in FAMILIES and kind not in ENCODERS and kind != WITH_IMAGES:
-        found.append(f"Quire does not serve {kind or 'this'} models yet")
+    family = family_not_served(raw)
+    found = [] if family is None else [family]
     if (reason := why_not(raw.get("quantization_config") or {})) is not None:
         found.append(reason)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling")

@@ -5,16 +5,27 @@ It imports neither torch nor transformers, because importing those takes seconds
 
 from __future__ import annotations
 
-import errno
-import os
+import atexit
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
-from quire.engine.checkpoint.families import OLDER_NAMES, WITH_IMAGES, stored_dtype
+from quire.engine.checkpoint.catalog import known_models
+from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
+from quire.engine.checkpoint.families import (
+    FAMILIES,
+    OLDER_NAMES,
+    WITH_IMAGES,
+    family_not_served,
+    stored_dtype,
+    why_not_served,
+)
 from quire.engine.checkpoint.fields import MAX_POSITIONS, GenerationFields, PlannedFields, ServedFields
+from quire.engine.checkpoint.names import HubName, hub_name
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
@@ -26,7 +37,6 @@ _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 HEAD_FILES = (*_WANTED_FILES, "*.bin", "*.pt")
 """The same of a head that guesses tokens: many are published in PyTorch's own format."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
 _GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _GEMMA3_DEFAULTS |= {"max_position_embeddings": 131_072}
 """What the config.json of Gemma 3 models leaves out: transformers' defaults."""
@@ -64,8 +74,9 @@ class ModelConfig:
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _WANTED_FILES) -> Path:
     """The directory of a model, or its GGUF file.
 
-    name: a local directory or GGUF file, a model that an installed package carries, or a hub id, which is downloaded if
-    it is not in the hub's cache. patterns: the files that are downloaded. Raises ModelError.
+    name: a local directory or GGUF file, a model that an installed package carries, or a name on the hub, as hub_name
+    reads it, which is downloaded if it is not in the hub's cache. patterns: the files that are downloaded where it is
+    no GGUF model. Raises ModelError.
     """
     path = _local_path(name)
     if path.is_file():
@@ -74,13 +85,31 @@ def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str
         return path
     if path.is_dir():
         return gguf_of(path) or path
-    return packaged_model(name) or _download(name, revision, patterns)
+    return packaged_model(name) or download(hub_model(name), revision, patterns)
+
+
+def must_come(name: str, revision: str | None) -> bool:
+    """Whether a model has to be downloaded. Raises ModelError for what is no model's name."""
+    if _local_path(name).exists() or name in PACKAGED:
+        return False
+    return not is_cached(hub_model(name), revision)
+
+
+def pull_model(name: str, revision: str | None) -> Path:
+    """The directory of a model, or its GGUF file, as the hub has it now. What Quire does not serve is refused before
+    anything large is downloaded. Raises ModelError."""
+    if _local_path(name).exists() or name in PACKAGED:
+        return resolve_model(name)
+    hub = hub_model(name)
+    if reasons := why_not_served(read_raw_config(name, revision)[0]):
+        raise ModelError(f"model: {hub.repo}: {reasons[0]}")
+    return download(hub, revision, _WANTED_FILES, newest=True)
 
 
 def resolve_adapter(name: str) -> Path:
     """The folder of an adapter: a local one, or that of a hub id, which is downloaded. Raises ModelError."""
     path = _local_path(name)
-    return path if path.is_dir() else _download(name, None, _ADAPTER_FILES)
+    return path if path.is_dir() else download_some(hub_model(name), None, _ADAPTER_FILES)
 
 
 def stored_at(config: EngineConfig) -> Path:
@@ -103,38 +132,29 @@ def _local_path(name: str) -> Path:
         raise ModelError(f"model: the home directory of {name!r} is not known") from None
 
 
-def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The local directory of a hub id's snapshot, with the files that match these patterns. Raises ModelError."""
-    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        advice = nearest(name, PACKAGED)
+def hub_model(name: str) -> HubName:
+    """What the name of a model that is not on this machine means on the hub: a short one, or an id. Raises
+    ModelError."""
+    known = {} if "/" in name else known_models()
+    if name.lower() in known:
+        return known[name.lower()].hub
+    found = hub_name(name)
+    if found is None:
+        sized = [each for each in known if each.startswith(f"{name.lower()}:")]
+        advice = f"it is in {len(sized)} sizes: {', '.join(sized)}" if sized else nearest(name, [*PACKAGED, *known])
         raise ModelError(
-            f"model: there is no directory {name!r}, and it is not a hub id (owner/name){advice and f'; {advice}'}"
+            f"model: there is no directory {name!r}, and it is not a hub id (OWNER/REPO or OWNER/REPO:TAG), nor in "
+            "`quire models`"
+            f"{advice and f'; {advice}'}"
         )
-    # Imported here, because importing the hub's client takes a third of a second and a local directory needs none.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError) as error:
-        raise ModelError(f"model: {name!r} is neither a directory nor found on the hub") from error
-    except OSError as error:
-        if error.errno in _NOT_WRITABLE:
-            raise ModelError(
-                f"model: {name!r} cannot be stored: {error.filename} cannot be written by uid {os.getuid()} "
-                f"({(error.strerror or '').lower()}); make it this user's, or let HF_HOME name another folder"
-            ) from error
-        raise ModelError(
-            f"model: {name!r} is not a directory, and the hub cannot be reached to download it: give "
-            "the path of a copy (for quire plan a config.json will do)"
-        ) from error
+    return found
 
 
 def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, Any], Path | None]:
     """The content of a config.json, and the directory, or the GGUF file, of the model that it belongs to.
 
-    name: as in resolve_model, or a .json file. Of a hub id only config.json is downloaded, so the directory is None.
-    Raises ModelError.
+    name: as in resolve_model, or a .json file. Of a hub id only config.json is downloaded, so the directory is None; of
+    a GGUF file there only its header. Raises ModelError.
     """
     path, file = _local_path(name), "config.json"
     folder: Path | None
@@ -144,13 +164,21 @@ def read_raw_config(name: str, revision: str | None = None) -> tuple[dict[str, A
     elif path.exists() or packaged_model(name) is not None:
         path = folder = resolve_model(name)
     else:
-        path, folder = _download(name, revision, [file]), None
+        path = fetch_config(hub_model(name), revision, file, _scratch())
+        folder = None if path.is_dir() else path
     files = ModelFiles(path)
     raw = files.json(file)
     if raw is None:
-        raise ModelError(f"model: there is no {file} in {path.absolute().name}")
+        raise ModelError(f"model: there is no {file} in {name if folder is None else path.absolute().name}")
     checked(_text_config(raw, files.label(file)), PlannedFields, files.label(file))
     return raw, folder
+
+
+def _scratch() -> Path:
+    """A folder for as long as the process lives: what is in it is read again and again."""
+    folder = tempfile.mkdtemp(prefix="quire-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -160,7 +188,9 @@ def read_model_config(path: Path) -> ModelConfig:
     content, label = files.json("config.json"), files.label("config.json")
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
-    if content.get("model_type") == WITH_IMAGES:  # the only family with image input whose text part can be served
+    if content.get("model_type") and (reason := family_not_served(content)) is not None:
+        raise ModelError(f"model: {label}: model_type: {reason}; served: {', '.join(FAMILIES)}, and encoders")
+    if content.get("model_type") in WITH_IMAGES:
         content = _text_config(content, label)
     for older, name in OLDER_NAMES.get(str(content.get("model_type")), {}).items():
         if older in content:

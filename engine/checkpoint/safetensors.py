@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -187,7 +188,16 @@ def _read_header(shard: Path) -> dict[str, _Tensor] | None:
         if tensor.dtype in _BYTES and needed != end - begin:
             size = f"{tensor.shape} of {tensor.dtype} are {needed} bytes, not {end - begin}"
             raise ModelError(f"model: {shard.name}: {name[:_SHOWN]}: data_offsets: {size}")
+    _check_apart(tensors, shard.name)
     return tensors
+
+
+def _check_apart(tensors: dict[str, _Tensor], shard: str) -> None:
+    """Raise ModelError where two tensors share bytes, which the safetensors library does not read either."""
+    placed = sorted((tensor.data_offsets, name) for name, tensor in tensors.items())
+    for ((_, end), before), ((begin, _), name) in pairwise(placed):
+        if begin < end:
+            raise ModelError(f"model: {shard}: {name[:_SHOWN]}: data_offsets: shares bytes with {before[:_SHOWN]}")
 
 
 def _decoded(content: bytes, kind: type[_T], where: str) -> _T:

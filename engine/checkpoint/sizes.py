@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.checkpoint.families import ENCODERS, layer_windows, sparse_layers, stored_dtype, why_not_served
+from quire.engine.checkpoint.families import (
+    ENCODERS,
+    family_not_served,
+    layer_windows,
+    sparse_layers,
+    stored_dtype,
+    why_not_served,
+)
 from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.page_groups import PagedState
 from quire.engine.errors import ModelError
@@ -129,9 +136,12 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
 
     Raises ModelError for a model that is not a decoder, and for a missing size, which it names.
     """
+    family = family_not_served(raw) if raw.get("model_type") else None
     if raw.get("is_encoder_decoder"):
-        raise ModelError("model: an encoder-decoder has no plan here, only decoders do")
+        raise ModelError(f"model: {family or 'this is an encoder-decoder'}: only decoders have a plan here")
     text = text_config(raw)
+    if family is not None and not _optional(text, "num_attention_heads"):
+        raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
     kind = str(text.get("model_type", ""))
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
     vocab = _number(text, "vocab_size")

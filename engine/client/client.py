@@ -212,6 +212,8 @@ class EngineClient(ABC):
         self.queued_tokens -= self._queued.pop(request_id, 0)
         self._adapters.pop(request_id, None)
         self._open_by_tenant[stream.tenant] -= 1
+        if not self._open_by_tenant[stream.tenant]:
+            del self._open_by_tenant[stream.tenant]  # gateways tell tenants' names, ever new ones
         return True
 
     def cancel(self, request_id: str, tenant: str | None = None) -> int:
@@ -271,6 +273,11 @@ class EngineClient(ABC):
         """Abort all open requests; their readers get `error` after the outputs before it."""
         for stream in self._open_streams():
             stream.give_up(error)
+
+    def retire(self, error: QuireError) -> None:
+        """The same, and later requests raise `error`: the engine is about to be stopped."""
+        self.end_all(error)
+        self._failure = self._failure or error
 
     def _open_streams(self) -> list[OutputStream]:
         return list(dict.fromkeys(self._streams.values()))

@@ -211,6 +211,13 @@ class EngineProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
+    async def ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
+        """Wait until a process that is about to end has ended; kill it after so many seconds. `exited`:
+        `wait_for_exit`."""
+        if not (await asyncio.wait([exited], timeout=seconds))[0]:
+            self._process.kill()
+            await asyncio.wait([exited])
+
     async def stop(self) -> None:
         """End the process at once, whatever it is doing: it holds nothing that must be saved."""
         assert self._process.stdin is not None

@@ -60,6 +60,48 @@ class RunnableClock:
             return []
 
 
+class Standstill:
+    """Counts for how long a process has done nothing, though it could have computed: it is stopped, or waits for what
+    does not come."""
+
+    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+        self._folder = proc / str(pid)
+        self._clock = RunnableClock(pid, proc)
+        self._used = _processor_ticks(self._folder)
+        self._since = 0.0
+        """What the clock showed when the process had last computed something."""
+
+    def advance(self, elapsed: float) -> float:
+        """The seconds of it, after so many more of wall-clock time."""
+        self._clock.advance(elapsed, inspect=True)
+        used = _processor_ticks(self._folder)
+        if used is None or used != self._used:
+            self._used, self._since = used, self._clock.seconds
+        return self._clock.seconds - self._since
+
+
+class Stopped:
+    """Counts for how long processes have been found stopped, at each look since then."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+
+    def advance(self, pid: int, elapsed: float) -> float:
+        """The seconds of one of them, after so many more of wall-clock time."""
+        self._seconds[pid] = self._seconds.get(pid, 0.0) + elapsed if is_stopped(pid) else 0.0
+        return self._seconds[pid]
+
+
+def _processor_ticks(process: Path) -> int | None:
+    """The processor time of all threads of a process, given its directory in /proc; None where that says nothing."""
+    try:
+        # The 14th and 15th field: see `state` for those before.
+        user, system = (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[11:13]
+        return int(user) + int(system)
+    except (OSError, ValueError):
+        return None
+
+
 def _thread_waits(task: Path) -> tuple[float, bool]:
     """The seconds that a thread has ever waited for a processor, and whether it is waiting for a disk now."""
     try:

@@ -42,6 +42,8 @@ log = logging.getLogger("quire.supervisor")
 
 _BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Wait before a start, by the number of failures in a row before it."""
+_END_SECONDS = 60.0
+"""How long a process that has failed may take to end by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class ProcessClient(EngineClient):
             assert self._exit is not None
             self._ending = True
             self._process.end()
-            await asyncio.wait([self._exit])
+            await self._process.ended(self._exit, _END_SECONDS)
 
     async def check(self, weights: str) -> None:
         if not self.asleep:
@@ -241,7 +243,7 @@ class ProcessClient(EngineClient):
         process, self._process = self._process, None
         if process is not None:
             assert self._exit is not None
-            await self._exit
+            await process.ended(self._exit, _END_SECONDS)
             process.close()
 
     async def _supervise_or_fail(self) -> None:
@@ -375,7 +377,8 @@ class ProcessClient(EngineClient):
         self._on_engine_gone(external=cause.external or changing)
         self.replays += len(self._journal)
         log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._journal))
-        self._give_up_change(EngineError(f"the engine {cause.description} before its weights had changed"))
+        what = f"the engine {cause.description} before its weights had changed; please try again"
+        self._give_up_change(Overloaded(what))
 
     def _on_engine_gone(self, *, external: bool) -> None:
         """All that the engine had must go to another one. external: no request can be the cause."""

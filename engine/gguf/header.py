@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Protocol, TypeVar
 
 from quire.engine.errors import ModelError
 from quire.engine.folder import MIB, open_file
@@ -118,17 +118,32 @@ def read_header(path: Path) -> Header:
     if file is None:
         raise ModelError(f"model: there is no {path.name}")
     with file:
-        return _Reader(file, path).header()
+        return _Reader(file, path, os.fstat(file.fileno()).st_size).header()
+
+
+class Pieces(Protocol):
+    """A file that is read from its beginning on."""
+
+    def read(self, length: int, /) -> bytes:
+        """The next so many bytes, or more; fewer at the end."""
+
+
+def header_bytes(file: Pieces, path: Path, size: int) -> bytes:
+    """The header of a file of `size` bytes, and maybe a little of what follows it. path: what errors call it. Raises
+    ModelError as read_header does."""
+    reader = _Reader(file, path, size)
+    reader.header()
+    return bytes(reader.data)
 
 
 class _Reader:
     """Takes values one after another from a file of which it holds what it has read: the header."""
 
-    def __init__(self, file: BinaryIO, path: Path) -> None:
+    def __init__(self, file: Pieces, path: Path, size: int) -> None:
         self._file = file
         self._path = path
-        self._total = os.fstat(file.fileno()).st_size
-        self._data = bytearray()
+        self._total = size
+        self.data = bytearray()
         self._at = 0
 
     def header(self) -> Header:
@@ -235,15 +250,15 @@ class _Reader:
     def _take(self, length: int) -> bytearray:
         """The next so many bytes. Raises ModelError where the file has fewer."""
         end = self._at + length
-        if end > len(self._data):
+        if end > len(self.data):
             if end > self._total:
                 raise self._cut_off()
             if end > _MOST_HEADER:
                 raise self._wrong(f"its header is longer than {_MOST_HEADER // MIB} MiB")
-            self._data += self._file.read(max(end - len(self._data), _PIECE))
-            if end > len(self._data):
+            self.data += self._file.read(max(end - len(self.data), _PIECE))
+            if end > len(self.data):
                 raise self._cut_off()
-        taken = self._data[self._at : end]
+        taken = self.data[self._at : end]
         self._at = end
         return taken
 

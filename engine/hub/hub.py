@@ -57,6 +57,8 @@ log = logging.getLogger("quire.hub")
 
 _TICK_SECONDS = 0.1
 """Time between two looks at how the engines are."""
+_TELL_SECONDS = 1.0
+"""So often it is told though nothing has changed: the hub's sign of life."""
 _ANSWER_SECONDS = 2.0
 """How long an API process may take for an answer to another."""
 _REMEMBER_SECONDS = 5.0
@@ -289,12 +291,14 @@ class Hub:
     # How the engines are
 
     async def _tick(self) -> None:
-        last = monotonic()
+        last = told = monotonic()
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             last, elapsed = monotonic(), min(monotonic() - last, 2 * _TICK_SECONDS)
             for channel in self._channels.values():
                 channel.silence += elapsed
+            if last - told > _TELL_SECONDS:
+                self._state, told = None, last
             self._tell_state()
 
     def _tell_state(self) -> None:

@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import count
+from time import monotonic
 from typing import Any
 
 import zmq
@@ -20,7 +21,7 @@ from quire.engine.client.history import History
 from quire.engine.client.process import MOST_IN_TURN
 from quire.engine.client.weights import Mode, Weights
 from quire.engine.config import EngineConfig
-from quire.engine.errors import EngineError, InvalidRequest, QuireError
+from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.hub.messages import (
     Abort,
     Alive,
@@ -52,6 +53,8 @@ from quire.engine.stats import EngineStats
 from quire.engine.types import EngineInfo, Request
 
 _ALIVE_SECONDS = 1.0
+_SILENCE_SECONDS = 10.0
+"""When the hub gives no sign of life for so long, nobody waits for it any more, until it does."""
 _LINGER_MS = 1000
 """How long the last message of a process that ends may take."""
 Answering = Callable[[bytes], Awaitable[bytes | None]]
@@ -77,6 +80,8 @@ class RemoteClient(EngineClient):
         self._welcome: asyncio.Future[Welcome] | None = None
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
+        self._silence = 0.0
+        """Seconds since the hub was last heard, without those in which we could not listen."""
         self._others: Counter[str] = Counter()
         """Open requests of other API processes, by tenant."""
         self._others_queued = 0
@@ -120,11 +125,11 @@ class RemoteClient(EngineClient):
 
     @property
     def responsive(self) -> bool:
-        return self.alive and self._responsive
+        return self.alive and self._responsive and self._silence <= _SILENCE_SECONDS
 
     @property
     def healthy(self) -> bool:
-        return self.alive and self._healthy
+        return self.alive and self._healthy and self._silence <= _SILENCE_SECONDS
 
     @property
     def engines(self) -> Sequence[EngineState]:  # type: ignore[override]
@@ -206,9 +211,22 @@ class RemoteClient(EngineClient):
             self._fail(f"the connection to the engine failed: {type(task.exception()).__name__}")
 
     async def _live(self) -> None:
+        last = monotonic()
         while True:
             await asyncio.sleep(_ALIVE_SECONDS)
             self._write(Alive())
+            last, elapsed = monotonic(), min(monotonic() - last, 2 * _ALIVE_SECONDS)
+            self._silence += elapsed
+            if self._silence > _SILENCE_SECONDS:
+                self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))
+
+    def _give_up(self, error: QuireError) -> None:
+        """What waits for the hub."""
+        self.end_all(error)
+        waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *self._changing.values()]
+        for each in waiting:
+            if not each.done():
+                each.set_exception(error)
 
     async def _receive(self) -> None:
         """Take messages; those that are there together in one turn of the loop, some at most: see EngineProcess."""
@@ -219,7 +237,9 @@ class RemoteClient(EngineClient):
             if in_turn == MOST_IN_TURN or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                 in_turn = 0
                 await asyncio.sleep(0)
-            self._take(decode_from_hub(await socket.recv()))
+            message = await socket.recv()
+            self._silence = 0.0
+            self._take(decode_from_hub(message))
 
     def _take(self, message: FromHub) -> None:
         match message:

@@ -22,6 +22,8 @@ from quire.engine.lora.modules import EMBEDDING, Modules
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_RANK = 256
+MOST_SCALE = 1024.0
+"""Of the product: adapters are trained with less than 100. Far above, its numbers are infinite."""
 _CONFIG_BYTES = 2**20
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _HALVES = {
@@ -183,6 +185,9 @@ def _part(
             raise AdapterError(f"{where}: has shape {list(header.shape)[:4]}, this model and r mean {list(expected)}")
     alpha = float(_matching(alphas, name, fields.get("lora_alpha") or 8))
     scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    if abs(scale) > MOST_SCALE:
+        where = "alpha_pattern" if alphas else "lora_alpha"
+        raise AdapterError(f"{CONFIG}: {where}: {name} is scaled by {scale:g}, by {MOST_SCALE:g} at most is served")
     return AdapterPart(halves["down"], halves["up"], rank, scale)
 
 

@@ -21,9 +21,12 @@ _PIECE = 2**20
 
 
 def check_finite(file: Path) -> None:
-    """Raise AdapterError, naming the tensor, where one of a safetensors file has a number that is infinite or NaN."""
+    """Raise AdapterError, naming the tensor, where one of a safetensors file has a number that is infinite or NaN, or
+    is of another type."""
     content = np.memmap(file, dtype=np.uint8, mode="r")
     for name, (dtype, begin, end) in tensor_places(file).items():
+        if dtype not in _EXPONENTS:
+            raise AdapterError(f"{file.name}: {name[:120]}: is stored as {dtype[:20]}, not as floating-point numbers")
         kind, exponent = _EXPONENTS[dtype]
         bits = content[begin:end].view(kind)
         mask = bits.dtype.type(exponent)

@@ -20,7 +20,7 @@ from types import FrameType
 from msgspec.structs import replace
 
 from quire.engine.client.process import engine_json
-from quire.engine.client.procfs import oom_kills
+from quire.engine.client.procfs import Stopped, oom_kills
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.nodes.greeting import GREETING_SECONDS, Refused, ended_frame, introduce, join_of, own_secret, tune
@@ -157,11 +157,13 @@ class Member:
 
     def _wait(self, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
         """Until it has ended, or all shall, or it does not end by itself though machine 0 has gone."""
-        gone = None
+        gone, stopped = None, Stopped()
         while not self.ending.is_set():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK_SECONDS)
                 return
+            if stopped.advance(process.pid, _LOOK_SECONDS) > self._config.engine_heartbeat_timeout:
+                process.kill()  # machine 0 would wait for it as long as a step may take
             if gone is None and _has_gone(connection):
                 gone = time.monotonic()
             if gone is not None and time.monotonic() - gone > _STOP_SECONDS:

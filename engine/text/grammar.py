@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import msgspec
 
-from quire.engine.errors import InvalidRequest, ModelError
+from quire.engine.errors import InvalidRequest, ModelError, Overloaded
 from quire.engine.types import Grammar
 
 if TYPE_CHECKING:
@@ -28,8 +30,11 @@ MAX_CPU_SECONDS = 2.0
 """Processor time that a check may take. The engine later does the same work, and computes nothing else meanwhile."""
 MAX_CHECK_MEMORY = 1 << 30
 """Bytes of memory that a check may use."""
-MAX_LEXER_STATES = 50_000
-"""Limit for one matcher; a state takes 1 to 2 KB."""
+FEW_STATES, MOST_STATES = 4096, 50_000
+"""Limits of a lexer, which makes its states as it meets text, and keeps them: half a KB each. A schema of 30 fields
+needs 800, 2,000 characters of any kind as many, `\\p{L}{1,300}` 7,000."""
+_MOST_LARGE = 16
+"""Lexers with more than FEW_STATES at a time: 330 MB where all are full."""
 CHECK_STACK_BYTES = 4 << 20
 """Half of the engine's stack, so a grammar that passes the check does not overflow the engine's."""
 _CACHED_GRAMMARS = 32
@@ -96,6 +101,22 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence
     return Vocabulary(tokenizer.backend.to_str(), size, tuple(eos_token_ids))
 
 
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Compiled:
+    """A compiled grammar. Its matchers share one lexer, with all states that any of them has made; where the lexer has
+    an error, they all have it."""
+
+    _first: LLMatcher
+    states: int
+    """Limit of its lexer."""
+    alone: bool = False
+    """Whether it is one answer's."""
+
+    def matcher(self) -> LLMatcher:
+        """A new one, at the beginning."""
+        return self._first.deep_copy()
+
+
 class GrammarCompiler:
     """Compiles grammars to matchers: parsers that know which tokens may follow.
 
@@ -114,17 +135,59 @@ class GrammarCompiler:
             )
         except ValueError as error:
             raise ModelError(f"grammars are not available with this model's tokenizer: {error}") from error
-        self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        self._cache: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._limits = {
+            states: LLParserLimits(max_lexer_states=states, verbose_errors=False)
+            for states in (FEW_STATES, MOST_STATES)
+        }
+        self._cache: OrderedDict[Grammar, Compiled] = OrderedDict()
         """The grammars compiled last, the least recently used one first."""
+        self._large: WeakSet[Compiled] = WeakSet()
+        """Those with MOST_STATES that somebody uses or the cache has."""
 
     def matcher(self, grammar: Grammar) -> LLMatcher:
         """A new matcher for the grammar. Raises InvalidRequest for a grammar that is wrong or not supported."""
-        compiled = self._cache.pop(grammar, None) or self._compile(grammar)
+        return self.compiled(grammar).matcher()
+
+    def compiled(self, grammar: Grammar) -> Compiled:
+        """The grammar for a new answer. Raises InvalidRequest as `matcher`."""
+        found = self._cache.pop(grammar, None) or Compiled(self._compile(grammar, FEW_STATES), FEW_STATES)
+        self._keep(grammar, found)
+        return found
+
+    def instead(self, grammar: Grammar, worn: Compiled, *, alone: bool) -> Compiled:
+        """The grammar for an answer that cannot be followed with `worn` any more, as its lexer has an error: with a
+        large lexer, `alone`: of its own. Nobody else is given `worn` again.
+
+        Raises InvalidRequest where the answer had a lexer of its own, and Overloaded where too many are large.
+        """
+        cached = self._cache.get(grammar)
+        if cached is worn:
+            del self._cache[grammar]
+        elif cached is not None and cached.states == MOST_STATES and not alone:  # another answer was here before
+            return cached
+        if worn.alone:
+            raise InvalidRequest(f"too complex: this answer alone needs more than a lexer of {MOST_STATES} states")
+        self._make_room()
+        found = Compiled(self._compile(grammar, MOST_STATES), MOST_STATES, alone)
+        self._large.add(found)
+        if not alone:
+            self._keep(grammar, found)
+        return found
+
+    def _keep(self, grammar: Grammar, compiled: Compiled) -> None:
         self._cache[grammar] = compiled
         if len(self._cache) > _CACHED_GRAMMARS:
             self._cache.popitem(last=False)
-        return compiled.deep_copy()
+
+    def _make_room(self) -> None:
+        """For a large lexer. One that the cache alone has ends with its place there."""
+        for grammar, states in [(each, compiled.states) for each, compiled in self._cache.items()]:
+            if len(self._large) < _MOST_LARGE:
+                return
+            if states == MOST_STATES:
+                del self._cache[grammar]
+        if len(self._large) >= _MOST_LARGE:
+            raise Overloaded(f"{_MOST_LARGE} answers follow grammars as complex as this one. Please try again later")
 
     def encode(self, text: bytes) -> list[int]:
         """The text as tokens, none of them special."""
@@ -142,7 +205,7 @@ class GrammarCompiler:
         """
         import numpy as np
 
-        matcher = self.matcher(grammar)
+        matcher = self._compile(grammar, MOST_STATES)
         for _ in range(_CHECK_STEPS):
             allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]
             if matcher.is_error() or not len(allowed):
@@ -151,7 +214,7 @@ class GrammarCompiler:
                 return
             matcher.consume_token(int(allowed[-1]))
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar, states: int) -> LLMatcher:
         from llguidance import LLMatcher
 
         if len(grammar.text.encode()) > MAX_GRAMMAR_BYTES:
@@ -162,7 +225,7 @@ class GrammarCompiler:
             source = LLMatcher.grammar_from_regex(grammar.text)
         else:
             source = LLMatcher.grammar_from_lark(_as_lark(grammar.text))
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits[states])
         if matcher.is_error():
             raise InvalidRequest(matcher.get_error()[:1000].strip(), param="grammar")
         return matcher
@@ -178,6 +241,11 @@ def _as_lark(text: str) -> str:
         return gbnf_to_lark(text)
     except Exception as error:  # it raises errors of its own, and others for what it did not foresee
         raise InvalidRequest(f"not a grammar of Lark's kind nor of GBNF's: {error}"[:1000], param="grammar") from None
+
+
+def worn_out(matcher: LLMatcher) -> bool:
+    """Whether its lexer has an error, such as too many states: with another lexer the grammar may go on."""
+    return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 
 def first_line(matcher: LLMatcher) -> str:

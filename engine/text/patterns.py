@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import resource
 import signal
@@ -23,6 +24,8 @@ from quire.engine.errors import ModelError
 
 _CPU_SECONDS = 2.0
 """What a check may take. That of a usual pattern takes some milliseconds."""
+_SECONDS = 30.0
+"""For the process that checks, on however busy a machine."""
 _MEMORY = 2 << 30
 """Bytes of address space that the checking process may use."""
 _LENGTHS = (16, 48, 400)
@@ -44,7 +47,11 @@ def check_patterns(backend: tokenizers.Tokenizer) -> None:
     if not suspects:
         return
     command = [sys.executable, "-P", "-m", "quire.engine.text.patterns"]
-    done = subprocess.run(command, input=json.dumps(suspects).encode(), capture_output=True, check=False)
+    told, alone = json.dumps(suspects).encode(), os.environ | {"RUST_BACKTRACE": "0"}  # see server/workers/pool.py
+    try:
+        done = subprocess.run(command, input=told, capture_output=True, check=False, env=alone, timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"model: tokenizer.json: its patterns could not be checked within {_SECONDS:g} s") from None
     begun = len(done.stdout.splitlines())
     if done.returncode and not begun:
         raise ModelError("model: tokenizer.json: its patterns could not be checked: the process for it did not start")

@@ -1,7 +1,7 @@
 """A Jinja sandbox that ends templates which loop for ever: it counts what a rendering does.
 
 The count is the same on every machine, unlike a time. It bounds what templates do by mistake, and most that they could
-do on purpose; a text that is doubled again and again still fills the memory.
+do on purpose; a text that a filter or a method makes long still fills the memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ MAX_STEPS = 2_000_000
 _CALL_STEPS = 10
 MAX_SIZE = 1_000_000
 """The largest result of a repetition such as `'=' * 80` or of a format, in characters, and of a product, in bits."""
+_STEP_SIZE = 64
+"""Characters, or entries of a list, that + and ~ put together in a step: 128 million in one rendering."""
 _BUDGET = "_quire_budget"
 _BOUNDED = "_quire_bounded"
+_JOINED = "_quire_joined"
 
 
 class TooManySteps(jinja2.TemplateRuntimeError):
@@ -38,6 +41,12 @@ class _Budget:
         self._left -= steps
         if self._left < 0:
             raise TooManySteps(f"it takes more than {MAX_STEPS:,} steps")
+
+    def join(self, *parts: Any) -> str:
+        """What ~ does."""
+        texts = [str(part) for part in parts]
+        self.spend(sum(map(len, texts)) // _STEP_SIZE)
+        return "".join(texts)
 
 
 class _Bounded:
@@ -59,18 +68,20 @@ class _Bounded:
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Templates of this environment must be rendered with the variables of `budget()`."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
+    intercepted_binops = frozenset({"*", "**", "%", "+"})
 
     @staticmethod
     def budget() -> dict[str, Any]:
         """Variables that one rendering needs; make them anew for each."""
         budget = _Budget()
-        return {_BUDGET: budget, _BOUNDED: lambda values: _Bounded(values, budget)}
+        return {_BUDGET: budget, _BOUNDED: lambda values: _Bounded(values, budget), _JOINED: budget.join}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
             loop.iter = nodes.Call(nodes.Name(_BOUNDED, "load"), [loop.iter], [], None, None, lineno=loop.lineno)
+        for joined in template.find_all(nodes.Concat):
+            joined.nodes = [nodes.Call(nodes.Name(_JOINED, "load"), joined.nodes, [], None, None, lineno=joined.lineno)]
         return template
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,7 +90,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if _size(operator, left, right) > MAX_SIZE:
+        if operator == "+":
+            if isinstance(left, str | list) and isinstance(right, str | list):
+                context.parent[_BUDGET].spend((len(left) + len(right)) // _STEP_SIZE)
+        elif _size(operator, left, right) > MAX_SIZE:
             raise TooManySteps(f"{operator} makes something larger than {MAX_SIZE:,}")
         return super().call_binop(context, operator, left, right)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
-from quire.engine.batch import Row, StepOutput
+from quire.engine.batch import Failure, Row, StepOutput
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.layers.pooling import PooledRow, finished_rows
 from quire.engine.types import TokenLogprob
@@ -66,9 +66,9 @@ class PendingStep:
 
     def _accept(
         self, picked: list[int], found: dict[int, TokenLogprob]
-    ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, str]]:
+    ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], dict[str, Failure]]:
         """By request id: accepted tokens, their log probabilities, errors. `found` has them by index in `picked`."""
-        token_ids, logprobs, errors = {}, {}, dict[str, str]()
+        token_ids, logprobs, errors = {}, {}, dict[str, Failure]()
         first = 0
         while first < len(picked):
             row, owner = self.picks[first]

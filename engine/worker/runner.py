@@ -155,6 +155,8 @@ class Runner:
 
     def _admit(self, batch: Batch) -> None:
         """Give slots to their new owners. The row of a request for a vector never samples, so it has no rules."""
+        for slot in batch.left:
+            self._grammars.leave(slot)
         for admission in batch.admissions:
             params = admission.params
             rules = rules_of(SamplingParams() if isinstance(params, PoolingParams) else params, self._eos)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire.engine.client.client import EngineClient
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
+from quire.server.access.budget import Budget
 from quire.server.access.rate_limits import Reservation
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
@@ -22,13 +23,30 @@ REJECTIONS = ("max_num_queued_reqs", "max_num_queued_tokens", "shutting_down", "
 """Reasons for a 503; the first two have vLLM's names."""
 
 
+class Admitted:
+    """A call that came in, until it is settled."""
+
+    def __init__(self, reservation: Reservation, tokens: Budget, tenant: str, prompt_tokens: int) -> None:
+        self._reservation = reservation
+        self._tokens = tokens
+        self._tenant = tenant
+        self._prompt_tokens = prompt_tokens
+        tokens.take(tenant, prompt_tokens)
+
+    def settle(self, used: int) -> None:
+        """As Reservation.settle; the prompts are not needed any more."""
+        self._reservation.settle(used)
+        self._tokens.take(self._tenant, -self._prompt_tokens)
+        self._prompt_tokens = 0
+
+
 class Admission:
     """Admits generations as long as the queue has room for them.
 
     A call is checked twice: `check_open` before its body is read, `admit` when its prompts are known.
     """
 
-    def __init__(self, client: EngineClient, config: ServerConfig, *, keyed: bool) -> None:
+    def __init__(self, client: EngineClient, config: ServerConfig, context_length: int, *, keyed: bool) -> None:
         """`keyed`: the server asks for API keys, so tenants compete for the queue."""
         self.draining = False
         """Whether the server is about to end, and takes no new generations."""
@@ -37,6 +55,9 @@ class Admission:
         self._client = client
         self._config = config
         self._keyed = keyed
+        self._tokens = Budget(config.max_queued_tokens + config.most_running * context_length)
+        """Prompt tokens of calls that are not settled: as many as may wait and run. Those whose clients do not read
+        hold theirs when the engine is done with them."""
 
     def drain(self) -> None:
         """Refuse all new generations from now on."""
@@ -52,19 +73,24 @@ class Admission:
 
     def admit(
         self, tenant: Tenant, *, prompts: int, prompt_tokens: int, n: int, max_tokens: int | None, priority: int
-    ) -> Reservation:
+    ) -> Admitted:
         """Reserve tokens for n answers to each of `prompts` prompts, which have `prompt_tokens` tokens in total.
 
-        Settle the reservation when the answers have ended. Raises InvalidRequest for a priority that the tenant may
+        Settle it when the answers have ended. Raises InvalidRequest for a priority that the tenant may
         not have and for more answers than can ever be queued, Overloaded when the queue is full, RateLimited.
         """
         tenant.check_priority(priority)
-        answers, most = prompts * n, self._config.most_running + self._config.max_queued_requests
+        queued = self._config.max_queued_requests
+        answers, most = prompts * n, self._config.most_running + ((queued + 1) // 2 if self._keyed else queued)
         if answers > most:
             param = "prompt" if prompts > 1 else "n"
             raise InvalidRequest(f"{prompts} prompts with n {n} are more than {most} answers", param=param)
         self._check_room(tenant, requests=answers, tokens=prompt_tokens * n)
-        return tenant.limits.reserve(prompt_tokens + answers * (max_tokens or 0))
+        if self._tokens.held and not self._tokens.fits(tenant.name if self._keyed else "", prompt_tokens):
+            message = f"Too many prompt tokens are held already ({self._tokens.held}). Please try again later"
+            raise self._rejected("max_num_queued_tokens", message)
+        reservation = tenant.limits.reserve(prompt_tokens + answers * (max_tokens or 0))
+        return Admitted(reservation, self._tokens, tenant.name, prompt_tokens)
 
     def _check_room(self, tenant: Tenant, *, requests: int, tokens: int) -> None:
         """Raises Overloaded when the queue has no room for this many more requests and prompt tokens.

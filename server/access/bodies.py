@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import insort
-from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import itemgetter
 
 from starlette.datastructures import Headers
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
+from quire.server.access.budget import Budget
 
 FREE_BYTES = 64 * 1024
 """Bodies up to this size are not counted: the connection that brings one has a buffer as large."""
@@ -25,6 +26,10 @@ PATIENCE = 10.0
 _CHECK_SECONDS = 0.5
 _SLOW_AFTER = 2.0
 """While others wait, a body that has taken more seconds must come so fast that all of it is there in half PATIENCE."""
+READ = "quire.body"
+"""The scope's key of a Body that an application around this one has read."""
+LONGEST = 300.0
+"""Seconds in which a body must be whole: 16 MiB at 56 KiB/s. What comes more slowly keeps its place for hours."""
 NO_OBJECT = "The body must be a JSON object, sent with the header Content-Type: application/json"
 
 
@@ -43,6 +48,8 @@ class Body:
     """When its first bytes could be received, by the monotonic clock."""
     deadline: asyncio.Timeout | None = None
     """Ends the receiving."""
+    release: Callable[[], None] = lambda: None
+    """Gives its place in the budget back, and its pieces up. Does nothing the second time."""
 
     @property
     def slow(self) -> bool:
@@ -59,9 +66,8 @@ class Bodies:
     def __init__(self, max_bytes: int, budget: int) -> None:
         """max_bytes: of one body. budget: bytes of all; one body always fits."""
         self._max_bytes = max_bytes
-        self._budget = max(budget, max_bytes)
+        self._budget = Budget(max(budget, max_bytes))
         self._under_way: set[Body] = set()
-        self._held_by: Counter[str] = Counter()
         self._waiting: list[tuple[int, Body, asyncio.Future[None]]] = []
         self._cut_at = 0.0
         """When slow senders were cut off last, by the loop's clock."""
@@ -69,33 +75,48 @@ class Bodies:
     @property
     def held(self) -> int:
         """Bytes of the budget that are taken."""
-        return self._held_by.total()
+        return self._budget.held
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[Body]:
-        """The body, whole; its part of the budget is held until the block ends.
+        """The body, whole; its part of the budget is held until the block ends. One that is in the scope is not read
+        once more, and gives back its part of the budget that it is in.
 
         Raises HTTPException for one that is too large or comes too slowly, Overloaded where there was no room,
         InvalidRequest for another type than JSON, ClientDisconnect.
         """
+        if (given := request.scope.get(READ)) is not None:
+            try:
+                self._check_size(given.size)
+                yield given
+            finally:
+                given.release()
+            return
         headers = Headers(scope=request.scope)
         _check_type(headers.get("content-type"))
         body = Body(tenant_of(request.scope).name)
+        body.release = partial(self._release, body)
         self._under_way.add(body)
         try:
             await self._hold(body, int(headers.get("content-length", 0)))
             try:
-                async with asyncio.timeout(None) as body.deadline:
+                async with asyncio.timeout(LONGEST) as body.deadline:
                     await self._receive(request, body)
             except TimeoutError:
-                raise HTTPException(408, "The body came too slowly, while others waited for its place") from None
+                raise HTTPException(
+                    408, f"The body came too slowly: it takes {LONGEST:g} s at most, and less while others wait"
+                ) from None
             body.deadline = None
             yield body
         finally:
-            self._under_way.discard(body)
-            if body.held:
-                self._held_by[body.owner] -= body.held
-                self._grant()
+            body.release()
+
+    def _release(self, body: Body) -> None:
+        self._under_way.discard(body)
+        body.pieces.clear()
+        if body.held:
+            self._take(body, 0)
+            self._grant()
 
     async def _receive(self, request: Request, body: Body) -> None:
         body.began = time.monotonic()
@@ -113,10 +134,7 @@ class Bodies:
 
     async def _hold(self, body: Body, size: int) -> None:
         """Wait until `body` may hold `size` bytes."""
-        if size > self._max_bytes:
-            raise HTTPException(
-                413, f"The body is larger than {self._max_bytes} bytes; the operator sets --max-body-size"
-            )
+        self._check_size(size)
         if size <= FREE_BYTES:
             return
         if self._fits(body, size):
@@ -135,14 +153,17 @@ class Bodies:
             self._waiting.remove(waiting)
         raise Overloaded("The bodies of other requests take all the memory that is set aside. Please try again later")
 
+    def _check_size(self, size: int) -> None:
+        if size > self._max_bytes:
+            raise HTTPException(
+                413, f"The body is larger than {self._max_bytes} bytes; the operator sets --max-body-size"
+            )
+
     def _fits(self, body: Body, size: int) -> bool:
-        """Where keys are asked for, a tenant that holds some gets more only while as much is left to others."""
-        free = self._budget - self.held
-        more, mine = size - body.held, self._held_by[body.owner]
-        return more <= free and not (body.owner and mine and mine + more > free)
+        return self._budget.fits(body.owner, size - body.held)
 
     def _take(self, body: Body, size: int) -> None:
-        self._held_by[body.owner] += size - body.held
+        self._budget.take(body.owner, size - body.held)
         body.held = size
 
     def _grant(self) -> None:

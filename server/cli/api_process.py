@@ -19,7 +19,7 @@ from quire.engine.hub.messages import Fault, NotStarted, encode
 from quire.engine.hub.remote import RemoteClient
 from quire.engine.main import end_with_parent, read_first_line
 from quire.server.cli.api_processes import Setup
-from quire.server.cli.environment import end_on_signals
+from quire.server.cli.environment import end_on_signals, show_threads_on_signal
 from quire.server.cli.serve import OneModel, Service
 from quire.server.config import ServerConfig
 from quire.server.observe import logs
@@ -40,6 +40,7 @@ class ApiService(Service):
 
 def main() -> int:
     end_on_signals()
+    show_threads_on_signal()
     setup = msgspec.json.decode(read_first_line(), type=Setup)
     end_with_parent()
     config = ServerConfig.model_validate_json(setup.config)

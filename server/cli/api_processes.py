@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.client.exit_cause import exit_cause
+from quire.engine.client.procfs import Stopped
 from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.hub.hub import Hub
@@ -38,6 +39,8 @@ MOST_FAILURES = 3
 _CHECK_SECONDS = 0.5
 _SILENCE_SECONDS = 60.0
 """An API process that gives no sign of life for so long is killed, and replaced."""
+_STOPPED_SECONDS = 10.0
+"""So is one that is stopped for so long."""
 _LAST_WORDS_SECONDS = 0.2
 """How long the message may take with which an API process says why it ends."""
 _BACKOFF_SECONDS = 0.5
@@ -191,11 +194,14 @@ class ApiProcesses:
     async def _watched(self, process: Process, channel: Channel) -> int:
         """The return code of a process, which is killed when it hangs."""
         exited = asyncio.create_task(process.wait())
+        stopped = Stopped()
         try:
             while not exited.done():
                 await asyncio.wait([exited], timeout=_CHECK_SECONDS)
-                if channel.welcomed and channel.silence > _SILENCE_SECONDS and not exited.done():
-                    log.error("API process %d gave no sign of life for %g s", channel.number, channel.silence)
+                silent = channel.silence if channel.welcomed else 0.0
+                seconds = stopped.advance(process.pid, _CHECK_SECONDS)
+                if (silent > _SILENCE_SECONDS or seconds > _STOPPED_SECONDS) and not exited.done():
+                    log.error("API process %d gave no sign of life for %g s", channel.number, max(silent, seconds))
                     process.kill()
         finally:
             exited.cancel()

@@ -3,6 +3,7 @@ before it can handle them."""
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import logging
 import os
@@ -53,6 +54,11 @@ def end_on_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _end)
+
+
+def show_threads_on_signal() -> None:
+    """Write what each thread is at to standard error on SIGUSR1, which would end the process."""
+    faulthandler.register(signal.SIGUSR1, 2)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

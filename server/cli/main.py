@@ -8,22 +8,35 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from quire.engine.advice import nearest
 from quire.engine.errors import QuireError
-from quire.server.cli.environment import end_on_signals, give_up_closed_stderr, open_standard_streams
+from quire.server.cli.environment import (
+    end_on_signals,
+    give_up_closed_stderr,
+    open_standard_streams,
+    show_threads_on_signal,
+)
 from quire.server.version import VERSION
 
 COMMANDS = {
     "serve": "serve a model behind the OpenAI API",
     "chat": "chat in the terminal, with a running server or an engine of its own",
     "run": "answer a file of OpenAI batch requests offline",
+    "models": "models with short names: what fits on this machine, and how fast it can be",
+    "pull": "download a model from the hub, or what is new of it",
+    "list": "the models that are downloaded, and how large they are",
+    "rm": "delete a downloaded model",
     "plan": "what fits on a GPU or this machine, and how fast it can be at most, from config.json alone",
     "quantize": "write a checkpoint in 8 or 4 bits, as compressed-tensors, which other programs read as well",
     "verify": "check that tokens do not depend on what else is running, here and with this model",
     "trace": "record some seconds of a running server's engine, for ui.perfetto.dev",
     "bench": "measure a server, Quire or another: throughput, latencies, time to start",
 }
+
+_MODULES = {"models": "models.table", "pull": "models.pull", "list": "models.downloaded", "rm": "models.remove"}
+"""Where a command's module is not the one of its name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.command == "serve":
         end_on_signals()
+        show_threads_on_signal()
     try:
-        status: int = import_module(f"quire.server.cli.{args.command}").main(args.rest, started)
+        status: int = _module(args.command).main(args.rest, started)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -57,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         give_up_closed_stderr()
     return status
+
+
+def _module(command: str) -> ModuleType:
+    return import_module(f"quire.server.cli.{_MODULES.get(command, command)}")
 
 
 def _parser() -> argparse.ArgumentParser:

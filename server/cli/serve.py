@@ -31,6 +31,7 @@ from quire.engine.hub.remote import RemoteClient
 from quire.engine.replicas.replicas import Processes, processes
 from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import raise_file_limit
+from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine, this_machine
 from quire.server.cli.settings import add_flags, parse
@@ -61,12 +62,20 @@ def main(argv: Sequence[str], started: float) -> int:
         "or a TOML file (max_model_len = 4096); flags win over variables, variables over the file.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", metavar="MODEL", help="local directory or hub id; default: the embedded one")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="MODEL",
+        help="directory, .gguf file, hub id or short name; default: the embedded one",
+    )
+    parser.add_argument(
+        *("-hf", "-hfr", "--hf-repo"), dest="gguf", metavar="OWNER/REPO[:TAG]", help="a GGUF file of the hub"
+    )
     add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     parser.add_argument(
         "--models", type=Path, metavar="FILE", help="TOML file of several models to serve; see the docs"
     )
-    args, config = parse(parser, argv, ServerConfig, "name")
+    args, config = parse(parser, argv, ServerConfig, "name", gguf="gguf")
     if config.node_rank:
         if args.models is not None:
             parser.error("--models has no place on machines but the first (--node-rank)")
@@ -85,6 +94,8 @@ def main(argv: Sequence[str], started: float) -> int:
     logs.set_up(config)
     raise_file_limit()
     with bind(config.host, config.port) as listener:
+        if args.models is None:
+            pull_missing(config)
         if models is not None:
             return uvloop.run(Service(config, models, listener, started).run())
         status = uvloop.run(shared.ApiProcesses(config, listener, started).run())

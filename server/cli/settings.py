@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from quire.engine.checkpoint.names import ANY_GGUF
 from quire.engine.config import Settings, is_list, load, presets, split
 from quire.engine.errors import ConfigError
 from quire.server.cli.unknown_flags import parse_known
@@ -40,11 +41,16 @@ def add_fields(parser: argparse.ArgumentParser, model: type[BaseModel], titles: 
 
 
 def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str], model: type[Settings], positional: str | None = None
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    model: type[Settings],
+    positional: str | None = None,
+    gguf: str | None = None,
 ) -> tuple[argparse.Namespace, Settings]:
     """Parse `argv`: the arguments that are not fields of `model`, and the settings.
 
-    `positional` names an argument for the field `model`. Exits with status 2 and one line for a bad value.
+    `positional` names an argument for the field `model`, `gguf` another for one that is to be a GGUF file.
+    Exits with status 2 and one line for a bad value.
     """
     args = parse_known(parser, argv)
     flags = {name: value for name, value in vars(args).items() if name in model.model_fields}
@@ -56,8 +62,18 @@ def parse(
         if "model" in flags:
             parser.error("the model is given twice, as an argument and by --model")
         flags["model"] = given
+    repo = getattr(args, gguf) if gguf else None
+    if repo is not None:
+        if "model" in flags:
+            parser.error("the model is given twice, by -hf too")
+        flags["model"] = repo if ":" in repo.rpartition("/")[2] else f"{repo}:{ANY_GGUF}"
     if os.environ.get("VLLM_API_KEY"):  # who set it believes that the server asks for a key
         print(f"{parser.prog}: VLLM_API_KEY is not read; QUIRE_API_KEY is", file=sys.stderr)
+    for name in ("api_key", "admin_api_key"):
+        if name in flags:
+            flag, variable = f"--{name.replace('_', '-')}", f"QUIRE_{name.upper()}"
+            told = f"{flag} shows in the list of processes; {variable} and --api-key-file do not"
+            print(f"{parser.prog}: {told}", file=sys.stderr)
     try:
         return args, load(model, flags, args.config, others=ServerConfig.model_fields)
     except ConfigError as error:

@@ -22,6 +22,7 @@ from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.types import EngineInfo, Request, SamplingParams
+from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
 
 Tokens = dict[str, list[int]]
@@ -75,6 +76,7 @@ def main(argv: Sequence[str], started: float) -> int:
         raise ConfigError("--requests must be at least 2: one alone shares no batch")
     if config.data_parallel_size > 1:
         raise ConfigError("data_parallel_size: what is verified is one engine, and replicas compute as it does")
+    pull_missing(config)
     info, checks = uvloop.run(Verification(config, args.requests, ProcessClient).run())
     passed = all(check.passed for check in checks)
     if args.json:

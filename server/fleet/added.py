@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import ConfigError
+from quire.server.adapters import write_kept
 from quire.server.fleet.config import FleetConfig, ModelEntry
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,7 @@ class Added:
         if self._file is None:
             return
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            made = self._file.with_suffix(".new")
-            made.write_text(json.dumps(self._settings), encoding="utf-8")
-            made.replace(self._file)
+            self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            write_kept(self._file, self._settings)
         except OSError as error:
             log.error("the added models cannot be kept for the next start: %s", error)

@@ -17,9 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded, QuireError, RequestNotFound
 from quire.engine.folder import explained
 from quire.server.access.authentication import AuthenticationMiddleware
-from quire.server.access.bodies import Bodies
+from quire.server.access.bodies import READ, Bodies, Body
 from quire.server.access.gateways import Gateways
 from quire.server.access.tenants import Tenants
+from quire.server.app import BODIES_BYTES
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.errors import RETRY_AFTER_SECONDS, UnexpectedErrorMiddleware, answer, failure, http_failure
@@ -27,8 +28,6 @@ from quire.server.fleet.added import Added
 from quire.server.fleet.config import FleetConfig
 from quire.server.fleet.fleet import Fleet, Member
 
-BODIES_BYTES = 64 * 2**20
-"""Budget of the bodies that are read to learn which model they name; each app has one of its own for what follows."""
 _ASLEEP = frozenset({"/tokenize", "/detokenize", "/sleep", "/wake_up", "/update_weights", "/v1/messages/count_tokens"})
 """What is posted here needs no engine, or wakes it itself."""
 _BY_ID = ("/v1/responses/", "/v1/conversations/", "/v1/requests/", "/v1/chat/completions/")
@@ -84,7 +83,8 @@ class FleetApp:
                 response = Response(merged([text async for text in self._each(scope)]), media_type="text/plain")
             elif method == "POST" and path in ("/v1/models/load", "/v1/models/unload"):
                 change = self._load if path.endswith("/load") else self._unload
-                member = await change(await self._read(scope, receive), receive)
+                async with self._bodies.read(Request(scope, receive)) as body:
+                    member = await change(b"".join(body.pieces), receive)
                 told = {"model": member.entry.name, "state": member.state}
                 response = Response(encode_json(told), media_type="application/json")
             else:
@@ -99,23 +99,28 @@ class FleetApp:
         await response(scope, receive, send)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Give the request to the app of its model, which is loaded first if need be."""
-        path, body = scope["path"], None
+        """Give the request to the app of its model."""
         name = QueryParams(scope["query_string"]).get("model")
-        if scope["method"] in ("POST", "PUT", "PATCH"):
-            body = await self._read(scope, receive)
-            name = _named(body) or name
+        if scope["method"] not in ("POST", "PUT", "PATCH"):
+            return await self._to_model(scope, receive, send, name, None)
+        async with self._bodies.read(Request(scope, receive)) as body:
+            await self._to_model(scope, receive, send, _named(b"".join(body.pieces)) or name, body)
+
+    async def _to_model(self, scope: Scope, receive: Receive, send: Send, name: str | None, body: Body | None) -> None:
+        """The model is loaded first if need be. Its app takes the body over, and gives up its place in the budget."""
+        path = scope["path"]
         if name is None and path.startswith(_BY_ID):
             return await self._by_id(scope, receive, send, body)
         if path.startswith("/v1/models/") and name is None:
             name = path.removeprefix("/v1/models/")
         member = self._fleet.members[0] if name is None else self._fleet.find(name)
+        scope[READ] = body
         if body is None or path in _ASLEEP:
             app = member.app or await self._loaded(member, receive)
-            return await app(scope, _again(body, receive), send)
+            return await app(scope, receive, send)
         with self._fleet.wanted(member):
             app = member.app or await self._loaded(member, receive)
-            await app(scope, _again(body, receive), send)
+            await app(scope, receive, send)
 
     async def _loaded(self, member: Member, receive: Receive) -> FastAPI:
         """Raises ClientDisconnect when nobody waits for it any more."""
@@ -131,18 +136,14 @@ class FleetApp:
                 load.cancel()
                 left.cancel()
 
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        async with self._bodies.read(Request(scope, receive)) as body:
-            return b"".join(body.pieces)
-
-    async def _by_id(self, scope: Scope, receive: Receive, send: Send, body: bytes | None) -> None:
-        """The answer of the first model that knows it."""
+    async def _by_id(self, scope: Scope, receive: Receive, send: Send, body: Body | None) -> None:
+        """The answer of the first model that knows it. They are only lent the body: the next one may need it."""
         if not (apps := self._fleet.apps):
             raise RequestNotFound("No model is loaded that could know it")
-        for app in apps[:-1]:
-            if await _tried(app, scope, _again(body, receive), send):
+        for app in apps:
+            lent = None if body is None else Body(body.owner, pieces=body.pieces, size=body.size)
+            if await _tried(app, {**scope, READ: lent}, receive, send, last=app is apps[-1]):
                 return
-        await apps[-1](scope, _again(body, receive), send)
 
     async def _load(self, body: bytes, receive: Receive) -> Member:
         """A new model is kept only if it can be loaded."""
@@ -212,16 +213,6 @@ def _named(body: bytes) -> str | None:
         return None  # which the app that gets it will tell
 
 
-def _again(body: bytes | None, receive: Receive) -> Receive:
-    """The messages of a request whose body was read, if it was."""
-    pieces = [b"" if body is None else body]
-
-    async def replayed() -> Message:
-        return {"type": "http.request", "body": pieces.pop(), "more_body": False} if pieces else await receive()
-
-    return replayed
-
-
 async def _left(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -241,18 +232,18 @@ async def _body(app: ASGIApp, scope: Scope) -> bytes:
     return b"".join(pieces)
 
 
-async def _tried(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> bool:
-    """Whether the app's answer was sent: one of 404 is not."""
+async def _tried(app: ASGIApp, scope: Scope, receive: Receive, send: Send, *, last: bool) -> bool:
+    """Whether the app's answer was sent: one of 404 is only if it is the last one's."""
     status = 0
 
     async def unless_missing(message: Message) -> None:
         nonlocal status
         status = message.get("status", status)
-        if status != 404:
+        if last or status != 404:
             await send(message)
 
-    await app(dict(scope), receive, unless_missing)
-    return status != 404
+    await app(scope, receive, unless_missing)
+    return last or status != 404
 
 
 def merged(texts: Iterable[str]) -> str:

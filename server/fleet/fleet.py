@@ -167,9 +167,13 @@ class Fleet:
         return member.app
 
     async def unload(self, member: Member) -> None:
-        """End its engine and give back all that it took. Open requests end with an error; the next one loads it."""
+        """End its engine and give back all that it took. Requests that are open, or come meanwhile, end with an error
+        that says to try again; the next one loads it."""
         if member.app is not None:
-            member.app.state.runtime.client.end_all(Overloaded("The model was unloaded"))
+            runtime, unloaded = member.app.state.runtime, Overloaded("The model was unloaded. Please try again")
+            member.ending.set()
+            runtime.client.retire(unloaded)
+            runtime.workers.give_up(unloaded)
         await self._unload(member)
 
     async def _run(self) -> None:
@@ -188,7 +192,7 @@ class Fleet:
         """Make one change, if one is due: bury, wake, or let sleep."""
         now = time.monotonic()
         for member in self.members:
-            if member.app is not None and not member.app.state.runtime.client.alive:
+            if member.app is not None and not member.app.state.runtime.client.alive and not member.ending.is_set():
                 log.error("models: the engine of %s could not be brought back", member.entry.name)
                 await self._unload(member)
             wants = member.open > 0 and member.state != "awake" and now - member.failed_at >= _AGAIN_SECONDS
@@ -284,6 +288,6 @@ class Fleet:
 
     async def _unload(self, member: Member) -> None:
         member.ending.set()
-        if member.task is not None:
-            await asyncio.gather(member.task, return_exceptions=True)
-            member.task = None
+        if (task := member.task) is not None:
+            await asyncio.gather(task, return_exceptions=True)
+            member.task = None if member.task is task else member.task  # a request may have it loaded already

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from quire.server.store.store import Item
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseFields:
-    repeated: Mapping[str, Any]
-    """The request's fields that its answer repeats."""
+    repeated: bytes
+    """The request's fields that its answer repeats: a JSON object, written once."""
     custom: frozenset[str] = frozenset()
     """Names of the custom tools."""
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -19,7 +20,7 @@ class ResponseFields:
     """Reasoning items carry their text as encrypted_content too."""
     store: bool = False
     background: bool = False
-    input: Sequence[Mapping[str, Any]] = ()
+    input: Sequence[Item] = ()
     """The items to store: those of this request alone."""
     previous: str | None = None
     """The id of the response before it."""

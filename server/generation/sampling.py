@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from quire.engine.client.client import EngineClient
-from quire.engine.errors import EngineError
+from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import RequestOutput
 from quire.server.generation.choice import ChoiceDelta
@@ -92,7 +92,8 @@ class Sampling(Generation):
             return None
         if output.finish_reason == "error":
             self._end(choice, "error")
-            raise EngineError(output.error or "the engine failed this request")
+            self._cut_off("error")
+            raise _failure(output, self._spec)
         delta = choice.push(output)
         if output.new_ids:
             if choice.first_at is None:
@@ -114,4 +115,15 @@ class Sampling(Generation):
     def close(self) -> None:
         self._deadlines.cancel()
         self._stream.close()
+        self._sink = self._stream.shortcut = (
+            None  # no circle: the spec goes with its last reference, not at a collection
+        )
         self._cut_off(self._deadlines.passed or "abort")
+
+
+def _failure(output: RequestOutput, spec: GenerationSpec) -> QuireError:
+    message = output.error or "the engine failed this request"
+    if output.cause == "grammar":
+        field = spec.grammar_field
+        return InvalidRequest(f"{field}: {message}" if field else message, param=field)
+    return Overloaded(message) if output.cause == "busy" else EngineError(message)

@@ -56,6 +56,8 @@ class GenerationSpec:
     cache_salt: str = ""
     adapter: Adapter | None = None
     """What its model's name stands for, where that is an adapter's."""
+    grammar_field: str | None = None
+    """The request's field that gives the grammar of its answers, where one does."""
     timeout: float | None = None
     """Seconds in which the answer must be complete."""
     queue_timeout: float | None = None

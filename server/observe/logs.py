@@ -32,6 +32,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+_CLIENTS = ("httpx", "httpx2")
+"""Loggers that have a line for each request to the hub."""
+
+
 def set_up(config: ServerConfig) -> None:
     """Set up logging in this process. What a failing engine process writes to stderr keeps its own form."""
     handler = logging.StreamHandler(sys.stderr)
@@ -40,6 +44,9 @@ def set_up(config: ServerConfig) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
+    if config.log_level == "info":
+        for name in _CLIENTS:
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def log_request(record: RequestRecord) -> None:

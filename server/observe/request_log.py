@@ -17,6 +17,8 @@ from quire.server.access.authentication import tenant_of
 from quire.server.protocol.common import SOUND_ID
 
 HEADER = "X-Request-Id"
+MAX_PATH = 512
+"""Characters of a path, and of a traceparent, that are remembered. Ours are shorter; a caller's may have 64 KiB."""
 
 
 @dataclass(slots=True)
@@ -106,7 +108,10 @@ class RequestLogMiddleware:
             return await self._app(scope, receive, send)
         headers = Headers(scope=scope)
         name = request_id(headers.get(HEADER))
-        record = RequestRecord(name, scope["method"], scope["path"], headers.get("traceparent"))
+        caller = headers.get("traceparent", "")
+        record = RequestRecord(
+            name, scope["method"], scope["path"][:MAX_PATH], caller if 0 < len(caller) <= MAX_PATH else None
+        )
         scope["request_record"] = record
 
         async def send_with_id(message: Message) -> None:

@@ -15,6 +15,11 @@ from quire.server.protocol.translated import Given, TranslatedBody
 
 MAX_INCLUDED = 32
 MAX_METADATA = 16
+MAX_IDENTIFIER = 64
+"""Characters of safety_identifier and of prompt_cache_key, as at OpenAI."""
+MAX_REPEATED = 1 << 20
+"""Bytes of a request that its answer repeats: instructions, tools, text.format and smaller ones. Every answer under way
+holds them. Agents with a hundred tools have 100 KB."""
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -151,6 +156,9 @@ class ResponsesRequest(TranslatedBody):
     background: bool = False
     previous_response_id: str | None = None
     conversation: str | ConversationId | None = None
+    safety_identifier: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER)] | None = None
+    prompt_cache_key: Annotated[str, StringConstraints(max_length=MAX_IDENTIFIER)] | None = None
+    """Both without effect, but for the answer, which repeats them."""
     prompt: Any = None
     """Prompts that OpenAI keeps are not here."""
 
@@ -177,6 +185,8 @@ class ResponsesRequest(TranslatedBody):
             "truncation": self.truncation == "auto",
             "text.verbosity": self.text.verbosity not in (None, "medium"),
             "reasoning.summary": self.reasoning.summary is not None,
+            "safety_identifier": self.safety_identifier is not None,
+            "prompt_cache_key": self.prompt_cache_key is not None,
             "include": any(one not in (LOGPROBS, ENCRYPTED) for one in self.include),
         }
         for index, tool in enumerate(self.tools):

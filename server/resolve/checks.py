@@ -33,17 +33,22 @@ def check_prompt_logprobs(alternatives: int | None, tokens: int) -> None:
         )
 
 
-def check_carried(params: SamplingParams, answers: int) -> None:
-    """Bounds what goes to the engine, where each of the answers has lists of its own."""
-    carried = {
+def carried(params: SamplingParams) -> dict[str, int]:
+    """Token ids, and 16 characters of a grammar for one, that each answer carries, by the field that they come from."""
+    return {
         "logit_bias": len(params.logit_bias or ()),
         "stop_token_ids": len(params.stop_token_ids),
         "allowed_token_ids": len(params.allowed_token_ids or ()),
         "bad_words": sum(map(len, params.bad_words_ids)),
         "grammar": 0 if params.grammar is None else len(params.grammar.text) // 16,
     }
-    if sum(carried.values()) * answers > MAX_CARRIED:
-        most = max(carried, key=lambda name: carried[name])
+
+
+def check_carried(params: SamplingParams, answers: int) -> None:
+    """Bounds what goes to the engine, where each of the answers has lists of its own."""
+    sizes = carried(params)
+    if sum(sizes.values()) * answers > MAX_CARRIED:
+        most = max(sizes, key=lambda name: sizes[name])
         name = "structured_outputs" if most == "grammar" else most
         raise InvalidRequest(f"{name} is too large for {answers} answers: ask for fewer at once", param=name)
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import msgspec
 
 from quire.engine.errors import InvalidRequest
 from quire.engine.text.grammar import MAX_GRAMMAR_BYTES
 from quire.engine.types import Grammar, SamplingParams
+from quire.server.config import ServerConfig
 from quire.server.formats.message import MessageFormat
 from quire.server.generation.spec import GenerationSpec, Prompt, RepetitionRule
+from quire.server.generation.vectors import VectorSpec
 from quire.server.protocol.common import GenerationBody
-from quire.server.resolve.checks import check_carried, check_prompt_logprobs
+from quire.server.resolve.checks import carried, check_carried, check_prompt_logprobs
+from quire.server.served_model import ServedModel
+
+Made = TypeVar("Made")
+BYTES_OF_ID = 32
+"""That a list's entry takes beyond what it takes in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,22 @@ class Resolved:
     """Without its tenant, of whom only the server's own process knows."""
     grammars: Sequence[tuple[str, Grammar]] = ()
     """To be checked, in this order, each with the parameter that an error names."""
+
+
+def measured(
+    given: bytes, model: ServedModel, config: ServerConfig, *, work: Callable[[bytes, ServedModel, ServerConfig], Made]
+) -> tuple[Made, int]:
+    """What `work` makes of a body, and its size in bytes, without prompts' token ids: the queue bounds those."""
+    made = work(given, model, config)
+    kept: object = made
+    ids = 0
+    if isinstance(made, Resolved):
+        ids = sum(carried(made.spec.params).values())
+        prompts = [replace(prompt, ids=[]) for prompt in made.spec.prompts]
+        kept = replace(made, spec=replace(made.spec, prompts=prompts))
+    elif isinstance(made, VectorSpec):
+        kept = replace(made, inputs=())
+    return made, len(pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)) + BYTES_OF_ID * ids
 
 
 def resolved(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI
@@ -15,11 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from quire.engine.types import Adapter
 from quire.server.access.authentication import tenant_of
 from quire.server.access.bodies import Body
+from quire.server.access.held import hold
 from quire.server.config import ServerConfig
 from quire.server.generation.spec import GenerationSpec
 from quire.server.observe.request_log import HEADER, is_sound
 from quire.server.resolve.checks import NeedsWorker
-from quire.server.resolve.common import Resolved
+from quire.server.resolve.common import Resolved, measured
 from quire.server.runtime import runtime_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import closing_on_disconnect
@@ -39,7 +41,10 @@ REFERENCES = "#/components/schemas/{model}"
 async def worked_on(request: Request, work: Work[Result]) -> Result:
     """What `work` makes of the request's body.
 
-    Raises what Bodies.read and WorkerPool.run raise; HTTPException, which nobody will see, when the client has left.
+    What was made of it is held until the request is answered: see server/access/held.py.
+
+    Raises what Bodies.read, WorkerPool.run and Hold.grow raise; HTTPException, which nobody will see, when the client
+    has left.
     """
     try:
         async with runtime_of(request).bodies.read(request) as body:
@@ -72,6 +77,7 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
         priority=spec.priority if urgency is None else urgency,
         cache_salt=tenant.salt(spec.cache_salt),
         adapter=chosen_adapter(request, spec.model),
+        grammar_field=call.grammars[-1][0] if call.grammars else None,
     )
 
 
@@ -101,7 +107,14 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
                 return work(b"".join(body.pieces), model_of(request), runtime.config)
     except NeedsWorker:
         slow = True
-    return await _unless_left(request, runtime.workers.run(work, body.pieces, tenant_of(request.scope), slow=slow))
+    working = runtime.workers.run(partial(measured, work=work), body.pieces, tenant_of(request.scope), slow=slow)
+    made, size = await _unless_left(request, working)
+    try:
+        hold(request.scope, size)
+    except Exception:
+        del made  # else it stays as long as the error's traceback
+        raise
+    return made
 
 
 async def _unless_left(request: Request, working: Coroutine[Any, Any, Result]) -> Result:

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+import asyncio
+from typing import Annotated, Literal
 
 from fastapi import Query
+from starlette.requests import Request
+from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest
+from quire.server.access.held import hold
+from quire.server.encoding import encode_json
+from quire.server.store.store import Page, Store
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 
 
-def page_of(items: Sequence[Any], limit: int, order: Order, after: str | None) -> dict[str, Any]:
-    """The next `limit` items behind the one with the id `after`; the first of `items` is the oldest.
+async def listed(
+    request: Request, store: Store, owner: str, id: str, limit: int, order: Order, after: str | None
+) -> Response:
+    """The next `limit` items of a stored object behind the one with the id `after`. Raises InvalidRequest, and
+    Overloaded where too much waits to be sent."""
+    page = await asyncio.to_thread(store.page, owner, id, limit, newest_first=order == "desc", after=after)
+    if page is None:
+        raise InvalidRequest(f"after: there is no item `{after}`", param="after")
+    return answer(request, page_body(page))
 
-    Raises InvalidRequest.
-    """
-    ordered = list(items) if order == "asc" else list(reversed(items))
-    start = 0
-    if after is not None:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
-            raise InvalidRequest(f"after: there is no item `{after}`", param="after")
-        start = ids.index(after) + 1
-    page = ordered[start : start + limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + limit < len(ordered),
-    }
+
+def page_body(page: Page) -> bytes:
+    ids: list[str | None] = [*(item.id for item in page.items)] or [None]
+    about = {"first_id": ids[0], "last_id": ids[-1], "has_more": page.more}
+    return b'{"object":"list","data":[%b],%b' % (b",".join(item.data for item in page.items), encode_json(about)[1:])
+
+
+def answer(request: Request, body: bytes) -> Response:
+    """What is stored, as JSON. Raises Overloaded where too much waits to be sent."""
+    hold(request.scope, len(body))
+    return Response(body, media_type="application/json")

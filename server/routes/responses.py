@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query
 from starlette.requests import Request
@@ -15,22 +16,24 @@ from starlette.responses import Response
 from quire.engine.errors import InvalidRequest, RequestNotFound
 from quire.server.access.admission import GenerationRoute
 from quire.server.access.authentication import tenant_of
-from quire.server.encoding import encode_event, encode_json
+from quire.server.access.held import hold, hold_of
+from quire.server.encoding import encode_event
 from quire.server.generation.answers.responses import ResponsesWriter
 from quire.server.generation.background import Running
 from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.translated.responses import resolve_response
 from quire.server.routes.bodies import documented, resolved
-from quire.server.routes.pages import Limit, Order, page_of
+from quire.server.routes.pages import Limit, Order, answer, listed
 from quire.server.routes.reply import begin, events_of, nothing, reply
 from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
-from quire.server.store import Data, Store
+from quire.server.store.store import Known, Put, Store, Stored
 
 router = APIRouter()
 creating = APIRouter(route_class=GenerationRoute)
+Found = TypeVar("Found")
 ENDINGS = {"completed": "response.completed", "failed": "response.failed"}
 """The last event of a stream, by the response's status; of others it is response.incomplete."""
 
@@ -50,39 +53,39 @@ class Keeper:
         assert fields is not None
         if self.store is None:
             return
-        response = writer.final or writer.so_far("cancelled")
+        if writer.final is None:
+            writer.status = "cancelled"
         if fields.store:
-            await self._put(self.store, response)
+            await self._put(writer.final or writer.so_far(writer.status))
         if fields.conversation is not None and writer.final is not None:
-            added = [*fields.input, *response["output"]]
+            added = [*fields.input, *writer.output]
+            await asyncio.to_thread(self.store.append, self.owner, fields.conversation, added)
 
-            def with_items(kept: Data) -> Data:
-                return {**kept, "items": [*kept["items"], *added]}
-
-            await asyncio.to_thread(self.store.update, self.owner, fields.conversation, with_items)
-
-    async def begun(self, response: dict[str, Any]) -> None:
+    async def begun(self, response: bytes) -> None:
         """Store a response that goes on in the background."""
-        assert self.store is not None, "refused otherwise"
-        await self._put(self.store, response, unfinished=True)
+        self.writer.status = "queued"
+        await self._put(response, unfinished=True)
 
-    async def _put(self, store: Store, response: dict[str, Any], *, unfinished: bool = False) -> None:
-        fields = self.spec.response
+    async def _put(self, response: bytes, *, unfinished: bool = False) -> None:
+        fields, store = self.spec.response, self.store
         assert fields is not None
-        data = {
-            "response": response,
-            "input": list(fields.input),
+        assert store is not None, "refused otherwise"
+        about = {
+            "status": self.writer.status,
+            "background": fields.background,
             "previous": fields.previous,
             "events": self.writer.number,
             "streamed": self.spec.stream,
         }
-        await asyncio.to_thread(store.put, self.owner, self.spec.answer_id, data, unfinished=unfinished)
+        new = Put(self.spec.answer_id, Stored("response", about, response), fields.input, unfinished=unfinished)
+        await asyncio.to_thread(store.put, self.owner, new)
 
 
-def lost(kept: Data) -> Data:
+def lost(kept: Stored) -> Stored:
     """What becomes of a response whose server has ended."""
     error = {"code": "server_error", "message": "The server ended before the response was complete"}
-    return {**kept, "response": {**kept["response"], "status": "failed", "error": error}}
+    response = {**json.loads(kept.data), "status": "failed", "error": error}
+    return replace(kept, about={**kept.about, "status": "failed"}, data=json.dumps(response).encode())
 
 
 @creating.post("/v1/responses", response_model=None, openapi_extra=documented(ResponsesRequest))
@@ -94,6 +97,7 @@ async def create_response(request: Request) -> Response:
     assert fields is not None
     if fields.store:
         spec = replace(spec, name="")  # an id of ours: the one that a caller chooses may name several answers
+    hold(request.scope, 2 * len(fields.repeated))  # in the events that open the stream; or once, in the answer
     writer = ResponsesWriter(spec, model.tokenizer, model.fingerprint)
     keeper = Keeper(runtime_of(request).store, owner, spec, writer)
     if fields.background:
@@ -103,19 +107,31 @@ async def create_response(request: Request) -> Response:
 
 async def _in_background(request: Request, keeper: Keeper) -> Response:
     runtime, spec, writer = runtime_of(request), keeper.spec, keeper.writer
-    generation, close = begin(request, spec)
-    queued = writer.so_far("queued")
+    held = hold_of(request.scope).moved()
+    assert spec.response is not None
+    close = held.end
     try:
+        hold(request.scope, 2 * len(spec.response.repeated))  # in what the caller is sent
+        generation, close = begin(request, spec)
+        queued = writer.so_far("queued")
         await keeper.begun(queued)
     except BaseException:
         close()
+        held.end()
         raise
+
+    async def ended() -> None:
+        try:
+            await keeper.keep()
+        finally:
+            held.end()
+
     running = Running(writer, close, [] if spec.stream else None)
     events = events_of(generation, writer, spec, runtime.turns, nothing)
-    runtime.background.start((keeper.owner, spec.answer_id), running, events, keeper.keep)
+    runtime.background.start((keeper.owner, spec.answer_id), running, events, ended)
     if spec.stream:
         return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.PING)
-    return Response(encode_json(queued), 200, dict(spec.headers), "application/json")
+    return Response(queued, 200, dict(spec.headers), "application/json")
 
 
 @router.post("/v1/responses/compact", include_in_schema=False)
@@ -134,24 +150,25 @@ async def retrieve_response(
     running = runtime_of(request).background.find((owner_of(request), response_id))
     config = runtime_of(request).config
     if stream:
-        if not kept["streamed"]:
+        if not kept.about["streamed"]:
             raise InvalidRequest("stream: the response was not created with stream", param="stream")
         if running is not None:
+            hold(request.scope, 3 * kept.length)  # each event is sent again
             return EventStream(running.follow(-1 if starting_after is None else starting_after), _stay, {}, config)
-        return EventStream(_last_event(kept), _stay, {}, config)
+        return EventStream(_last_event(kept, await _data(request, response_id)), _stay, {}, config)
     if running is not None and isinstance(running.writer, ResponsesWriter):
-        return _json(running.writer.so_far("in_progress"))
-    return _json(kept["response"])
+        return answer(request, running.writer.so_far("in_progress"))
+    return Response(await _data(request, response_id), media_type="application/json")
 
 
 @router.post("/v1/responses/{response_id}/cancel", response_model=None)
 async def cancel_response(response_id: str, request: Request) -> Response:
     """End a response that goes on in the background."""
     kept = await _find(request, response_id)
-    if not kept["response"]["background"]:
+    if not kept.about["background"]:
         raise InvalidRequest("response_id: only a response in the background can be cancelled", param="response_id")
     await runtime_of(request).background.cancel((owner_of(request), response_id))
-    return _json((await _find(request, response_id))["response"])
+    return Response(await _data(request, response_id), media_type="application/json")
 
 
 @router.delete("/v1/responses/{response_id}", response_model=None)
@@ -163,12 +180,13 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     return {"id": response_id, "object": "response", "deleted": True}
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", response_model=None)
 async def list_input_items(
     response_id: str, request: Request, limit: Limit = 20, order: Order = "desc", after: str | None = None
-) -> dict[str, Any]:
+) -> Response:
     """The items of the response's own input."""
-    return page_of((await _find(request, response_id))["input"], limit, order, after)
+    await _find(request, response_id)
+    return await listed(request, store_of(request, response_id), owner_of(request), response_id, limit, order, after)
 
 
 def owner_of(request: Request) -> str:
@@ -184,28 +202,34 @@ def store_of(request: Request, id: str) -> Store:
     return store
 
 
-async def _find(request: Request, response_id: str) -> Data:
-    """A stored response. Raises RequestNotFound."""
+async def _find(request: Request, response_id: str) -> Known:
+    """Raises RequestNotFound."""
     store = store_of(request, response_id)
-    kept = await asyncio.to_thread(store.get, owner_of(request), response_id)
-    if kept is None or "response" not in kept:
+    return _there(await asyncio.to_thread(store.known, owner_of(request), "response", response_id), response_id)
+
+
+async def _data(request: Request, response_id: str) -> bytes:
+    """A stored response, which the request holds until it is answered. Raises RequestNotFound, Overloaded."""
+    hold(request.scope, (await _find(request, response_id)).length)
+    store = store_of(request, response_id)
+    stored = await asyncio.to_thread(store.get, owner_of(request), "response", response_id)
+    return _there(stored, response_id).data
+
+
+def _there(found: Found | None, response_id: str) -> Found:
+    if found is None:
         raise RequestNotFound(f"No response `{response_id}` is stored here, or not any more", param="response_id")
-    return kept
+    return found
 
 
-async def _last_event(kept: Data) -> AsyncGenerator[bytes]:
-    response = kept["response"]
-    kind = ENDINGS.get(response["status"], "response.incomplete")
-    number = max(0, kept["events"] - 1)
-    yield encode_event(kind, {"type": kind, "sequence_number": number, "response": response})
+async def _last_event(kept: Known, response: bytes) -> AsyncGenerator[bytes]:
+    kind = ENDINGS.get(kept.about["status"], "response.incomplete")
+    number = max(0, kept.about["events"] - 1)
+    yield encode_event(kind, {"type": kind, "sequence_number": number}, response=response)
 
 
 def _stay() -> None:
     """A follower that leaves ends nothing."""
-
-
-def _json(value: object) -> Response:
-    return Response(encode_json(value), media_type="application/json")
 
 
 router.include_router(creating)

@@ -19,14 +19,19 @@ from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource, ServedModel
 from quire.server.workers.frames import frame, receive
 from quire.server.workers.queue import FairQueue, Turn
+from quire.server.workers.watch import watched
 from quire.server.workers.worker import Job, Limits
 
 Result = TypeVar("Result")
 
 MAX_WAITING = 1024
 CANNOT_START = "the process that reads large requests cannot be started"
+STOOD_STILL = "The process that prepared the request stood still, and was ended. Please try again"
 NO_KEYS: dict[str, object] = {"api_key": [], "api_key_file": None, "admin_api_key": []}
 """Settings that workers, which run callers' templates, need not know."""
+NO_BACKTRACE = {"RUST_BACKTRACE": "0"}
+"""Of workers' environment. Where an allocation fails, Rust ends the process, but with a backtrace it first allocates
+more for that, while it holds a lock, and waits for itself for ever."""
 MEMORY = 256 << 20
 """Bytes that a worker may take for one body."""
 
@@ -87,8 +92,8 @@ class WorkerPool:
     ) -> Result:
         """`work` of the joined pieces of a body, in a worker; `slow`: see Turn.
 
-        Raises what `work` raises, Overloaded when too much waits, InvalidRequest when it takes more time or memory
-        than a worker may. Cancelling it kills the worker.
+        Raises what `work` raises, Overloaded when too much waits or the worker stands still, InvalidRequest when it
+        takes more time or memory than a worker may. Cancelling it kills the worker.
         """
         size = sum(map(len, pieces))
         limits = Limits(seconds=2.0 + size / 250_000, memory=MEMORY + 2 * size)
@@ -106,6 +111,8 @@ class WorkerPool:
         slow: bool,
     ) -> Result:
         """As `run`. Raises `too_much` where the limits end it."""
+        if self._given_up is not None:
+            raise self._given_up
         if len(self._queue) >= MAX_WAITING:
             raise Overloaded("Too many requests wait to be prepared. Please try again later")
         turn = Turn(tenant, sum(map(len, pieces)), asyncio.get_running_loop().create_future(), slow)
@@ -136,19 +143,18 @@ class WorkerPool:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            await _end(self._process)
 
     async def _run_in(self, worker: _Worker, job: Job, pieces: Sequence[bytes], too_much: InvalidRequest) -> Result:
         self._busy.add(worker)
         stays = False
         try:
-            worker.writer.writelines(frame(job, pieces))
-            await worker.writer.drain()
-            (done, value, stays), _ = await receive(worker.reader)
+            with watched(worker.pid) as watch:
+                worker.writer.writelines(frame(job, pieces))
+                await worker.writer.drain()
+                (done, value, stays), _ = await receive(worker.reader)
         except (EOFError, ConnectionError):
-            raise self._given_up or too_much from None
+            raise self._given_up or (Overloaded(STOOD_STILL) if watch.has_killed else too_much) from None
         finally:
             self._busy.discard(worker)
             if stays:
@@ -162,7 +168,7 @@ class WorkerPool:
         return value
 
     def give_up(self, error: Exception) -> None:
-        """End all jobs, which raise `error`."""
+        """End all jobs, which raise `error`, as later ones do."""
         self._given_up = error
         self._queue.fail(error)
         for worker in list(self._busy):
@@ -196,13 +202,14 @@ class WorkerPool:
             try:
                 await asyncio.shield(self.start())
                 process = self._process
-                return await self._ask_for_worker()
+                assert process is not None
+                with watched(process.pid):
+                    return await self._ask_for_worker()
             except (OSError, EOFError) as error:
-                if tries == 2 or process is None:
+                if tries == 2:
                     raise EngineError(CANNOT_START) from error
-            with suppress(ProcessLookupError):  # it has died, or cannot fork: another one takes its place
-                process.kill()
-            await process.wait()
+            if process is not None:
+                await _end(process)  # it has died, cannot fork, or stood still: another one takes its place
         raise AssertionError("the second try returns or raises")
 
     async def _ask_for_worker(self) -> _Worker:
@@ -230,14 +237,26 @@ class WorkerPool:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(  # -P: see engine/client/process.py
+            self._process = process = await asyncio.create_subprocess_exec(  # -P: see engine/client/process.py
                 *(sys.executable, "-P", "-m", "quire.server.workers.worker", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=DEVNULL,
+                env=os.environ | NO_BACKTRACE,
             )
         if self._control is not None:
             self._control.close()
         self._control = ours
         source = replace(self._source, config=self._source.config.model_copy(update=NO_KEYS))
         message = b"".join(frame(source))
-        await asyncio.to_thread(ours.sendall, message)  # it is read when the modules are imported
+        try:
+            with watched(process.pid):
+                await asyncio.to_thread(ours.sendall, message)  # it is read when the modules are imported
+        except OSError:
+            await _end(process)
+            raise
+
+
+async def _end(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

@@ -7,6 +7,7 @@ for each worker to fork. The process ends with the server, and its workers with 
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import resource
@@ -54,6 +55,7 @@ def fork_workers(control: socket.socket) -> None:
     os.nice(NICENESS)
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):  # a terminal sends them to the whole group
         signal.signal(ignored, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers' exit statuses
     source, _ = receive_blocking(control)
     assert isinstance(source, ModelSource)

@@ -204,6 +204,34 @@ async def test_operators_sleep_wake_unload_and_load(server: Server) -> None:
         await ids(user, "stories")
 
 
+async def test_who_asks_while_a_model_is_unloaded_is_told_to_come_again(server: Server) -> None:
+    texts = {"model": "double", "prompt": "the fox and the crow " * 500}
+    async with client(server) as http:
+        await ids(http, "double")
+        over = asyncio.Event()
+
+        async def user(path: str, asked: dict[str, Any]) -> list[httpx.Response]:
+            answers = []
+            while not over.is_set():
+                answers.append(await http.post(path, json=asked))
+            return answers
+
+        users = [user("/v1/completions", body("double", seed, 40)) for seed in range(8)]
+        users += [user("/tokenize", texts) for _ in range(4)]
+        asking = [asyncio.create_task(each) for each in users]
+        for _ in range(3):
+            await asyncio.sleep(0.5)
+            assert (await http.post("/v1/models/unload", json={"model": "double"})).status_code == 200
+            await ids(http, "double")
+        over.set()
+        answers = [each for answers in await asyncio.gather(*asking) for each in answers]
+        assert {each.status_code for each in answers} <= {200, 503}, [each.text for each in answers]
+        refused = [each for each in answers if each.status_code == 503]
+        assert refused
+        assert all("Retry-After" in each.headers for each in refused)
+        assert "could not be brought back" not in server.log.read_text()
+
+
 @pytest.mark.slow
 async def test_a_killed_engine_costs_no_token(server: Server) -> None:
     async with client(server) as http:

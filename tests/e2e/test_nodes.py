@@ -142,6 +142,20 @@ def test_a_rank_that_was_stopped_is_replaced_once_its_engine_has_gone(machines: 
     assert stopped not in ranks_of(made.marks[1])
 
 
+@pytest.mark.nightly
+def test_nobody_waits_for_a_stopped_rank_of_another_machine(machines: Callable[..., Machines]) -> None:
+    """As long as a step may take, two minutes."""
+    made = machines()
+    asked = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    url = f"{made.server.url}/v1/completions"
+    expected = httpx.post(url, json=asked, timeout=120).json()["choices"]
+    (stopped,) = ranks_of(made.marks[1])
+    os.kill(stopped, signal.SIGSTOP)
+    assert httpx.post(url, json=asked, timeout=60).json()["choices"] == expected
+    assert made.server.metric("quire:engine_deaths_total") == 1
+    assert stopped not in ranks_of(made.marks[1])
+
+
 async def test_the_other_machine_joins_a_server_that_was_started_again(machines: Callable[..., Machines]) -> None:
     made = await asyncio.to_thread(machines)
     async with httpx.AsyncClient(base_url=made.server.url, timeout=280) as client:

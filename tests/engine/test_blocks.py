@@ -63,3 +63,13 @@ def test_no_page_is_lost_or_held_by_mistake(actions: list[tuple[str, int]]) -> N
         pool.audit()
         assert pool.num_used == len(set(held))
         assert len(pool.cached) <= pool.num_blocks
+
+
+def test_a_page_that_nothing_can_find_is_reused_before_one_that_was_freed_earlier() -> None:
+    pool = BlockPool(3)
+    cached, other, _ = pool.allocate(3)
+    pool.register(cached, block_hash(b"", [1]))
+    pool.release([cached])
+    pool.release([other])
+    assert pool.allocate(1) == [other]
+    assert pool.knows(block_hash(b"", [1]))

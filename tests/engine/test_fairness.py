@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from quire.engine import fairness
 from quire.engine.batch import StepOutput
 from quire.engine.fairness import OUTPUT_COST, FairQueue
 from quire.engine.scheduler import Scheduler
@@ -198,3 +199,18 @@ def test_a_sequence_that_does_not_wait_cannot_leave() -> None:
     line.queue.remove(seq)
     with pytest.raises(AssertionError):
         line.queue.remove(seq)
+
+
+def test_tenants_that_are_ever_new_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fairness, "MAX_TENANTS", 8)
+    line = Line()
+    running = line.push("runs")
+    line.pop()
+    line.push("waits")
+    line.queue.charge(request("x", "greedy"), prompt_tokens=10**6)
+    for number in range(100):
+        line.queue.remove(line.push(f"new {number}"))
+        assert len(line.queue._served) <= 8
+    line.queue.charge(running.request, prompt_tokens=5)
+    assert line.queue.rank(running) < line.queue.rank(Sequence(request("y", "greedy"), 1, 4)), "most served: remembered"
+    assert line.pop().request.tenant == "waits"

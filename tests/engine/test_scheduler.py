@@ -5,8 +5,9 @@ The fake device is as a real one may be: it runs batches in order, up to two ste
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from quire.engine.batch import Batch, StepOutput
 from quire.engine.blocks import GONE
 from quire.engine.drafting.drafter import Asked, Drafter, Guess
+from quire.engine.fairness import FairQueue
 from quire.engine.scheduler import Scheduler
 from quire.engine.types import PoolingParams, Request, RequestOutput, SamplingParams
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice, fake_vector, next_token
@@ -234,8 +236,8 @@ TestLargePagesAndWindows = LargePagesAndWindows.TestCase
 TestLargePagesAndWindows.settings = settings(max_examples=examples(100), stateful_step_count=60, deadline=None)
 
 
-def scheduler(**options: int) -> Scheduler:
-    defaults = {
+def scheduler(**options: Any) -> Scheduler:
+    defaults: dict[str, Any] = {
         "num_blocks": NUM_BLOCKS,
         "block_size": BLOCK,
         "max_model_len": CONTEXT,
@@ -293,6 +295,17 @@ def test_decodes_go_before_prompts_and_the_budget_chunks_these() -> None:
     assert [(row.request_id, row.count) for row in batch.rows] == [("first", 1), ("second", 9)]
 
 
+def test_a_decode_goes_before_a_more_urgent_prompt_that_runs_already() -> None:
+    busy, device = scheduler(num_blocks=40), FakeDevice()
+    device.pages |= {b: [None] * BLOCK for b in range(40)}
+    busy.add(request("calm", 3, max_tokens=20))
+    step(busy, device)
+    busy.add(Request(id="urgent", prompt_ids=list(range(30)), params=SamplingParams(), seed=0, priority=-1))
+    for _ in range(2):  # it is admitted by the first step, and runs in the second
+        batch = step(busy, device)
+        assert [(row.request_id, row.count) for row in batch.rows] == [("calm", 1), ("urgent", 9)]
+
+
 def test_a_more_urgent_request_is_admitted_first() -> None:
     one_slot = scheduler(max_num_seqs=1)
     one_slot.add(request("calm", 3))
@@ -313,6 +326,24 @@ def test_where_pages_run_out_the_least_urgent_gives_way_and_then_the_youngest(ur
     while not (batch := step(tight, device)).preempted:
         pass
     assert batch.preempted == ["1" if urgent == 2 else "2"]
+
+
+def test_a_prompt_is_charged_once_though_it_is_computed_again() -> None:
+    charged: Counter[str] = Counter()
+
+    class Counting(FairQueue):
+        def charge(self, request: Request, prompt_tokens: int = 0, output_tokens: int = 0) -> None:
+            charged[request.id] += prompt_tokens
+
+    options: dict[str, Any] = {"num_blocks": 6, "max_num_batched_tokens": 5, "enable_prefix_caching": False}
+    tight, device = scheduler(**options, waiting=Counting()), FakeDevice()
+    for index in range(2):
+        params = SamplingParams(max_tokens=9, ignore_eos=True)
+        tight.add(Request(id=str(index), prompt_ids=[1, index] * 5, params=params, seed=0))
+    while tight.busy:
+        step(tight, device)
+    assert tight.stats().preemptions > 0
+    assert charged == {"0": 10, "1": 10}
 
 
 @pytest.mark.parametrize("count", [1, 2])

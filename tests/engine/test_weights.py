@@ -23,7 +23,7 @@ from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.client.supervisor import ProcessClient
 from quire.engine.client.weights import MODES, Mode, Weights
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, InvalidRequest, ModelError, QuireError
+from quire.engine.errors import ConfigError, InvalidRequest, ModelError, Overloaded, QuireError
 from quire.engine.loop import Engine, _built_anew
 from quire.engine.offline.in_process import InProcessClient
 from quire.engine.types import PoolingParams, Request, SamplingParams, TokenLogprob
@@ -516,6 +516,24 @@ async def test_quantized_checkpoints_change_too(tmp_path: Path) -> None:
         await weights.update(str(first))
         await client.load_tensors(load_file(second / FILE).items(), "given")
         assert (await ask(client, "given")).ids == wanted
+
+
+@pytest.mark.slow
+async def test_an_engine_killed_in_a_change_goes_on_with_the_weights_before(folders: tuple[Path, Path]) -> None:
+    client = ProcessClient(config_of(folders[0]))
+    async with running(client) as weights:
+        ids = (await ask(client, "first")).ids
+        tasks = await some(client, 2, 200)
+        changing = asyncio.create_task(weights.update(str(folders[1])))
+        while client.responsive:  # noqa: ASYNC110, there is no event to wait for
+            await asyncio.sleep(0)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        with pytest.raises(Overloaded, match="please try again"):
+            await changing
+        assert [len(answer.ids) for answer in await asyncio.gather(*tasks)] == [200, 200]
+        assert await same_tokens(client, ids)
+        assert client.weights_version == "1"
 
 
 @pytest.mark.slow

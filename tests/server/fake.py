@@ -11,7 +11,7 @@ import msgspec
 
 from quire.engine.client.client import EngineClient
 from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot
-from quire.engine.types import EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
+from quire.engine.types import Cause, EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
 
 Script = Callable[[Request, int], int]
 
@@ -34,8 +34,8 @@ def scripted(ids: Sequence[int], eos: int) -> Script:
 class FakeEngine(EngineClient):
     """Honours max_tokens, stop ids, eos, abort and logprobs.
 
-    `fail_at` makes it fail requests at that position; `burst` steps come at once, as to a slow reader. `sent` is set
-    by the first step.
+    `fail_at` makes it fail requests at that position, for `cause`; `burst` steps come at once, as to a slow reader.
+    `sent` is set by the first step.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class FakeEngine(EngineClient):
         max_model_len: int = 512,
         step_seconds: float = 0.0,
         fail_at: int | None = None,
+        cause: Cause = "engine",
         burst: int = 1,
     ) -> None:
         super().__init__()
@@ -54,6 +55,7 @@ class FakeEngine(EngineClient):
         self.max_model_len = max_model_len
         self.step_seconds = step_seconds
         self.fail_at = fail_at
+        self.cause: Cause = cause
         self.burst = burst
         self.sent = asyncio.Event()
         self.running: dict[str, Request] = {}
@@ -164,7 +166,8 @@ class FakeEngine(EngineClient):
         position = self.positions[request.id]
         self.positions[request.id] += 1
         if position == self.fail_at:
-            return RequestOutput(id=request.id, new_ids=[], finish_reason="error", error="the engine tripped")
+            why = "the engine tripped"
+            return RequestOutput(id=request.id, new_ids=[], finish_reason="error", error=why, cause=self.cause)
         params = request.params
         token = self.pick(request, position)
         reason: FinishReason | None = None

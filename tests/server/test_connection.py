@@ -179,6 +179,21 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert statuses(await port.send(get * 50 + last)) == [200] * 50 + [404]
 
 
+async def test_what_waits_is_answered_before_a_request_too_many_ends_the_connection() -> None:
+    get = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    async with serving(FakeEngine(LETTERS)) as port:
+        found = statuses(await port.send(get * 299 + get.replace(b"Host: x", b"Connection: close")))
+        assert found in ([200] * (len(found) - 1) + [400], [200] * 300), "those that are read later have room again"
+        assert len(found) >= MAX_PIPELINED + 2
+
+
+async def test_what_waits_is_answered_before_nonsense_behind_it_ends_the_connection() -> None:
+    asked = b'{"prompt": "x", "max_tokens": 3}'
+    post = POST + b"Content-Length: %d\r\n\r\n" % len(asked) + asked
+    async with serving(FakeEngine(LETTERS, step_seconds=0.02)) as port:
+        assert statuses(await port.send(post * 3 + b"nonsense\r\n\r\n")) == [200, 200, 200, 400]
+
+
 @pytest.mark.few(4)
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"foo, bar/1"])
 @pytest.mark.parametrize("cut", [None, 30, 130, -10])

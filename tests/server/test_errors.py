@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from quire.engine.errors import Overloaded
+from quire.engine.types import Cause
 from tests.server.api import NAME, Api, open_api, parse_events
 from tests.server.fake import FakeEngine, hashed
 
@@ -308,6 +309,17 @@ async def test_an_engine_that_fails_a_request() -> None:
         with pytest.raises(openai.APIError, match="tripped"):
             async for _ in await api.openai.completions.create(model=NAME, prompt="x", stream=True):
                 pass
+
+
+@pytest.mark.parametrize(("cause", "status", "told"), [("grammar", 400, "structured_outputs"), ("busy", 503, None)])
+async def test_an_answer_whose_grammar_cannot_be_followed(cause: Cause, status: int, told: str | None) -> None:
+    async with open_api(FakeEngine(hashed(b"abc"), fail_at=3, cause=cause)) as api:
+        body = {"prompt": "x", "structured_outputs": {"regex": "[abc]+"}}
+        error = (await api.post(COMPLETIONS, body, status))["error"]
+        assert error["param"] == told
+        assert error["message"].endswith("the engine tripped")
+        streamed = await api.http.post(COMPLETIONS, json={**body, "stream": True})
+        assert parse_events(streamed.text)[-1] == {"error": error}
 
 
 async def test_what_fails_before_the_first_token_of_a_stream_has_a_status_of_its_own() -> None:

@@ -8,6 +8,7 @@ and standard input has what this machine knows better.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import select
 import signal
@@ -299,6 +300,7 @@ def _end_with_input() -> None:
 
 def main() -> None:
     end_with_parent()
+    faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the first rank's to answer
     status = 1
     try:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from quire.engine.client.procfs import Stopped
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.lora.files import CONFIG, WEIGHTS
@@ -36,6 +38,7 @@ from quire.kernels.collective import RankEnded
 
 _STOP_SECONDS = 5.0
 """How long a process gets to end by itself once its pipe is closed."""
+_LOOK_SECONDS = 0.5
 _MODULE = "quire.engine.worker.ranks.follower"
 
 Answer = TypeVar("Answer", Loaded, Measured)
@@ -110,6 +113,8 @@ class Ranks:
             for rank, each in enumerate(remote, local):
                 self._begin(each, each.get, Start(told, rank, [], [], key))
             stay_on(self._cores[0] if self._cores else set())
+            looks_at = (self._processes, self._closing, config.engine_heartbeat_timeout)
+            threading.Thread(target=_kill_stopped, args=looks_at, name="rank-stopped", daemon=True).start()
         except OSError as error:
             self.close()
             why = f"no process can be started: {error.strerror}"
@@ -243,6 +248,19 @@ def _watch(process: RankProcess, rank: int, ranks: weakref.ref[Ranks], closing: 
     code = process.wait()
     if not closing.is_set() and (owner := ranks()) is not None:
         owner.lost(rank, process, code)
+
+
+def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, patience: float) -> None:
+    """In a thread: kill those that stand stopped for so many seconds. All others would wait for one, as long as a step
+    may take; a machine's member (engine/nodes) does the same for its own."""
+    stopped, last = Stopped(), time.monotonic()
+    while not closing.wait(_LOOK_SECONDS):
+        last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _LOOK_SECONDS)
+        for process in processes:
+            if not isinstance(process, Remote) and stopped.advance(process.pid, elapsed) > patience:
+                said = f"quire: process {process.pid}, a rank, was stopped for {patience:g} s: it is killed"
+                print(said, file=sys.stderr, flush=True)
+                process.kill()
 
 
 def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Admission, Row
-from quire.engine.errors import QuireError
-from quire.engine.text.grammar import GrammarCompiler, first_line
-from quire.engine.types import SamplingParams
+from quire.engine.batch import Admission, Failure, Row
+from quire.engine.errors import InvalidRequest, Overloaded, QuireError
+from quire.engine.text.grammar import Compiled, GrammarCompiler, first_line, worn_out
+from quire.engine.types import Grammar, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+
+_TOGETHER = 3
+"""How often an answer's lexer is replaced by one that others fill, too. Each time the grammar is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,34 @@ class GrammarMask:
     """[len(rows), words] int32: bit i of word w says whether token 32 w + i is allowed."""
 
 
+@dataclass(slots=True)
+class _Followed:
+    """How far a grammar has followed an answer."""
+
+    grammar: Grammar
+    compiled: Compiled
+    matcher: LLMatcher
+    tokens: list[int] = field(default_factory=list)
+    """Those of the answer that it has followed: with another lexer it begins again."""
+    begun: int = 0
+    """How often it has begun again."""
+
+    def consume(self, token: int) -> bool:
+        """Whether the token was allowed, which a worn-out lexer cannot tell."""
+        if self.matcher.consume_token(token):
+            self.tokens.append(token)
+            return True
+        return False
+
+    def begin_again(self, compiler: GrammarCompiler) -> None:
+        """Follow the same tokens with another lexer. Raises what GrammarCompiler.instead does."""
+        while worn_out(self.matcher):
+            self.compiled = compiler.instead(self.grammar, self.compiled, alone=self.begun >= _TOGETHER)
+            self.begun += 1
+            self.matcher = self.compiled.matcher()
+            all(self.matcher.consume_token(token) for token in self.tokens)
+
+
 class SlotGrammars:
     """The matcher of every slot whose request has a grammar. `load` is called once: for the first grammar, or by
     `prepare`."""
@@ -38,8 +70,8 @@ class SlotGrammars:
         self._loading: Future[GrammarCompiler] | None = None
         self._executor: LLExecutor | None = None
         self._owners: dict[int, Admission] = {}
-        self._matchers: dict[int, LLMatcher] = {}
-        self._unusable: dict[int, str] = {}
+        self._followed: dict[int, _Followed] = {}
+        self._unusable: dict[int, Failure] = {}
 
     def prepare(self) -> Future[GrammarCompiler]:
         """Load the compiler in a thread: for a vocabulary of 150,000 tokens it takes a second, in which a running
@@ -54,22 +86,27 @@ class SlotGrammars:
         """Give a slot to a new owner, whose matcher starts after the tokens generated so far."""
         slot, params = admission.slot, admission.params
         grammar = params.grammar if isinstance(params, SamplingParams) else None
+        self.leave(slot)
         self._owners[slot] = admission
-        self._matchers.pop(slot, None)
-        self._unusable.pop(slot, None)
         if grammar is None:
             return
         try:
-            self._matchers[slot] = self.prepare().result().matcher(grammar)
+            compiled = self.prepare().result().compiled(grammar)
         except QuireError as error:
-            self._unusable[slot] = error.message
+            self._unusable[slot] = Failure(error.message)
         else:
+            self._followed[slot] = _Followed(grammar, compiled, compiled.matcher())
             self._consume(slot, admission.token_ids[admission.num_prompt :])
+
+    def leave(self, slot: int) -> None:
+        """Nobody has the slot any more: forget the owner's matcher, whose lexer may be large."""
+        for each in (self._owners, self._followed, self._unusable):
+            each.pop(slot, None)
 
     def mask(self, picks: Sequence[Row]) -> GrammarMask | None:
         """For the picks of a step, of each its row; those of a row with drafts stand side by side, each after one draft
         more. None where all are free."""
-        places = [index for index, row in enumerate(picks) if row.slot in self._matchers]
+        places = [index for index, row in enumerate(picks) if row.slot in self._followed]
         if not places:
             return None
         from llguidance import LLExecutor
@@ -78,18 +115,30 @@ class SlotGrammars:
         self._executor = self._executor or LLExecutor()
         words = allocate_token_bitmask(len(places), self.prepare().result().vocab_size)
         firsts = [at for at, index in enumerate(places) if not at or picks[places[at - 1]] is not picks[index]]
-        slots = [picks[places[at]].slot for at in firsts]
-        matchers = [self._matchers[slot] for slot in slots]
+        rows = [picks[places[at]] for at in firsts]
+        matchers = [self._followed[row.slot].matcher for row in rows]
         fill_next_token_bitmask_par(self._executor, list(zip(matchers, firsts, strict=True)), words)
-        for at, slot, matcher in zip(firsts, slots, matchers, strict=True):
-            if matcher.is_error() or not words[at].any():
-                self._fail(slot, matcher)
-                words[at : at + 1 + len(picks[places[at]].draft_ids)] = -1
-            elif drafts := picks[places[at]].draft_ids:
-                _fill_after(matcher, drafts, words[at + 1 : at + 1 + len(drafts)])
+        for at, row in zip(firsts, rows, strict=True):
+            own = words[at : at + 1 + len(row.draft_ids)]
+            try:
+                self._complete(self._followed[row.slot], row.draft_ids, own)
+            except QuireError as error:
+                self._fail(row.slot, error)
+                own[:] = -1
         return GrammarMask(places, words)
 
-    def consume(self, slot: int, owner: Admission, token_ids: list[int]) -> str | None:
+    def _complete(self, followed: _Followed, drafts: Sequence[int], words: np.ndarray) -> None:
+        """The masks after each of the drafts, behind the first; all of them once more with another lexer where this one
+        has an error. Raises InvalidRequest where nothing is allowed, and what GrammarCompiler.instead does."""
+        from llguidance.numpy import fill_next_token_bitmask
+
+        while worn_out(followed.matcher) or not _fill_after(followed.matcher, drafts, words):
+            followed.begin_again(self.prepare().result())
+            fill_next_token_bitmask(followed.matcher, words, 0)
+        if followed.matcher.is_error() or not words[0].any():
+            raise InvalidRequest(first_line(followed.matcher))
+
+    def consume(self, slot: int, owner: Admission, token_ids: list[int]) -> Failure | None:
         """Advance the matcher by tokens that were picked for `owner`. Returns why its grammar cannot be followed, if it
         cannot. Does nothing where the slot belongs to another owner by now.
         """
@@ -100,34 +149,47 @@ class SlotGrammars:
 
     def _consume(self, slot: int, token_ids: list[int]) -> None:
         """What follows the end of the answer is ignored, as the scheduler does: accepted drafts may go on there."""
-        matcher = self._matchers.get(slot)
+        followed = self._followed.get(slot)
         # One by one, as consume_tokens refuses an end-of-sequence token that consume_token accepts.
         for token in token_ids:
-            if matcher is None or matcher.is_stopped():
+            if followed is None or followed.matcher.is_stopped():
                 return
-            if not matcher.consume_token(token):
-                self._fail(slot, matcher)
-                return
+            try:
+                while not followed.consume(token):
+                    if not worn_out(followed.matcher):
+                        raise InvalidRequest(first_line(followed.matcher))
+                    followed.begin_again(self.prepare().result())
+            except QuireError as error:
+                return self._fail(slot, error)
 
-    def _fail(self, slot: int, matcher: LLMatcher) -> None:
-        self._unusable[slot] = f"the grammar could not be followed: {first_line(matcher)}"
-        del self._matchers[slot]
+    def _fail(self, slot: int, error: QuireError) -> None:
+        if isinstance(error, Overloaded):
+            self._unusable[slot] = Failure(error.message, "busy")
+        else:
+            self._unusable[slot] = Failure(f"the grammar could not be followed: {error.message}", "grammar")
+        del self._followed[slot]
 
 
-def _fill_after(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> None:
-    """The masks [drafts, words] after each of the drafts. After one that is not allowed all is: it will not be picked,
-    so what is picked after it will be dropped."""
+def _fill_after(matcher: LLMatcher, drafts: Sequence[int], words: np.ndarray) -> bool:
+    """The masks after each of the drafts, behind the one of the first pick: [1 + drafts, words]. After one that is not
+    allowed all is: it will not be picked, so what is picked after it will be dropped. Returns whether the lexer could
+    tell all of it."""
     from llguidance.numpy import fill_next_token_bitmask
 
-    ahead = matcher.deep_copy()  # so that nothing that is found ahead can spoil the matcher itself
-    words[:] = -1
-    for place in range(ahead.validate_tokens(list(drafts))):
-        ahead.consume_token(drafts[place])
-        fill_next_token_bitmask(ahead, words, place)
-        if ahead.is_error() or not words[place].any():
-            words[place] = -1
+    words[1:] = -1
+    if not drafts:
+        return True
+    ahead = matcher.deep_copy()
+    for place, draft in enumerate(drafts):
+        allowed = words[place, draft >> 5] >> (draft & 31) & 1
+        if not allowed or not ahead.consume_token(draft):
+            break
+        fill_next_token_bitmask(ahead, words, place + 1)
+        if ahead.is_error() or not words[place + 1].any():
+            words[place + 1] = -1
         if ahead.is_error() or ahead.is_stopped():  # where nothing but the end may follow, it has stopped already
             break
+    return not worn_out(ahead)
 
 
 def constrain(adjusted: Tensor, unmodified: Tensor, allowed: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.server.cli.chat.conversation import Chat
 from quire.server.cli.chat.plain import converse
 from quire.server.cli.connect import add_server_flags, chosen_model, headers, server_url, trusted
+from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 
@@ -49,6 +50,8 @@ def main(argv: Sequence[str], started: float) -> int:
     asked = args.name or getattr(args, "model", None) if args.url else None  # else it is what is loaded
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     given = {name: value for name, value in options.items() if value is not None}
+    if not args.url:
+        pull_missing(config)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with ExitStack() as stack:
         if not at_terminal:

@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="directory, config.json, .gguf file, hub id or smollm2; default: what --config names, or embedded",
+        help="directory, config.json, .gguf file, hub id or short name; default: what --config names, or embedded",
     )
     parser.add_argument(
         "--config", metavar="FILE", help="TOML file of quire serve's settings, or a preset; flags go before it"

@@ -27,6 +27,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest
 from quire.engine.replicas.replicas import processes
 from quire.server.cli.hosting import PRIVATE_SERVER, running_app
+from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.run.lines import Job, custom_id, duplicates_in, ids_in, lines_of, parse_line, readable_twice
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
@@ -271,6 +272,7 @@ def _run(args: argparse.Namespace, config: ServerConfig, file: Path, started: fl
     tally = Tally()
     try:
         if total:
+            pull_missing(config)
             at_once = args.concurrency or config.max_num_seqs
             uvloop.run(answer(config, lines, total, args.output, at_once, tally, duplicates))
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.encoding import encode_event, encode_json
+from quire.server.encoding import encode_event, encode_json, encode_list, encode_object
 from quire.server.errors import failure
 from quire.server.generation.answers.custom_input import CustomInput
 from quire.server.generation.answers.items import OutputItems
@@ -17,6 +17,7 @@ from quire.server.generation.fold import Answer
 from quire.server.generation.generation import Usage
 from quire.server.generation.parts import Part, Parts
 from quire.server.generation.spec import GenerationSpec
+from quire.server.store.store import Item
 
 TEXTS = {
     "message": ("response.output_text", "text"),
@@ -44,11 +45,13 @@ class ResponsesWriter(AnswerWriter):
         """Reads the open custom call."""
         self._tokens = 0
         """How many of the open message's log probabilities were sent."""
-        self._output: list[dict[str, Any]] = []
+        self.output: list[Item] = []
         """The items that are done."""
         self._finish_reason: str | None = None
-        self.final: dict[str, Any] | None = None
+        self.final: bytes | None = None
         """The response object when it has ended."""
+        self.status = "in_progress"
+        """The response's."""
 
     def first(self) -> bytes:
         begun = self.so_far("in_progress")
@@ -66,67 +69,73 @@ class ResponsesWriter(AnswerWriter):
 
     def last(self, usage: Usage) -> bytes:
         events = [] if self._parts.all else self._opening(Part("text"))
-        status = ended(self._finish_reason)
-        events += self._closing(status)
-        self.final = response = self.response(status, self._output, usage)
-        kind = "response.completed" if status == "completed" else "response.incomplete"
-        return b"".join([*events, self._event(kind, response=response)])
+        self.status = ended(self._finish_reason)
+        events += self._closing(self.status)
+        self.final = self._response(self.status, usage)
+        kind = "response.completed" if self.status == "completed" else "response.incomplete"
+        return b"".join([*events, self._event(kind, response=self.final)])
 
     def failed(self, error: Exception) -> bytes:
         opening = b"" if self.number else self.first()
         told = {"code": "server_error", "message": failure(error).message}
-        self.final = response = {**self.so_far("failed"), "error": told}
-        return opening + self._event("response.failed", response=response)
+        self.status = "failed"
+        self.final = self._response(self.status, error=told)
+        return opening + self._event("response.failed", response=self.final)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         (answer,) = answers
-        parts, status = answer.parts.all or [Part("text")], ended(answer.finish_reason)
-        output = [
-            self._items.item(part, index, "completed" if part is not parts[-1] else item_status(status))
-            for index, part in enumerate(parts)
-        ]
-        self.final = self.response(status, output, usage)
-        return encode_json(self.final)
+        parts, self.status = answer.parts.all or [Part("text")], ended(answer.finish_reason)
+        for index, part in enumerate(parts):
+            status = "completed" if part is not parts[-1] else item_status(self.status)
+            self._add(self._items.item(part, index, status))
+        self.final = self._response(self.status, usage)
+        return self.final
 
-    def response(self, status: str, output: Sequence[Mapping[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
-        """The response object, with the output so far."""
-        return {
+    def so_far(self, status: str) -> bytes:
+        """The response object with the items that are done."""
+        return self._response(status)
+
+    def _response(self, status: str, usage: Usage | None = None, error: Mapping[str, str] | None = None) -> bytes:
+        head = {
             "id": self._spec.answer_id,
             "object": "response",
             "created_at": self._created,
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
-            "error": None,
+            "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self._spec.model,
-            "output": output,
             "usage": None if usage is None else usage_fields(usage),
             "weights_version": None if usage is None else self.weights_version,
-            **self._repeated,
         }
+        output = encode_list(item.data for item in self.output)
+        return b"%b,%b" % (encode_object(head, output=output)[:-1], self._repeated[1:])
 
-    def so_far(self, status: str) -> dict[str, Any]:
-        """The response object with the items that are done."""
-        return self.response(status, list(self._output))
+    def _add(self, item: Mapping[str, Any]) -> bytes:
+        """Note an item that is done. Returns its JSON."""
+        self.output.append(Item(item["id"], encode_json(item)))
+        return self.output[-1].data
 
-    def _event(self, kind: str, **fields: object) -> bytes:
+    def _event(self, kind: str, fields: Mapping[str, object] | None = None, **encoded: bytes) -> bytes:
+        """`encoded`: fields whose values are JSON already."""
         number, self.number = self.number, self.number + 1
-        return encode_event(kind, {"type": kind, "sequence_number": number, **fields})
+        return encode_event(kind, {"type": kind, "sequence_number": number, **(fields or {})}, **encoded)
 
     def _place(self, part: Part) -> dict[str, object]:
         """The item that an event is about, the last one."""
-        index = len(self._output)
+        index = len(self.output)
         return {"item_id": self._items.id(part, index), "output_index": index}
 
     def _opening(self, part: Part) -> list[bytes]:
         """An item begins."""
         self._open, self._input, self._tokens = part, CustomInput(), 0
-        index = len(self._output)
+        index = len(self.output)
         begun = self._items.begun(part, index)
-        events = [self._event("response.output_item.added", output_index=index, item=begun)]
+        events = [self._event("response.output_item.added", {"output_index": index, "item": begun})]
         if part.kind != "call":
             empty = self._items.content(Part(part.kind))
-            events.append(self._event("response.content_part.added", **self._place(part), content_index=0, part=empty))
+            fields = {**self._place(part), "content_index": 0, "part": empty}
+            events.append(self._event("response.content_part.added", fields))
         return events
 
     def _delta(self, part: Part, piece: str) -> bytes:
@@ -139,30 +148,30 @@ class ResponsesWriter(AnswerWriter):
         if part.kind == "text":
             fields["logprobs"] = self._items.logprobs(part.tokens[self._tokens :])
             self._tokens = len(part.tokens)
-        return self._event(f"{TEXTS[kind][0]}.delta", **fields, delta=piece) if piece else b""
+        return self._event(f"{TEXTS[kind][0]}.delta", {**fields, "delta": piece}) if piece else b""
 
     def _closing(self, status: str) -> list[bytes]:
         """The end of the open item, if there is one."""
         part = self._open
         if part is None:
             return []
-        kind, index, place = self._items.type(part), len(self._output), self._place(part)
+        kind, index, place = self._items.type(part), len(self.output), self._place(part)
         item = self._items.item(part, index, item_status(status))
         prefix, field = TEXTS[kind]
         events = []
         if part.kind == "call":
             rest = self._input.push("", final=True) if kind == "custom_tool_call" else ""
             if rest:
-                events.append(self._event(f"{prefix}.delta", **place, delta=rest))
-            events.append(self._event(f"{prefix}.done", **place, **{field: item[field]}))
+                events.append(self._event(f"{prefix}.delta", {**place, "delta": rest}))
+            events.append(self._event(f"{prefix}.done", {**place, field: item[field]}))
         else:
             content = self._items.content(part)
             place["content_index"] = 0
             told = {"logprobs": content["logprobs"]} if part.kind == "text" else {}
-            events.append(self._event(f"{prefix}.done", **place, **told, text=content["text"]))
-            events.append(self._event("response.content_part.done", **place, part=content))
-        events.append(self._event("response.output_item.done", output_index=index, item=item))
-        self._output.append(item)
+            events.append(self._event(f"{prefix}.done", {**place, **told, "text": content["text"]}))
+            events.append(self._event("response.content_part.done", {**place, "part": content}))
+        done = self._add(item)
+        events.append(self._event("response.output_item.done", {"output_index": index}, item=done))
         return events
 
 

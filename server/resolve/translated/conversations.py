@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from quire.server.config import ServerConfig
 from quire.server.protocol.conversations import ConversationRequest, ItemsRequest, MetadataRequest
@@ -10,13 +10,21 @@ from quire.server.resolve.checks import check_texts
 from quire.server.resolve.parse import parse
 from quire.server.resolve.translated.history import kept_items
 from quire.server.served_model import ServedModel
+from quire.server.store.store import Item
 
 
-def new_conversation(given: bytes, model: ServedModel, config: ServerConfig) -> dict[str, Any]:
-    """Its metadata, and its items as they are stored. Raises InvalidRequest naming the field."""
+@dataclass(frozen=True, slots=True)
+class NewConversation:
+    metadata: dict[str, str]
+    items: list[Item]
+    """As they are stored."""
+
+
+def new_conversation(given: bytes, model: ServedModel, config: ServerConfig) -> NewConversation:
+    """Raises InvalidRequest naming the field."""
     body = parse(given or b"{}", ConversationRequest)
     check_texts(body.metadata, "metadata")
-    return {"metadata": body.metadata, "items": kept_items(body.items, "items")}
+    return NewConversation(dict(body.metadata), kept_items(body.items, "items"))
 
 
 def new_metadata(given: bytes, model: ServedModel, config: ServerConfig) -> dict[str, str]:
@@ -26,6 +34,6 @@ def new_metadata(given: bytes, model: ServedModel, config: ServerConfig) -> dict
     return dict(metadata)
 
 
-def new_items(given: bytes, model: ServedModel, config: ServerConfig) -> list[dict[str, Any]]:
+def new_items(given: bytes, model: ServedModel, config: ServerConfig) -> list[Item]:
     """Items as they are stored. Raises as above."""
     return kept_items(parse(given, ItemsRequest).items, "items")

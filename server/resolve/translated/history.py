@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
+from quire.server.encoding import encode_json
 from quire.server.protocol.bounds import MAX_MESSAGES
 from quire.server.protocol.items import CallOutput, Item, Message, Reasoning
 from quire.server.resolve.checks import check_texts
-from quire.server.store import reading
+from quire.server.store.store import Item as StoredItem
+from quire.server.store.store import Known, Reader, reading, size_of
 
+MAX_ITEMS = 10_000
+"""Of a conversation, and of an input that is stored: some thousand turns of an agent with its calls."""
+MAX_CONVERSATION_BYTES = 16 << 20
+"""With its items: as many as one body may have by default. A response that names it reads all of them."""
+MAX_BEFORE_BYTES = 16 << 20
+"""The same of the responses before one."""
+MAX_INPUT_BYTES = 4 << 20
+"""Of all items that a request adds to the store; the text of a million tokens."""
 ENDED = ("completed", "incomplete")
 RESPONSE, PLACE = "resp_", 4
 """What a response's id begins with; an id of one of its items has what follows, and so many digits for its place."""
@@ -31,20 +42,28 @@ def before(folder: Path, owner: str, response_id: str) -> list[Any]:
     """The items of a response and of all before it, the oldest first. Raises InvalidRequest."""
     found: list[list[Any]] = []
     next_id: str | None = response_id
-    count = 0
-    with reading(folder) as get:
+    count = size = 0
+    with reading(folder) as stored:
         while next_id is not None:
-            kept = get(owner, next_id)
-            if kept is None or "response" not in kept:
+            known = stored.known(owner, "response", next_id)
+            if known is None:
                 raise _refused(f"the response `{next_id}` is not stored here, or not any more")
-            if kept["response"]["status"] not in ENDED:
-                raise _refused(f"the response `{next_id}` is {kept['response']['status']}")
-            found.append([*kept["input"], *kept["response"]["output"]])
+            if known.about["status"] not in ENDED:
+                raise _refused(f"the response `{next_id}` is {known.about['status']}")
+            size += known.size
+            if size > MAX_BEFORE_BYTES:
+                raise _refused(f"more than {MAX_BEFORE_BYTES} bytes come before")
+            found.append([*stored.items(owner, next_id), *_output(stored, owner, next_id)])
             count += len(found[-1])
             if count > MAX_MESSAGES:
                 raise _refused(f"more than {MAX_MESSAGES} items come before")
-            next_id = kept["previous"]
+            next_id = known.about["previous"]
     return [item for items in reversed(found) for item in items]
+
+
+def _output(stored: Reader, owner: str, response_id: str) -> list[Any]:
+    response = stored.get(owner, "response", response_id)
+    return [] if response is None else list(json.loads(response.data)["output"])
 
 
 def _refused(why: str) -> InvalidRequest:
@@ -53,30 +72,56 @@ def _refused(why: str) -> InvalidRequest:
 
 def in_conversation(folder: Path, owner: str, conversation_id: str) -> list[Any]:
     """The items of a conversation. Raises InvalidRequest."""
-    with reading(folder) as get:
-        kept = get(owner, conversation_id)
-    if kept is None or "items" not in kept:
-        raise InvalidRequest(f"conversation: `{conversation_id}` is not stored here", param="conversation")
-    return list(kept["items"])
+    with reading(folder) as stored:
+        known = stored.known(owner, "conversation", conversation_id)
+        if known is None:
+            raise InvalidRequest(f"conversation: `{conversation_id}` is not stored here", param="conversation")
+        check_room(known, (), "conversation")
+        return stored.items(owner, conversation_id)
+
+
+def check_room(known: Known, items: Sequence[StoredItem], param: str) -> None:
+    """Refuse to add items to a conversation that would be too large with them. Those of a response that is computed
+    are added anyway, so it may grow beyond the bound by what is under way. Raises InvalidRequest."""
+    count, size = known.count + len(items), known.size + size_of(items)
+    if count > MAX_ITEMS or size > MAX_CONVERSATION_BYTES:
+        most = f"{MAX_ITEMS} items and {MAX_CONVERSATION_BYTES} bytes"
+        raise InvalidRequest(f"{param}: a conversation holds at most {most}: begin another one", param=param)
 
 
 def referred(folder: Path, owner: str, ids: Sequence[str], near: Sequence[Any]) -> dict[str, Any]:
     """Stored items by their ids: of those `near`, or of the responses that made them. Raises InvalidRequest."""
     known = {item["id"]: item for item in near}
-    with reading(folder) as get:
+    size = 0
+    with reading(folder) as stored:
         for id in ids:
-            kept = None if id in known else get(owner, RESPONSE + id.partition("_")[2][:-PLACE])
-            if kept is not None and "response" in kept:
-                known |= {item["id"]: item for item in kept["response"]["output"]}
+            if id not in known:
+                response_id = RESPONSE + id.partition("_")[2][:-PLACE]
+                found = stored.known(owner, "response", response_id)
+                size += 0 if found is None else found.length
+                if size > MAX_BEFORE_BYTES:
+                    raise InvalidRequest(f"input: refers to more than {MAX_BEFORE_BYTES} bytes", param="input")
+                known |= {item["id"]: item for item in _output(stored, owner, response_id)}
             if id not in known:
                 raise InvalidRequest(f"input: the item `{id}` is not stored here, or not any more", param="input")
     return known
 
 
-def kept_items(items: Sequence[Item], param: str) -> list[dict[str, Any]]:
+def kept_items(items: Sequence[Item], param: str) -> list[StoredItem]:
     """Items of an input as they are stored and given back, each with an id. Raises InvalidRequest."""
-    kept = [_kept(item) for item in items]
-    check_texts(kept, param)
+    if len(items) > MAX_ITEMS:
+        raise InvalidRequest(f"{param}: at most {MAX_ITEMS} items are stored: pass store false", param=param)
+    kept, size = [], 0
+    for item in items:
+        fields = _kept(item)
+        try:
+            kept.append(StoredItem(fields["id"], encode_json(fields)))
+        except UnicodeEncodeError:
+            check_texts(fields, param)
+            raise
+        size += len(kept[-1].data)
+        if size > MAX_INPUT_BYTES:
+            raise InvalidRequest(f"{param}: at most {MAX_INPUT_BYTES} bytes are stored: pass store false", param=param)
     return kept
 
 

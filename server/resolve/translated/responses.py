@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,14 @@ from pydantic import TypeAdapter
 from quire.engine.errors import InvalidRequest
 from quire.engine.types import SamplingParams
 from quire.server.config import ServerConfig
+from quire.server.encoding import encode_json
 from quire.server.generation.response_fields import ResponseFields
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.items import Item, ItemReference, Message, full_name
 from quire.server.protocol.responses import (
     ENCRYPTED,
     LOGPROBS,
+    MAX_REPEATED,
     AllowedTools,
     ChosenTool,
     CustomTool,
@@ -64,11 +66,8 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
         message = "log probabilities are not available here with tools or thinking: /v1/chat/completions has them"
         raise InvalidRequest(f"top_logprobs: {message}", param="top_logprobs")
     stored = config.data_dir is not None and body.store is not False
-    told = {**repeated(body, call.spec.params), "store": stored}
-    for name, value in told.items():
-        check_texts(value, name)
     fields = ResponseFields(
-        repeated=told,
+        repeated=as_json({**repeated(body, call.spec.params), "store": stored}),
         custom=frozenset(full_name(space, tool.name) for space, tool in body.own_tools if tool.type == "custom"),
         namespaces={full_name(space, tool.name): (space, tool.name) for space, tool in body.own_tools if space},
         sealed=ENCRYPTED in body.include,
@@ -80,6 +79,19 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
     )
     grammars = [(NAMES.get(param, param), grammar) for param, grammar in call.grammars]
     return Resolved(replace(call.spec, response=fields), grammars)
+
+
+def as_json(told: Mapping[str, Any]) -> bytes:
+    """The fields that the answer repeats. Raises InvalidRequest for those that are not text, or too large together."""
+    sizes = {}
+    for name, value in told.items():
+        check_texts(value, name)
+        sizes[name] = len(encode_json(value))
+    if sum(sizes.values()) > MAX_REPEATED:
+        name = max(sizes, key=lambda one: sizes[one])
+        message = f"{name} is too large: an answer repeats at most {MAX_REPEATED} bytes of its request"
+        raise InvalidRequest(message, param=name)
+    return encode_json(told)
 
 
 def check_stored(body: ResponsesRequest, config: ServerConfig) -> None:
@@ -184,7 +196,6 @@ def tools_of(body: ResponsesRequest, *, held: bool) -> tuple[list[dict[str, Any]
 
 def repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
     """The fields that the answer repeats, with what they are where they were not given. Its schema requires all."""
-    extra = body.model_extra or {}
     given = {"parameters": None, "strict": None}
     tools = [
         (given if isinstance(tool, FunctionTool) else {}) | tool.model_dump(exclude_none=True) for tool in body.tools
@@ -200,7 +211,8 @@ def repeated(body: ResponsesRequest, params: SamplingParams) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        **{name: extra.get(name) for name in ("safety_identifier", "prompt_cache_key")},
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
         "service_tier": "default",
         "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": body.reasoning.effort, "summary": None},

@@ -1,13 +1,15 @@
 """Sizes computed from config.json, compared with the models that transformers builds from it."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quire.engine.checkpoint.families import FAMILIES
-from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.files import read_model_config, read_raw_config
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
@@ -88,3 +90,25 @@ def test_mxfp4_is_of_experts_alone() -> None:
 def test_what_is_not_a_decoder_is_refused_with_the_reason(raw: dict[str, object], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         read_sizes(raw)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text", "num_attention_heads": 4}}, "llama4"),
+        ({"model_type": "qwen3_5", "text_config": {"model_type": "qwen3_5_text"}}, "qwen3_5"),
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma9_text"}}, "gemma3"),
+        ({"model_type": "whisper", "is_encoder_decoder": True, "d_model": 64}, "whisper"),
+        ({"model_type": "mamba", "hidden_size": 64, "vocab_size": 320, "num_hidden_layers": 2}, "mamba"),
+    ],
+)
+def test_a_family_that_is_not_served_is_named(config: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """And not the first field that it calls otherwise."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    inner = config.get("text_config", {}).get("model_type")
+    part = f", whose text part is {inner}" if inner else ""
+    with pytest.raises(ModelError, match=f"model_type: Quire does not serve {says} models yet{part}; served: gemma,"):
+        read_model_config(tmp_path)
+    if not inner:
+        with pytest.raises(ModelError, match=f"Quire does not serve {says} models yet"):
+            read_sizes(config)

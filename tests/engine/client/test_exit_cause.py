@@ -13,7 +13,7 @@ import pytest
 
 from quire.engine.client.exit_cause import FAULT_SIGNALS, exit_cause
 from quire.engine.client.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
-from quire.engine.client.procfs import RunnableClock, is_stopped, oom_kills, state
+from quire.engine.client.procfs import RunnableClock, Standstill, is_stopped, oom_kills, state
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -144,6 +144,25 @@ def test_time_in_which_a_process_could_not_compute_does_not_count(tmp_path: Path
     write_fake_proc(tmp_path, (190.0, "R"), (60.0, "D"), (33.0, "R"))
     clock.advance(1.0, inspect=True)
     assert clock.seconds == 8.5, "the first inspection has nothing to compare with"
+
+
+def test_a_standstill_is_of_a_process_that_could_compute_and_does_not(tmp_path: Path) -> None:
+    def computed(ticks: int) -> None:
+        fields = ["S", *map(str, range(10)), str(ticks), "3"]
+        (tmp_path / "1" / "stat").write_text(f"1 (a) b ({' '.join(fields)}".replace("(S", ") S", 1))
+
+    write_fake_proc(tmp_path, (0.0, "S"))
+    computed(5)
+    standstill = Standstill(1, tmp_path)
+    assert standstill.advance(1.0) == 1.0
+    assert standstill.advance(1.0) == 2.0
+    write_fake_proc(tmp_path, (0.75, "R"))
+    assert standstill.advance(1.0) == 2.25, "it waited for a processor"
+    computed(6)
+    assert standstill.advance(1.0) == 0.0
+    assert standstill.advance(1.0) == 1.0
+    (tmp_path / "1" / "stat").unlink()
+    assert standstill.advance(1.0) == 0.0, "of one that has ended nothing is known"
 
 
 def test_without_proc_the_clock_shows_wall_clock_time(tmp_path: Path) -> None:

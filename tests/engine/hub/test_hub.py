@@ -14,7 +14,9 @@ from quire.engine import errors
 from quire.engine.client.client import EngineClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError, Overloaded, RateLimited
+from quire.engine.hub import hub as hubs
 from quire.engine.hub import messages
+from quire.engine.hub import remote as remotes
 from quire.engine.hub.hub import Hub
 from quire.engine.hub.messages import LASTING, Fault, FromHub, Stepped
 from quire.engine.hub.relay import Channel, Relayed
@@ -150,6 +152,26 @@ async def test_the_engines_end_is_told_to_all(tmp_path: Path) -> None:
         await until(lambda: not any(client.alive for client in server.clients))
         with pytest.raises(EngineError, match="the engine died"):
             server.clients[0].submit([request("late")])
+
+
+async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remotes, "_ALIVE_SECONDS", 0.02)
+    monkeypatch.setattr(remotes, "_SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(hubs, "_TELL_SECONDS", 0.1)
+    async with shared(tmp_path, step_seconds=0.01) as server:
+        client = server.clients[0]
+        await asyncio.sleep(0.5)
+        assert client.healthy, "the hub gives signs of life though nothing happens"
+        for task in server.hub._tasks:
+            task.cancel()
+        server.engine.asleep = True
+        asked = asyncio.create_task(tokens_of(client, request("a")))
+        changed = asyncio.create_task(RemoteWeights(client).wake_up())
+        for task in (asked, changed):
+            with pytest.raises(Overloaded, match="no sign of life"):
+                await asyncio.wait_for(task, 30)
+        assert not client.healthy
+        assert client.alive
 
 
 async def test_one_call_that_is_given_up_ends_alone(tmp_path: Path) -> None:

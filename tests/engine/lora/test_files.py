@@ -62,6 +62,29 @@ def without(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
+def with_type(kind: str, size: int) -> Callable[[Path], None]:
+    """One tensor more: the model's own, which PEFT saves beside an embedding's adapter, of a type of `size` bytes."""
+
+    def change(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        with_tensors({"base_model.model.lm_head.base_layer.weight": torch.zeros(size, dtype=torch.uint8)})(folder)
+        file.write_bytes(file.read_bytes().replace(b'"dtype":"U8"', f'"dtype":"{kind}"'.encode().ljust(12)))
+
+    return change
+
+
+def with_shared_bytes(folder: Path) -> None:
+    """The second tensor's numbers are the first one's."""
+    file = folder / "adapter_model.safetensors"
+    content = file.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    first = header[f"{Q}.lora_A.weight"]
+    header[f"{Q.replace('q_proj', 'k_proj')}.lora_A.weight"]["data_offsets"] = first["data_offsets"]
+    changed = json.dumps(header).encode()
+    file.write_bytes(len(changed).to_bytes(8, "little") + changed + content[8 + size :])
+
+
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (without("adapter_config.json"), "there is no adapter_config.json in adapter"),
     "no weights": (without("adapter_model.safetensors"), "there is no adapter_model.safetensors in adapter"),
@@ -87,6 +110,16 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a pattern": (with_config(alpha_pattern={"(a+)+$": 3.0}), "adapter_config.json: alpha_pattern: '(a+)+$'"),
     "alpha": (with_config(lora_alpha="much"), "adapter_config.json: lora_alpha: expected float"),
+    "a scale beyond all": (with_config(lora_alpha=1e6), "adapter_config.json: lora_alpha: model.layers.0"),
+    "one below": (with_config(alpha_pattern={"q_proj": -1e5}), "adapter_config.json: alpha_pattern: model.layers.0"),
+    "alpha that is no number": (
+        lambda folder: void(
+            (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": NaN}')
+        ),
+        "adapter_config.json: lora_alpha: expected float",
+    ),
+    "a type of four bits": (with_type("F4", 8), "lm_head.base_layer.weight: is stored as F4"),
+    "bytes of two tensors": (with_shared_bytes, "data_offsets: shares bytes with"),
     "wrong base": (
         with_tensors({f"{Q}.lora_A.weight": torch.zeros(8, 48)}),
         "q_proj.lora_A.weight: has shape [8, 48], this model and r mean [8, 64]",

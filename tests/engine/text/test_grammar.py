@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -18,6 +19,7 @@ from quire.engine.batch import Admission, Row
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, ModelError
 from quire.engine.loop import Engine
+from quire.engine.text import grammar as grammar_module
 from quire.engine.text.grammar import (
     GrammarCompiler,
     Vocabulary,
@@ -296,6 +298,74 @@ def test_the_compiler_is_loaded_once_and_in_a_thread() -> None:
     assert mask.rows == [0, 1]
     assert len(threads) == 1
     assert threads[0] != threading.get_ident()
+
+
+ENDLESS = Grammar("regex", r"(.*a.{30}|.*b.{30}|.*c.{31})z")
+"""Each answer meets other states of its lexer, and there is no end of them."""
+
+
+def few_states(monkeypatch: pytest.MonkeyPatch, few: int, most: int) -> None:
+    monkeypatch.setattr(grammar_module, "FEW_STATES", few)
+    monkeypatch.setattr(grammar_module, "MOST_STATES", most)
+
+
+def test_a_lexer_full_of_other_answers_states_is_replaced(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few_states(monkeypatch, 64, 600)
+    engine = start(model)
+    for together in (1, 1, 6, 1, 6):
+        settings = {"max_tokens": 40, "temperature": 1.0, "grammar": ENDLESS}
+        asked = [request(str(i), [65 + together], seed=i, **settings) for i in range(together)]
+        answers = run(engine, asked)
+        assert [answer.finish_reason for answer in answers.values()] == ["length"] * together
+        for answer in answers.values():
+            assert "\n" not in text(answer), "the dot is no line break: the grammar still holds the answer"
+
+
+def test_an_answer_that_alone_needs_too_many_states_ends_with_an_error(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few_states(monkeypatch, 64, 100)
+    engine = start(model)
+    engine.add(request("endless", [65], max_tokens=100, temperature=1.0, grammar=ENDLESS))
+    engine.add(request("date", [65], grammar=DATE))
+    ended = {}
+    while engine.busy:
+        ended |= {output.id: output for output in engine.step() if output.finish_reason}
+    assert (ended["date"].finish_reason, ended["endless"].finish_reason) == ("stop", "error")
+    assert ended["endless"].cause == "grammar"
+    assert "needs more than a lexer of 100 states" in (ended["endless"].error or "")
+
+
+def test_large_lexers_are_few_and_end_with_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_states(monkeypatch, 8, 1000)
+    compiler = GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 320, EOS))
+    slots = SlotGrammars(lambda: compiler)
+    grammars = [Grammar("regex", f"(x[a-f]*a.{{10}}|x[a-f]*b.{{11}}){i}") for i in range(18)]
+
+    def admitted(slot: int) -> str | None:
+        """What the answer's text ends with."""
+        owner = Admission(slot, [65], 1, SamplingParams(grammar=grammars[slot]), 0)
+        slots.admit(owner)
+        for token in b"xabcdabcdabcd":
+            slots.mask([Row(str(slot), slot, 0, 1, [], sample=True)])
+            if (failure := slots.consume(slot, owner, [token])) is not None:
+                return failure.cause
+        return None
+
+    assert [admitted(slot) for slot in range(17)] == [None] * 16 + ["busy"]
+    slots.leave(3)
+    assert admitted(17) is None
+
+
+def test_drafts_are_checked_by_a_lexer_that_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask after a draft, what is picked there would be free."""
+    few_states(monkeypatch, 20, 1000)
+    slots = SlotGrammars(lambda: GrammarCompiler(vocabulary_of(byte_level_tokenizer().tokenizer, 320, EOS)))
+    slots.admit(Admission(0, [65], 1, SamplingParams(grammar=Grammar("regex", "[0-9]{60}")), 0))
+    mask = slots.mask([Row("0", 0, 0, 41, [], True, list(b"1" * 40))] * 41)
+    assert mask is not None
+    allowed = np.unpackbits(mask.words.view(np.uint8), axis=1, bitorder="little").nonzero()[1]
+    assert allowed.tolist() == [*b"0123456789"] * 41
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,15 @@ def rendered(template: str, **variables: Any) -> str:
     return ChatRenderer({"default": template}, {}).render([{"role": "user", "content": "Hi"}], variables=variables)
 
 
+DOUBLED = "{% set n = namespace(x='a' * 9999) %}{% for i in range(40) %}{% set n.x = n.x {sign} n.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize("sign", ["~", "+"])
+def test_a_text_that_is_doubled_again_and_again_ends(sign: str) -> None:
+    with pytest.raises(ModelError, match="steps"):
+        rendered(DOUBLED.replace("{sign}", sign))
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("template", [ROUNDS, CALLS, TREE])
 def test_a_template_that_does_not_end_is_no_model(template: str) -> None:
@@ -47,6 +56,8 @@ def test_nothing_grows_at_once(source: str) -> None:
         ("{{ '%03d %s' % (5, 'a') }}", "005 a"),
         ("{% for a in 'ab' %}{{ loop.index }}/{{ loop.length }}{{ loop.last }};{% endfor %}", "1/2False;2/2True;"),
         ("{% for k, v in {'x': 1}.items() %}{{ k }}{{ v }}{{ loop.revindex }}{% endfor %}", "x11"),
+        ("{{ 'a' ~ 1 ~ nothing ~ none ~ [2] }}{{ 'b' + 'c' }}{{ 1 + 2 }}{{ [1] + [2] }}", "a1None[2]bc3[1, 2]"),
+        ("{% macro m(x) %}{{ x ~ '!' }}{% endmacro %}{{ m('a' ~ 'b') }}", "ab!"),
         ("{% for a in nothing %}x{% else %}none{% endfor %}", "none"),
         ("{% for a in range(9) if a % 2 %}{{ loop.nextitem }}{% if a > 4 %}{% break %}{% endif %}{% endfor %}", "357"),
         ("{% for a in [[1, [2]], [3]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}", "123"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.checkpoint.files import resolve_model
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError, ModelError
+from quire.engine.errors import ConfigError
 from quire.engine.worker import device as devices
 from quire.engine.worker.device import choose_device, choose_dtype, keep_kernels, nvidia_driver
 from quire.engine.worker.memory import explained
@@ -169,20 +167,6 @@ def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / f"quire-triton-{uid + 1}").mkdir()
     with pytest.raises(ConfigError, match=r"it is another user's\); set TRITON_CACHE_DIR"):
         keep_kernels()
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
-def test_a_models_folder_that_cannot_be_written_is_named(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-
-    def snapshot_download(*_: object, **__: object) -> str:
-        raise OSError(number, os.strerror(number), "/models/hub")
-
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    with pytest.raises(ModelError) as raised:
-        resolve_model("owner/name")
-    assert f"/models/hub cannot be written by uid {os.getuid()} ({os.strerror(number).lower()})" in raised.value.message
-    assert "HF_HOME" in raised.value.message
 
 
 def test_no_compiler_in_a_measured_step_is_one_sentence() -> None:

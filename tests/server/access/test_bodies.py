@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from quire.engine.errors import Overloaded
 from quire.server.access import bodies as bodies_module
-from quire.server.access.bodies import FREE_BYTES, Bodies, Body
+from quire.server.access.bodies import FREE_BYTES, READ, Bodies, Body
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.resolve.parse import MAX_JSON_DEPTH, too_deep
@@ -144,6 +144,21 @@ async def test_bodies_beyond_the_budget_wait_unread_and_are_refused_in_the_end()
     assert await take(bodies, first[2], done) == 4 * MIB, "there is room again"
 
 
+async def test_who_is_given_a_body_gives_its_place_back() -> None:
+    """As the model of several that a body names: what it answers may take minutes."""
+    outer, inner = Bodies(4 * MIB, 4 * MIB), Bodies(2 * MIB, 2 * MIB)
+    request = Sender(length=2 * MIB).send(2 * MIB).request
+    async with outer.read(request) as body:
+        request.scope[READ] = body
+        async with inner.read(request) as given:
+            assert given is body
+            assert (outer.held, inner.held) == (2 * MIB, 0)
+        assert (outer.held, body.pieces) == (0, [])
+        async with outer.read(Sender(length=4 * MIB).send(4 * MIB).request):
+            pass
+    assert outer.held == 0
+
+
 async def test_who_waits_gets_the_place_of_who_is_done() -> None:
     bodies, done, later = Bodies(4 * MIB, 4 * MIB), asyncio.Event(), asyncio.Event()
     taken = asyncio.create_task(take(bodies, Sender(length=3 * MIB).send(3 * MIB), done))
@@ -172,6 +187,15 @@ async def test_who_sends_nothing_is_cut_off_when_others_wait() -> None:
     with pytest.raises(HTTPException) as raised:
         await holding
     assert raised.value.status_code == 408
+
+
+async def test_a_body_without_an_end_is_cut_off_though_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies_module, "LONGEST", 0.1)
+    bodies, done = Bodies(4 * MIB, 4 * MIB), asyncio.Event()
+    with pytest.raises(HTTPException) as raised:
+        await take(bodies, Sender().send(MIB, more=True), done)
+    assert raised.value.status_code == 408
+    assert bodies.held == 0
 
 
 async def test_one_tenant_leaves_room_to_others() -> None:

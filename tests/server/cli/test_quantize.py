@@ -54,7 +54,11 @@ def test_a_bad_out_is_one_line(out: str, says: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("gpt2", "'gpt2' is not of the families"), ("gpt_oss", "'gpt_oss' stores its experts as no compressed-tensors")],
+    [
+        ("gpt2", "config.json: model_type: Quire does not serve gpt2"),
+        ("bert", "'bert' is not of the families"),
+        ("gpt_oss", "'gpt_oss' stores its experts as no compressed-tensors"),
+    ],
 )
 def test_other_models_are_refused(kind: str, says: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"

@@ -225,6 +225,20 @@ def test_flags_may_have_underscores() -> None:
     assert (config.max_model_len, config.served_model_name) == (77, ["a_b"])
 
 
+def test_a_key_on_the_command_line_is_said_to_show_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser(prog="serve")
+    add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
+    monkeypatch.setenv("QUIRE_API_KEY", "secret")
+    assert parse(parser, [], ServerConfig)[1].api_key == ["secret"]
+    assert capsys.readouterr().err == ""
+    parse(parser, ["--admin-api-key", "other"], ServerConfig)
+    told = capsys.readouterr().err
+    assert "--admin-api-key shows in the list of processes; QUIRE_ADMIN_API_KEY and --api-key-file do not" in told
+    assert "other" not in told
+
+
 def test_a_key_given_to_vllm_is_said_not_to_guard(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

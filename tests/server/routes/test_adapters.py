@@ -231,6 +231,8 @@ async def test_kept_for_the_next_start(model: Path, folders: list[Path], tmp_pat
         await load(api, "gone", folders[1])
         await api.http.post(UNLOAD, json={"lora_name": "gone"})
         before = (await api.post(COMPLETIONS, asked("mine")))["choices"]
+    for path, mode in (("data", 0o700), ("data/adapters", 0o700), ("data/adapters.json", 0o600)):
+        assert (tmp_path / path).stat().st_mode & 0o777 == mode
     save_adapter(own, AutoModelForCausalLM.from_pretrained(model), 4, seed=10)
     async with serving(model, **kept) as api:
         assert [card["id"] for card in (await api.http.get("/v1/models")).json()["data"]] == ["tiny", "mine"]

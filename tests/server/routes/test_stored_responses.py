@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
+from quire.server.resolve.translated import history
+from quire.server.store.store import FILE
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.hosted import serving
@@ -257,3 +260,52 @@ async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:
         api.http.headers["x-api-key"] = "other"
         error = (await api.post(PATH, body(named), 400))["error"]
         assert "is not stored here" in error["message"], "another key's"
+
+
+async def test_a_conversation_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "MAX_ITEMS", 3)
+    said = {"role": "user", "content": "Hi"}
+    async with storing(tmp_path, "Fine.") as api:
+        talk = await api.post("/v1/conversations", {"items": [said, said]})
+        items = f"/v1/conversations/{talk['id']}/items"
+        error = (await api.post(items, {"items": [said, said]}, 400))["error"]
+        assert (error["param"], "begin another one" in error["message"]) == ("items", True)
+        assert len((await api.http.get(items)).json()["data"]) == 2
+        await api.post(items, {"items": [said]})
+        monkeypatch.setattr(history, "MAX_INPUT_BYTES", 1000)
+        for field, path in (("items", items), ("items", "/v1/conversations"), ("input", PATH)):
+            sent = body([{"role": "user", "content": "x" * 1000}]) if path == PATH else {}
+            error = (await api.post(path, sent or {"items": [{"role": "user", "content": "x" * 1000}]}, 400))["error"]
+            assert error["param"] == field
+            assert "1000 bytes" in error["message"]
+
+
+async def test_items_are_added_without_reading_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that the event loop's process does with a conversation depends on what is in it."""
+    async with storing(tmp_path, "Fine.") as api:
+        talk = await api.post("/v1/conversations", {"items": [{"role": "user", "content": "Zero"}]})
+        with sqlite3.connect(tmp_path / FILE) as database:
+            database.execute("update items set data = cast('{broken' as blob)")
+        items = f"/v1/conversations/{talk['id']}/items"
+        added = await api.post(items, {"items": [{"role": "user", "content": "One"}]})
+        listed = await api.http.get(items, params={"limit": 1})
+        assert listed.json() == {**added, "has_more": True}
+        assert (await api.http.get(items)).text.endswith(f'"last_id":"{_first(tmp_path)}","has_more":false}}')
+        assert (await api.http.get(f"{items}/{_first(tmp_path)}")).text == "{broken"
+        assert (await api.http.delete(f"{items}/{_first(tmp_path)}")).json()["id"] == talk["id"]
+        await api.post(PATH, body("Two", conversation=talk["id"]))
+        assert [each["role"] for each in (await api.http.get(items)).json()["data"]] == ["assistant", "user", "user"]
+
+
+def _first(folder: Path) -> str:
+    with sqlite3.connect(folder / FILE) as database:
+        return str(database.execute("select id from items order by place limit 1").fetchone()[0])
+
+
+async def test_a_chain_is_bounded_in_bytes(tmp_path: Path) -> None:
+    async with storing(tmp_path, "Fine.") as api:
+        answer = await api.post(PATH, body("One"))
+        with sqlite3.connect(tmp_path / FILE) as database:
+            database.execute("update objects set size = ?", (history.MAX_BEFORE_BYTES + 1,))
+        error = (await api.post(PATH, body("Two", previous_response_id=answer["id"]), 400))["error"]
+        assert (error["param"], "bytes come before" in error["message"]) == ("previous_response_id", True)

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource
 from quire.server.workers import pool as pools
+from quire.server.workers import watch as watches
 from quire.server.workers.pool import WorkerPool
 from quire.server.workers.worker import Limits
 from tests.server.workers import works
@@ -104,6 +106,49 @@ async def test_a_limit_ends_the_work_alone(work: Any, given: bytes, limits: Limi
         with pytest.raises(InvalidRequest, match="too much"):
             await ending
         assert (await isolated(pool, works.length, b"abc"))[0] == 3
+
+
+async def test_a_worker_that_stands_still_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "STILL_SECONDS", 0.3)
+    async with open_pool() as pool, asyncio.timeout(60):
+        standing = [asyncio.create_task(isolated(pool, work)) for work in (works.stopped, works.asleep)]
+        assert await isolated(pool, works.busy, b"0.6") == "done", "who computes may take longer"
+        for each in standing:
+            with pytest.raises(Overloaded, match="stood still"):
+                await each
+        assert not pool.busy
+
+
+async def test_a_stopped_process_that_forks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watches, "STILL_SECONDS", 0.4)
+    async with open_pool() as pool, asyncio.timeout(60):
+        await pool.start()
+        assert pool._process is not None
+        os.kill(pool._process.pid, signal.SIGSTOP)
+        assert (await isolated(pool, works.length, b"abc"))[0] == 3
+
+
+@pytest.mark.slow
+async def test_a_process_that_is_stopped_while_it_starts_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a socket's buffer is sent to it, which it does not read."""
+    monkeypatch.setattr(watches, "STILL_SECONDS", 0.4)
+    async with open_pool() as pool, asyncio.timeout(60):
+        pool._source = replace(SOURCE, sampling_defaults={str(number): 0.0 for number in range(100_000)})
+        starting = pool.start()
+        while pool._process is None:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        os.kill(pool._process.pid, signal.SIGSTOP)
+        assert (await isolated(pool, works.length, b"abc"))[0] == 3
+        assert starting.exception() is not None
+
+
+async def test_rust_code_ends_where_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a backtrace it would wait for itself."""
+    monkeypatch.setenv("RUST_BACKTRACE", "1")
+    async with open_pool() as pool, asyncio.timeout(60):
+        given = b"[" + b",".join([b"[]"] * 1_000_000) + b"]"
+        with pytest.raises(InvalidRequest, match="too much"):
+            await isolated(pool, works.nested, given, Limits(60, 96 << 20))
 
 
 @pytest.mark.slow
@@ -225,3 +270,5 @@ async def test_what_waits_and_what_runs_is_given_up_when_the_server_ends() -> No
             with pytest.raises(Overloaded, match="the end"):
                 await each
         assert pool.jobs == 0
+        with pytest.raises(Overloaded, match="the end"):
+            await isolated(pool, works.pid)

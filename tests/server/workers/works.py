@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from quire.engine.errors import ContextLengthExceeded
 from quire.server.config import ServerConfig
@@ -41,3 +45,20 @@ def asleep(given: bytes, model: ServedModel, config: ServerConfig) -> None:
 
 def greedy(given: bytes, model: ServedModel, config: ServerConfig) -> int:
     return len(bytearray(int(given)))
+
+
+def stopped(given: bytes, model: ServedModel, config: ServerConfig) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def busy(given: bytes, model: ServedModel, config: ServerConfig) -> str:
+    """For so many seconds of processor time."""
+    end = time.process_time() + float(given)
+    while time.process_time() < end:
+        pass
+    return "done"
+
+
+def nested(given: bytes, model: ServedModel, config: ServerConfig) -> int:
+    """JSON that takes much more memory than its bytes, read by Rust code."""
+    return len(TypeAdapter(list[Any]).validate_json(given))

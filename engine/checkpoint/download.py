@@ -1,0 +1,227 @@
+"""Gets a model's files from the hub into the cache that the hub's client shares with other programs.
+
+The client downloads: it shows progress, resumes a broken connection, and works offline with what is in its cache. Here
+it is decided which files, what must be true before, and that what came is what the hub says it has.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from quire.engine.checkpoint.failures import check_room, told_apart
+from quire.engine.checkpoint.names import ANY_GGUF, HubName
+from quire.engine.errors import ModelError
+from quire.engine.folder import MIB
+from quire.engine.gguf.choice import PREFERRED, by_tag, chosen
+from quire.engine.gguf.header import header_bytes
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
+
+_PIECE = 8 * MIB
+"""That is read of a header at a time: of most of them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    size: int
+    sha256: str | None
+    """Of its content; None for small files, which are in git."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What a repository holds: by path from its root."""
+
+    files: Mapping[str, HubFile | None]
+    """None where the hub could not be asked, and the cache has the file."""
+    commit: str
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether GGUF files are all the weights it has."""
+        has = {PurePosixPath(path).suffix.lower() for path in self.files}
+        return ".gguf" in has and ".safetensors" not in has
+
+
+def download(name: HubName, revision: str | None, patterns: Sequence[str], *, newest: bool = False) -> Path:
+    """The local folder of a model's snapshot with the files that match these patterns, or its GGUF file, of several
+    parts the first. newest: also of what the cache has, the hub is asked for the newest, with all checks. Raises
+    ModelError."""
+    revision = name.revision or revision
+    if name.wants_gguf and not newest and (cached := _cached_gguf(name, revision)) is not None:
+        return cached
+    if not name.wants_gguf and not newest and is_cached(name, revision, (".safetensors",)):
+        return download_some(name, revision, patterns)  # which asks whether there is something newer
+    with told_apart(name, revision):
+        listing = list_files(name, revision)
+        if not name.wants_gguf and not listing.is_gguf:
+            return _snapshot(name, revision, listing, patterns)
+        files = gguf_files(name, listing)
+        return _snapshot(name, revision, listing, [glob.escape(file) for file in files]) / files[0]
+
+
+def download_some(name: HubName, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The local folder of the files that match these patterns, whatever else a repository holds."""
+    from huggingface_hub import snapshot_download
+
+    with told_apart(name, revision):
+        return Path(snapshot_download(name.repo, revision=name.revision or revision, allow_patterns=list(patterns)))
+
+
+def gguf_files(name: HubName, listing: Listing) -> list[str]:
+    """The paths of the GGUF model that a name means, in order. Raises ModelError."""
+    models = by_tag(listing.files)
+    if name.file is None:
+        return chosen(models, None if name.tag in (None, ANY_GGUF) else name.tag, name.repo)
+    for files in (files for several in models.values() for files in several):
+        if name.file in files:
+            return files
+    raise ModelError(f"model: {name.repo} has no GGUF file {name.file}, or not all its parts")
+
+
+def list_files(name: HubName, revision: str | None) -> Listing:
+    """What a repository holds on the hub, or, where that cannot be asked, what of it is in the cache. Raises what the
+    hub's client raises."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, RevisionNotFoundError
+
+    try:
+        info: ModelInfo = HfApi().model_info(name.repo, revision=revision, files_metadata=True)
+    except RevisionNotFoundError:
+        raise
+    except (HfHubHTTPError, HTTPError, OSError):
+        folder = _cached_folder(name, revision)
+        if folder is None:
+            raise
+        paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+        return Listing(dict.fromkeys(paths), folder.name)
+    found = {
+        each.rfilename: HubFile(each.size or 0, None if each.lfs is None else each.lfs.sha256)
+        for each in info.siblings or ()
+    }
+    return Listing(found, info.sha or "")
+
+
+def _snapshot(name: HubName, revision: str | None, listing: Listing, patterns: Sequence[str]) -> Path:
+    """Download the files that match; those that are new are compared with what the hub says of them."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import filter_repo_objects
+
+    wanted = filter_repo_objects(listing.files, allow_patterns=list(patterns))
+    old = _cached_folder(name, listing.commit)
+    new = {path: file for path in wanted if (file := listing.files[path]) and not (old and (old / path).is_file())}
+    check_room(name, sum(file.size for file in new.values()))
+    folder = Path(snapshot_download(name.repo, revision=revision, allow_patterns=list(patterns)))
+    if folder.name == listing.commit:
+        for path, file in new.items():
+            _verify(folder / path, file, name.repo)
+    return folder
+
+
+def _verify(path: Path, file: HubFile, repo: str) -> None:
+    """Raise ModelError, and delete it, where a file is not what the hub has."""
+    if file.sha256 is None:
+        return
+    with path.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
+    if found != file.sha256:
+        path.resolve().unlink()
+        path.unlink(missing_ok=True)
+        raise ModelError(
+            f"model: {repo}: {path.name} came with the SHA-256 {found[:12]}…, where the hub says {file.sha256[:12]}…; "
+            "it is deleted: try again"
+        )
+
+
+def _cached_folder(name: HubName, revision: str | None) -> Path | None:
+    """The snapshot of a revision in the cache, by the layout that the hub's client documents; None without one."""
+    from huggingface_hub import constants  # which takes 10 ms; the client itself takes a second
+
+    repo = Path(constants.HF_HUB_CACHE) / f"models--{name.repo.replace('/', '--')}"
+    wanted = revision or constants.DEFAULT_REVISION
+    ref = repo / "refs" / wanted
+    if re.fullmatch(r"[\w./-]+", wanted) is None or ".." in wanted:
+        return None
+    commit = ref.read_text().strip() if ref.is_file() else wanted
+    folder = repo / "snapshots" / commit
+    return folder if folder.is_dir() else None
+
+
+def _cached_gguf(name: HubName, revision: str | None) -> Path | None:
+    """The file that a name means where the cache has all of it, so that a start asks nobody; None else."""
+    folder = _cached_folder(name, revision)
+    if folder is None:
+        return None
+    paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf") if path.is_file()]
+    exact = HubName(name.repo, PREFERRED) if name.tag == ANY_GGUF else name
+    try:
+        return folder / gguf_files(exact, Listing(dict.fromkeys(paths), folder.name))[0]
+    except ModelError:
+        return None
+
+
+def is_cached(name: HubName, revision: str | None, kinds: tuple[str, ...] = (".safetensors", ".gguf")) -> bool:
+    """Whether weights of a model, in files of these kinds, are in the cache, maybe not all of them."""
+    if name.wants_gguf:
+        return _cached_gguf(name, name.revision or revision) is not None
+    folder = _cached_folder(name, name.revision or revision)
+    return folder is not None and any(path.suffix in kinds for path in folder.rglob("*"))
+
+
+def fetch_config(name: HubName, revision: str | None, file: str, into: Path) -> Path:
+    """The local folder with a model's config.json, called `file`, and no weights. Of a GGUF model its headers, some MB,
+    are written into files as large as the whole ones, whose rest is not there; then the first one's path. Raises
+    ModelError."""
+    revision = name.revision or revision
+    with told_apart(name, revision):
+        listing = list_files(name, revision)
+        if not name.wants_gguf and not listing.is_gguf:
+            return _snapshot(name, revision, listing, [file])
+        files = gguf_files(name, listing)
+        for path in files:
+            _fetch_header(name, listing, path, into)
+    return into / PurePosixPath(files[0]).name
+
+
+def _fetch_header(name: HubName, listing: Listing, path: str, into: Path) -> None:
+    file = listing.files[path]
+    target = into / PurePosixPath(path).name
+    if file is None:  # the hub cannot be asked, and the cache has it
+        folder = _cached_folder(name, listing.commit)
+        assert folder is not None
+        target.symlink_to(folder / path)
+        return
+    content = header_bytes(_Ranges(name.repo, path, listing.commit), target, file.size)
+    with target.open("wb") as out:
+        out.write(content)
+        out.truncate(file.size)
+
+
+class _Ranges:
+    """Reads a file of the hub piece by piece."""
+
+    def __init__(self, repo: str, path: str, commit: str) -> None:
+        from huggingface_hub import hf_hub_url
+
+        self._url = hf_hub_url(repo, path, revision=commit)
+        self._at = 0
+
+    def read(self, length: int) -> bytes:
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        last = self._at + max(length, _PIECE) - 1
+        headers = build_hf_headers() | {"Range": f"bytes={self._at}-{last}", "Accept-Encoding": "identity"}
+        with get_session().stream("GET", self._url, headers=headers, follow_redirects=True) as answer:
+            if answer.status_code == 200:  # all of it
+                raise ModelError("model: this hub gives no parts of files; `quire pull` downloads it whole")
+            content = answer.read()
+            hf_raise_for_status(answer)
+        self._at += len(content)
+        return content

@@ -1,0 +1,30 @@
+"""Bytes of memory that all requests together may hold, shared among keys."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+
+class Budget:
+    """Counts what each owner holds; an owner is a tenant's name, empty on a server without keys."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._held_by: Counter[str] = Counter()
+
+    @property
+    def held(self) -> int:
+        """Bytes that are taken."""
+        return self._held_by.total()
+
+    def fits(self, owner: str, more: int) -> bool:
+        """Whether `more` bytes are left. Where keys are asked for, a tenant that holds some gets more only while as
+        much is left to others."""
+        free, mine = self._size - self.held, self._held_by[owner]
+        return more <= free and not (owner and mine and mine + more > free)
+
+    def take(self, owner: str, more: int) -> None:
+        """A negative number gives back."""
+        self._held_by[owner] += more
+        if not self._held_by[owner]:
+            del self._held_by[owner]  # gateways tell owners' names, ever new ones

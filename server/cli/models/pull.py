@@ -1,0 +1,47 @@
+"""`quire pull`: downloads models from the hub, into the cache that the hub's client shares with other programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from quire.engine.checkpoint.files import must_come, pull_model
+from quire.engine.config import EngineConfig
+from quire.engine.gguf.files import SUFFIX, all_parts
+from quire.server.cli.models.sizes import size
+from quire.server.cli.unknown_flags import parse_known
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="quire pull", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "names", nargs="+", metavar="MODEL", help="OWNER/REPO, OWNER/REPO:TAG, an address, or a short name"
+    )
+    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit")
+    args = parse_known(parser, argv)
+    for name in args.names:
+        path = pull(name, args.revision)
+        files = all_parts(path) if path.suffix == SUFFIX else [file for file in path.rglob("*") if file.is_file()]
+        print(f"{name}: {size(sum(file.stat().st_size for file in files))} in {path}")
+    return 0
+
+
+def pull_missing(config: EngineConfig) -> None:
+    """Download what an engine is to serve, where it is not there yet: before the engine starts, so that one process
+    does it, and its progress and errors are seen. Raises ModelError."""
+    if must_come(config.model, config.revision):
+        pull(config.model, config.revision)
+
+
+def pull(name: str, revision: str | None) -> Path:
+    """The model's directory or file, after a download with progress bars, where somebody sees them. Raises
+    ModelError."""
+    if not sys.stderr.isatty():
+        from huggingface_hub.utils import disable_progress_bars
+
+        disable_progress_bars()
+        print(f"downloading {name}", file=sys.stderr, flush=True)
+    return pull_model(name, revision)

@@ -1,0 +1,166 @@
+"""`quire models`: the models with short names, and for this machine which of them fit and how fast they can be.
+
+The figures are `quire plan`'s arithmetic, and limits: a token takes at least as long as reading its weights and keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quire.engine.checkpoint.catalog import Known, known_models
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
+from quire.server.cli.plan.estimate import Wishes, estimate
+from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, this_machine
+from quire.server.cli.plan.report import unserved
+from quire.server.cli.settings import number
+from quire.server.cli.unknown_flags import parse_known
+
+CONTEXT = 4096
+"""Tokens of context for which memory is given, and which have to fit."""
+_SHORT = 1024
+"""Tokens of context for which the speed is given, as `quire plan` does."""
+_FLOPS = 1e12
+"""16-bit operations per second of a laptop's CPU, roughly; one stream waits for memory instead."""
+_TABLE_BITS = 6.5625
+"""Of an embedding that is the head too, in files of four bits: Q6_K."""
+_LAPTOPS = Path(__file__).with_name("laptops.toml")
+_HEAD = ("NAME", "FOR", "PARAMETERS", "MEMORY", "CONTEXT", "TOKENS/S", "LICENCE", "FROM")
+_COPIED = 2**25
+"""Bytes of the array that each thread copies to measure the memory's bandwidth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A model on a machine."""
+
+    model: Known
+    parameters: int
+    memory: int
+    """Bytes with CONTEXT tokens of one request, Quire's own included."""
+    context: int
+    """Tokens that fit; 0: it does not fit, or is not served there."""
+    speed: float | None
+    """Tokens per second of one stream at most; None for an encoder."""
+
+
+def main(argv: Sequence[str], started: float) -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="quire models", description=__doc__, allow_abbrev=False)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--laptops", action="store_true", help="the same for three classes of laptops, as Markdown")
+    bandwidth = number(float, 0, above=True)
+    what.add_argument("--bandwidth", type=bandwidth, metavar="GB/s", help="of this machine's memory; default: measured")
+    args = parse_known(parser, argv)
+    if args.laptops:
+        print(as_markdown())
+        return 0
+    machine = this_machine()
+    if args.bandwidth is not None or machine.bandwidth is None:
+        given = measured_bandwidth() if args.bandwidth is None else args.bandwidth * 1e9
+        machine = replace(machine, bandwidth=given, flops=machine.flops or _FLOPS)
+    rows = [_HEAD, *(_shown(row_of(model, machine)) for model in known_models().values())]
+    wide = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip())
+    assert machine.bandwidth is not None
+    print(f"\n{machine.name}: {machine.memory / GIB:.1f} GiB, {machine.bandwidth / 1e9:.0f} GB/s.")
+    print(f"MEMORY: with {CONTEXT:,} tokens; CONTEXT: what fits; TOKENS/S: of one stream, at most")
+    return 0
+
+
+def row_of(model: Known, machine: Machine) -> Row:
+    sizes, stored = _sizes(model)
+    made = estimate(sizes, machine, Wishes(), stored)
+    least = min(CONTEXT, sizes.max_position)
+    keys = made.context_bytes(least) if made.page_bytes else 0
+    memory = made.device_weight_bytes + keys + (0 if machine.gpu else ENGINE_HOST_BYTES)
+    context = made.context if made.fits and made.context >= least and not unserved(made) else 0
+    speed = made.decode_limit(1, min(_SHORT, least)) if made.page_bytes and model.use in ("chat", "code") else None
+    return Row(model, sizes.parameters, memory, context, speed)
+
+
+def _sizes(model: Known) -> tuple[ModelSizes, StoredWeights | None]:
+    """A model's sizes, and what its GGUF file's header would say of them."""
+    plain = read_sizes(model.config)
+    if model.gigabytes is None:
+        return plain, None
+    bits = 8e9 * model.gigabytes / plain.parameters
+    quantized = {"quant_method": "gguf", "fmt": model.hub.tag, "bits": bits, "group_size": -1}
+    sizes = read_sizes({**model.config, "dtype": "bfloat16", "quantization_config": quantized})
+    return sizes, StoredWeights(0, round(model.gigabytes * 1e9), _TABLE_BITS)
+
+
+def _shown(row: Row) -> tuple[str, ...]:
+    fits = f"{row.context:,}" if row.context else "does not fit"
+    return (
+        row.model.name,
+        row.model.use,
+        _count(row.parameters),
+        _gib(row.memory),
+        fits,
+        _speed(row),
+        *_source(row.model),
+    )
+
+
+def _source(model: Known) -> tuple[str, str]:
+    return model.licence, model.hub.shown
+
+
+def _speed(row: Row) -> str:
+    if not row.context or row.speed is None:
+        return "-"
+    return f"{row.speed:.0f}" if row.speed >= 10 else f"{row.speed:.1f}"
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters >= 999.5e6 else f"{parameters / 1e6:.0f} M"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+def laptops() -> list[Machine]:
+    table = tomllib.loads(_LAPTOPS.read_text(encoding="utf-8"))
+    return [
+        Machine(name, memory=each["free"] * GIB, gpu=False, bandwidth=each["bandwidth"] * 1e9, flops=_FLOPS)
+        for name, each in table.items()
+    ]
+
+
+def as_markdown() -> str:
+    """The table of the documents: what each class of laptops can do at most, in tokens a second; -: does not fit."""
+    machines = laptops()
+    lines = [f"| name | parameters | memory | {' | '.join(each.name for each in machines)} | licence | from |"]
+    lines.append("|---" * (5 + len(machines)) + "|")
+    for model in known_models().values():
+        rows = [row_of(model, machine) for machine in machines]
+        fast = [_speed(row) if row.speed is not None else "fits" if row.context else "-" for row in rows]
+        cells = [f"`{model.name}`", _count(rows[0].parameters), _gib(rows[0].memory), *fast, *_source(model)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measured_bandwidth() -> float:
+    """Bytes per second that all cores together read and write when they copy, the best of some tries."""
+    import numpy as np
+
+    threads = min(os.cpu_count() or 1, 8)
+    pairs = [(np.ones(_COPIED // 8), np.ones(_COPIED // 8)) for _ in range(threads)]
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(5):
+            started = time.perf_counter()
+            list(pool.map(lambda pair: np.copyto(*pair), pairs))
+            best = max(best, 2 * _COPIED * threads / (time.perf_counter() - started))
+    return best

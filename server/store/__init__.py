@@ -1,0 +1,1 @@
+"""What the Responses API keeps, in SQLite."""

@@ -1,0 +1,193 @@
+"""Bodies that nobody thought of, of every route and up to 16 MB, beside other callers: clear errors, a bounded server.
+
+An example is small (a place in a route's schema, a kind of value, a size), so that hypothesis can make it smaller and
+tell it. `benchmarks/attacks.py` has the ones that once broke something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.attacks import Attack
+from tests.e2e.server import Server
+from tests.e2e.test_hostile_bodies import MAX_GROWTH, TENANTS, attacked, peak, watched
+from tests.server.api import make_app
+from tests.server.fake import FakeEngine, hashed
+from tests.variants import examples
+
+__all__ = ["watched"]
+pytestmark = pytest.mark.nightly
+
+MAX_BLOCK = 0.3
+"""Seconds of processor time that the event loop may spend without a turn."""
+MOST_BYTES = 15_900_000
+"""A little less than --max-body-size."""
+ALLOWED = (200, *range(400, 430), 503)
+WAITS = ("/init_weights_group", "/sleep", "/wake_up", "/update_weights", "/close_weights_group")
+"""An admin's, or they wait for others."""
+SWITCHES = ("stream", "background")
+"""Their answers are no JSON, or none that tells the end."""
+MESSAGES = [{"role": "user", "content": "hi"}]
+BASES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 16},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": MESSAGES},
+    "/v1/decisions": {"input": "a", "questions": [{"type": "predicate", "instructions": "a"}]},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+    "/v1/embeddings": {"input": "a"},
+    "/pooling": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+}
+VALUES: dict[str, tuple[bytes, bytes, bytes]] = {
+    "text": (b'"', b"a", b'"'),
+    "words": (b'"', b"once upon a ", b'"'),
+    "characters": (b'"', "\u4e2d\U0001f600".encode(), b'"'),
+    "escapes": (b'"', b"\\u0041", b'"'),
+    "half surrogates": (b'"', b"\\ud800", b'"'),
+    "digits": (b"1", b"7", b""),
+    "lists": (b"[[]", b",[]", b"]"),
+    "objects": (b"[{}", b",{}", b"]"),
+    "numbers": (b"[1", b",1", b"]"),
+    "texts": (b'["a"', b',"a"', b"]"),
+    "nulls": (b"[null", b",null", b"]"),
+    "messages": (
+        b'[{"role":"user","content":"a"}',
+        b',{"role":"user","content":"a"}',
+        b"]",
+    ),
+    "parts": (
+        b'[{"type":"text","text":""}',
+        b',{"type":"text","text":""}',
+        b"]",
+    ),
+    "tools": (
+        b'[{"type":"function","function":{"name":"f"}}',
+        b',{"type":"function","function":{"name":"f"}}',
+        b"]",
+    ),
+    "one key": (b'{"k":1', b',"k":1', b"}"),
+    "deep": (b"", b"[", b""),
+}
+"""By kind: how a value of JSON begins, what is repeated, and how it ends."""
+
+
+Schemas = dict[str, Any]
+Step = tuple[str | int, str]
+"""A field's name, or 0 for the first entry of a list; and the JSON of the fields that must stand beside it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A field of a route's body, and what leads to it."""
+
+    route: str
+    path: tuple[Step, ...]
+
+    def __repr__(self) -> str:
+        return ".".join([self.route, *(str(name) for name, _ in self.path)])
+
+    def body(self, value: bytes) -> bytes:
+        mark = "@value@"
+        inner: Any = mark
+        for name, beside in reversed(self.path):
+            inner = [inner] if name == 0 else json.loads(beside) | {name: inner}
+        return json.dumps(BASES.get(self.route, {}) | inner).encode().replace(json.dumps(mark).encode(), value)
+
+
+def places() -> list[Place]:
+    """Every field of every body that the application describes, nested ones too, and one that it does not know."""
+    described = make_app(FakeEngine(hashed(b"abc "))).openapi()
+    schemas = described["components"]["schemas"]
+    found: list[Place] = []
+    for route, operations in described["paths"].items():
+        if route in WAITS or "post" not in operations or "requestBody" not in operations["post"] or "{" in route:
+            continue
+        (content,) = operations["post"]["requestBody"]["content"].values()
+        paths = dict.fromkeys(fields(content["schema"], schemas, (), ()))
+        found += [Place(route, path) for path in paths if path and path[-1][0] not in SWITCHES]
+        found.append(Place(route, (("unknown", "{}"),)))
+    return found
+
+
+def fields(schema: Any, schemas: Schemas, path: tuple[Step, ...], seen: tuple[str, ...]) -> list[tuple[Step, ...]]:
+    """The paths of a schema's own fields and of those below them; a schema within itself is followed once."""
+    name = schema.get("$ref", "").rpartition("/")[2]
+    if name in seen or len(path) > 8:
+        return [path]
+    if name:
+        return fields(schemas[name], schemas, path, (*seen, name))
+    found = [path]
+    for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        found += fields(each, schemas, path, seen)
+    for field, inner in schema.get("properties", {}).items():
+        beside = {name: value for name, value in least(schema, schemas).items() if name != field}
+        found += fields(inner, schemas, (*path, (field, json.dumps(beside))), seen)
+    if schema.get("type") == "object" and not schema.get("properties"):
+        found.append((*path, ("any", "{}")))
+    if isinstance(schema.get("items"), dict) and path:
+        found += fields(schema["items"], schemas, (*path, (0, "")), seen)
+    return found
+
+
+def least(schema: Any, schemas: Schemas) -> Any:
+    """A small value that a schema allows."""
+    if "$ref" in schema:
+        return least(schemas[schema["$ref"].rpartition("/")[2]], schemas)
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            return least(schema[union][0], schemas)
+    if "const" in schema or "enum" in schema:
+        return schema.get("const", schema.get("enum", [None])[0])
+    if schema.get("type") == "object":
+        own = schema.get("properties", {})
+        needed = {name for name, each in own.items() if "const" in each} | {*schema.get("required", ())}
+        return {name: least(own[name], schemas) for name in own if name in needed}
+    return {"string": "a", "integer": 1, "number": 1, "boolean": True, "array": []}.get(schema.get("type", ""))
+
+
+def value_of(kind: str, size: int) -> bytes:
+    begin, piece, end = VALUES[kind]
+    return begin + piece * (max(size - len(begin) - len(end), 0) // len(piece)) + end
+
+
+sizes = st.floats(0, 1).map(lambda share: int(16 * (MOST_BYTES / 16) ** share))
+"""Bytes, as often from 1 to 10 KB as from 1 to 10 MB."""
+
+
+@settings(
+    max_examples=examples(400), deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
+)
+@given(
+    place=st.sampled_from(places()), kind=st.sampled_from(sorted(VALUES)), size=sizes, callers=st.sampled_from([1, 6])
+)
+@pytest.mark.timeout(3600)
+def test_no_body_is_noticed_by_others(
+    watched: tuple[Server, Path, int], place: Place, kind: str, size: int, callers: int
+) -> None:
+    server, blocks, idle = watched
+    body = place.body(value_of(kind, size))
+    attack = Attack(f"{place.route} {place.path}: {kind} of {size}", place.route, lambda: body, ALLOWED)
+    longest = []
+    for _ in range(3):  # another machine's load beside us can double a block once
+        began = time.monotonic()
+        statuses = asyncio.run(attacked(server, attack, TENANTS[:callers]))
+        assert statuses <= {*ALLOWED, 408}
+        assert peak(server) - idle < MAX_GROWTH
+        lines = [tuple(map(float, line.split())) for line in blocks.read_text().splitlines()]
+        longest.append(max((block for at, block in lines if at > began), default=0.0))
+        if longest[-1] < MAX_BLOCK:
+            return
+    pytest.fail(f"the event loop was held for {longest} s")

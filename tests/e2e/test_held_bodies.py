@@ -1,0 +1,177 @@
+"""What stays of large bodies whose answers nobody reads, or go on in the background, and conversations that grow: the
+server's process stays small, its loop free, and others are served."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.attacks import ASKED, CHAT, COMPLETIONS, RESPONSES, TOKENIZE, Attack, encoded
+from tests.e2e.server import Server
+from tests.e2e.test_hostile_bodies import FLAGS, LAX, MAX_GROWTH, TENANTS, honest, peak
+from tests.tree import ROOT
+from tests.variants import nightly
+
+pytestmark = pytest.mark.slow
+
+CONVERSATIONS = "/v1/conversations"
+CALLERS = 64
+TOOLS = [{"type": "function", "function": {"name": f"f{i}", "description": "d" * 10_000}} for i in range(1000)]
+
+
+def asked(size: int, **fields: Any) -> dict[str, Any]:
+    """A response that repeats a description of so many characters."""
+    tool = {"type": "function", "name": "f", "description": "d" * size}
+    return {"input": "Hi", "tools": [tool], "tool_choice": "none", "max_output_tokens": 50, **fields}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": ASKED, "stream": True, "max_tokens": 50, **fields}
+
+
+HELD = [
+    Attack("a response that repeats 14 MB", RESPONSES, lambda: asked(14_000_000, stream=True)),
+    Attack("a response, streamed", RESPONSES, lambda: asked(900_000, stream=True), (200,)),
+    Attack("one in the background", RESPONSES, lambda: asked(900_000, background=True), (200,)),
+    *nightly(
+        Attack("a response", RESPONSES, lambda: asked(900_000), (200,)),
+        Attack("one in the background that repeats 14 MB", RESPONSES, lambda: asked(14_000_000, background=True)),
+        Attack(
+            "one in the background, streamed", RESPONSES, lambda: asked(900_000, background=True, stream=True), (200,)
+        ),
+        Attack("a chat with tools that it may not call", CHAT, lambda: chat(tools=TOOLS, tool_choice="none"), (200,)),
+        Attack("a message", "/v1/messages", lambda: chat(metadata={"user_id": "u" * 9_000_000}), (200,)),
+        Attack(
+            "a completion of some of the tokens",
+            COMPLETIONS,
+            lambda: {"prompt": "a", "allowed_token_ids": [900] * 500_000, "stream": True, "max_tokens": 50},
+            (200,),
+        ),
+        Attack("texts of tokens", TOKENIZE, lambda: {"prompt": "a b " * 15_000, "return_token_strs": True}, (200,)),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
+    """A server that stores responses, and its blocks."""
+    folder = tmp_path_factory.mktemp("held")
+    program = folder / "quire"
+    program.write_text(f"#!{sys.executable}\nfrom tests.e2e.watched_server import run\nrun()\n")
+    program.chmod(0o755)
+    blocks = folder / "blocks"
+    blocks.touch()
+    keys = [part for key in TENANTS for part in ("--api-key", key)]
+    env = {"BLOCKS": str(blocks), "PYTHONPATH": str(ROOT)}
+    server = Server(folder / "log", *FLAGS, *keys, "--data-dir", str(folder / "data"), quire=program, env=env)
+    with client(server, TENANTS[-1]) as http:  # what starts once
+        http.post(RESPONSES, json={"input": "Hi " * 3000, "max_output_tokens": 1, "truncate_prompt_tokens": 9})
+    yield server, blocks
+    assert server.stop() == 0
+
+
+def client(server: Server, key: str) -> httpx.Client:
+    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+
+@asynccontextmanager
+async def unread(server: Server, path: str, body: bytes, key: str) -> AsyncIterator[int]:
+    """Send a request, and read no more of its answer than the status, which is given, until the block ends."""
+    with socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(plain, ("127.0.0.1", server.port))
+        reader, writer = await asyncio.open_connection(sock=plain, limit=1024)
+        lines = [f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Authorization: Bearer {key}"]
+        writer.write("\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body)
+        try:
+            yield int((await asyncio.wait_for(reader.readline(), 60)).split()[1])
+        finally:
+            writer.transport.abort()
+
+
+@pytest.mark.parametrize("attack", HELD, ids=lambda attack: attack.name)
+def test_many_large_bodies_whose_answers_wait(watched: tuple[Server, Path], attack: Attack) -> None:
+    server, _ = watched
+    body, before = encoded(attack), peak(server)
+    statuses = asyncio.run(held_open(server, attack, body))
+    assert peak(server) - before < MAX_GROWTH
+    (wanted,) = attack.statuses
+    assert wanted in statuses
+    assert statuses <= {wanted, 408, 503}
+    deadline = time.monotonic() + 60
+    headers = {"Content-Type": "application/json"}
+    with client(server, TENANTS[0]) as http:
+        while (answer := http.post(attack.path, content=body, headers=headers)).status_code != wanted:
+            assert time.monotonic() < deadline, f"what was held is not given back: {answer.text}"
+            time.sleep(0.2)
+
+
+async def held_open(server: Server, attack: Attack, body: bytes) -> set[int]:
+    done, enough, answered = asyncio.Event(), asyncio.Event(), asyncio.Semaphore(0)
+    others = asyncio.create_task(honest(server, done))
+    statuses: list[int] = []
+
+    async def one(key: str) -> None:
+        async with unread(server, attack.path, body, key) as status:
+            statuses.append(status)
+            answered.release()
+            await enough.wait()
+
+    callers = [asyncio.create_task(one(TENANTS[i % (len(TENANTS) - 1)])) for i in range(CALLERS)]
+    async with asyncio.timeout(90):
+        for _ in callers:
+            await answered.acquire()
+    await asyncio.sleep(2)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:  # a body of another key that is not small
+        headers = {"Authorization": f"Bearer {TENANTS[-1]}"}
+        sent = {"prompt": "a", "max_tokens": 1, "user": "u" * 200_000}
+        (await http.post(COMPLETIONS, json=sent, headers=headers)).raise_for_status()
+    enough.set()
+    await asyncio.gather(*callers)
+    done.set()
+    assert await others > 0
+    return set(statuses)
+
+
+def test_a_conversation_that_grows_holds_nobody_up(watched: tuple[Server, Path]) -> None:
+    server, blocks = watched
+    before, began = peak(server), time.monotonic()
+    asyncio.run(grown(server))
+    assert peak(server) - before < MAX_GROWTH
+    longest = [block for at, block in blocks_of(blocks) if at > began]
+    assert max(longest, default=0.0) < LAX
+
+
+def blocks_of(path: Path) -> list[tuple[float, float]]:
+    lines = (line.split() for line in path.read_text().splitlines())
+    return [(float(at), float(seconds)) for at, seconds in lines]
+
+
+async def grown(server: Server) -> None:
+    """Five messages of 10,000 empty parts, again and again until there are too many; then what reads them."""
+    done = asyncio.Event()
+    others = asyncio.create_task(honest(server, done))
+    parts = [{"type": "input_text", "text": ""}] * 10_000
+    items = {"items": [{"role": "user", "content": parts}] * 5}
+    headers = {"Authorization": f"Bearer {TENANTS[0]}"}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60) as http:
+        talk: dict[str, Any] = (await http.post(CONVERSATIONS, json={})).json()
+        path = f"{CONVERSATIONS}/{talk['id']}"
+        statuses = [(await http.post(f"{path}/items", json=items)).status_code for _ in range(12)]
+        assert (statuses[:9], statuses[-1]) == ([200] * 9, 400), "16 MiB are full"
+        for _ in range(10):
+            assert (await http.get(path)).json()["id"] == talk["id"]
+            assert (await http.get(f"{path}/items", params={"limit": 1})).is_success
+        assert (await http.delete(path)).is_success
+    done.set()
+    assert await others > 0

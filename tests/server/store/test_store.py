@@ -1,0 +1,211 @@
+"""What is stored stays, is its owner's alone, and is bounded; what an earlier version wrote is still there."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.errors import ConfigError
+from quire.server.store import store as store_module
+from quire.server.store.schema import VERSION
+from quire.server.store.store import FILE, ROW, Item, Known, Put, Store, Stored, reading
+
+BIG = 1 << 30
+
+
+def conversation(id: str, *items: str, data: bytes = b"{}") -> Put:
+    return Put(id, Stored("conversation", {}, data), [item(each) for each in items])
+
+
+def response(id: str, *items: str, unfinished: bool = False, data: bytes = b"{}") -> Put:
+    about = {"status": "completed", "previous": None}
+    return Put(id, Stored("response", about, data), [item(each) for each in items], unfinished=unfinished)
+
+
+def item(id: str, text: str = "") -> Item:
+    return Item(id, json.dumps({"id": id, "text": text}).encode())
+
+
+def ids(store: Store, owner: str, id: str, limit: int = 100, after: str | None = None, *, newest: bool = False) -> Any:
+    page = store.page(owner, id, limit, newest_first=newest, after=after)
+    return None if page is None else ([each.id for each in page.items], page.more)
+
+
+def test_what_is_stored_survives_and_is_its_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "folder"
+    store = Store(folder, BIG)
+    store.put("a", response("1", "x", "y", data=b'{"id": "1"}'))
+    store.put("b", conversation("1", "z"))
+    for owner, kind in (("a", "conversation"), ("b", "response"), ("c", "response")):
+        assert store.get(owner, kind, "1") is None  # type: ignore[arg-type]
+    assert (folder / FILE).stat().st_mode & 0o077 == 0, "others may not read it"
+    with reading(folder) as there:
+        known = there.known("a", "response", "1")
+        assert known is not None
+        assert (known.about["status"], known.length, known.count) == ("completed", len(b'{"id": "1"}'), 2)
+        assert [each["id"] for each in there.items("a", "1")] == ["x", "y"]
+        assert there.get("b", "response", "1") is None
+    store.close()
+    again = Store(folder, BIG)
+    assert again.delete("b", "1")
+    assert not again.delete("b", "1")
+    stored = again.get("a", "response", "1")
+    assert stored is not None
+    assert stored.data == b'{"id": "1"}'
+    assert ids(again, "a", "1") == (["x", "y"], False)
+    assert ids(again, "b", "1") == ([], False)
+    again.close()
+
+
+def test_one_server_at_a_time(tmp_path: Path) -> None:
+    store = Store(tmp_path, BIG)
+    with pytest.raises(ConfigError, match="another server"):
+        Store(tmp_path, BIG)
+    store.close()
+    Store(tmp_path, BIG).close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="data_dir"):
+        Store(tmp_path / "file", BIG)
+    (tmp_path / FILE).write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match="data_dir"):
+        Store(tmp_path, BIG)
+
+
+def test_items_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, BIG)
+    store.put("a", conversation("1", *"abc"))
+    assert store.append("a", "1", [item(each) for each in "de"])
+    assert not store.append("a", "2", [item("x")])
+    assert ids(store, "a", "1", 2) == (["a", "b"], True)
+    assert ids(store, "a", "1", 3, "b") == (["c", "d", "e"], False)
+    assert ids(store, "a", "1", 2, "d", newest=True) == (["c", "b"], True)
+    assert ids(store, "a", "1", 2, "x") is None
+    assert store.item("a", "1", "c") == item("c").data
+    assert store.delete_item("a", "1", "e")
+    assert not store.delete_item("a", "1", "e")
+    store.append("a", "1", [item("f")])
+    assert ids(store, "a", "1", newest=True) == (["f", "d", "c", "b", "a"], False)
+    known = store.known("a", "conversation", "1")
+    assert known is not None
+    assert (known.count, known.size) == (5, store.size)
+    monkeypatch.setattr(store_module, "PAGE_BYTES", len(item("a").data) + 1)
+    assert ids(store, "a", "1") == (["a", "b"], True), "a page is bounded in bytes, too"
+    store.close()
+
+
+def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path, BIG)
+    store.put("a", conversation("1", "a"))
+    size = store.size
+
+    def refuse(known: Known) -> None:
+        assert (known.count, known.size) == (1, size)
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        store.append("a", "1", [item("b")], refuse)
+    with pytest.raises(ValueError):
+        store.change("a", "1", lambda data: data[:0] if refuse(Known({}, 0, size, 1)) else data)
+    assert (ids(store, "a", "1"), store.size) == ((["a"], False), size)
+    assert store.change("a", "1", lambda data: b'{"n":%b}' % data) == b'{"n":{}}'
+    assert store.change("a", "2", lambda data: data) is None
+    assert store.size == size + len(b'{"n":}')
+    store.close()
+
+
+def test_the_oldest_of_the_largest_owner_goes_first(tmp_path: Path) -> None:
+    most = 20 * ROW
+    store = Store(tmp_path, most)
+    store.put("small", response("first", "i"))
+    for number in range(20):
+        store.put("large", response(str(number), "i"))
+        assert store.size <= most
+    assert store.known("small", "response", "first") is not None, "another's flood takes nothing away"
+    assert store.known("large", "response", "0") is None
+    assert ids(store, "large", "0") == ([], False), "its items went with it"
+    kept = [number for number in range(20) if store.known("large", "response", str(number))]
+    assert kept == list(range(kept[0], 20))
+    store.put("large", response("19"))
+    size = store.size
+    store.close()
+    again = Store(tmp_path, most)
+    assert again.size == size
+    again.close()
+
+
+def test_what_nobody_will_end(tmp_path: Path) -> None:
+    store = Store(tmp_path, BIG)
+    store.put("a", response("1", "x", unfinished=True))
+    store.put("a", response("2"))
+    store.close()
+    again = Store(tmp_path, BIG)
+    for _ in range(2):
+        again.end_unfinished(lambda kept: replace(kept, data=kept.data + b" "))
+    first, second = (again.get("a", "response", id) for id in "12")
+    assert first is not None
+    assert second is not None
+    assert (first.data, second.data) == (b"{} ", b"{}")
+    assert ids(again, "a", "1") == (["x"], False)
+    size = again.size
+    again.close()
+    assert Store(tmp_path, BIG).size == size
+
+
+KEPT = """
+create table kept (
+    owner text not null, id text not null, at real not null, unfinished integer not null, size integer not null,
+    data text not null, primary key (owner, id));
+create index by_age on kept (owner, at);
+"""
+"""What version 0 wrote."""
+
+
+def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
+    answer = {"id": "resp_1", "status": "in_progress", "background": True, "output": []}
+    old = {
+        "response": answer,
+        "input": [{"id": "m", "text": "\ud800"}],
+        "previous": "resp_0",
+        "events": 3,
+        "streamed": False,
+    }
+    talk = {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "items": [{"id": "m1"}, {"id": "m2"}]}
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
+        database.executescript(KEPT)
+        for at, (id, data) in enumerate({"resp_1": old, "conv_1": talk}.items()):
+            text = json.dumps(data)
+            database.execute("insert into kept values ('a', ?, ?, ?, ?, ?)", (id, at, at == 0, len(text), text))
+        database.commit()
+    store = Store(tmp_path, BIG)
+    found = store.get("a", "response", "resp_1")
+    assert found is not None
+    assert json.loads(found.data) == answer
+    about = {"previous": "resp_0", "events": 3, "streamed": False, "status": "in_progress", "background": True}
+    assert found.about == about
+    told = store.get("a", "conversation", "conv_1")
+    assert told is not None
+    assert json.loads(told.data) == {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "object": "conversation"}
+    assert ids(store, "a", "conv_1") == (["m1", "m2"], False)
+    store.end_unfinished(lambda kept: replace(kept, data=b"ended"))
+    found = store.get("a", "response", "resp_1")
+    assert found is not None
+    assert found.data == b"ended"
+    size = store.size
+    store.close()
+    again = Store(tmp_path, BIG)
+    assert again.size == size
+    again.close()
+
+
+def test_the_file_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
+    Store(tmp_path, BIG).close()
+    with closing(sqlite3.connect(tmp_path / FILE)) as database:
+        database.execute(f"pragma user_version = {VERSION + 1}")
+    with pytest.raises(ConfigError, match="later version"):
+        Store(tmp_path, BIG)
