@@ -23,6 +23,9 @@ from torch import Tensor
 from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.client.messages import Stepped, encode
 from quire.engine.config import EngineConfig
+from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.schemes import Unquantized
 from quire.engine.loop import Engine
 from quire.engine.models.decoder import Decoder, DecoderSpec
@@ -183,11 +186,9 @@ class FreeBackend(Reference):
 def measure_eager(layers: int, tokens: int, steps: int) -> tuple[float, int]:
     """Milliseconds of processor time of a forward pass without graphs, its kernels free, and how many these are."""
     backend = FreeBackend()
-    spec = DecoderSpec(
-        vocab_size=512, hidden_size=64, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16, norm_eps=1e-6,
-        tie_embeddings=True, ropes=({"rope_type": "default", "rope_theta": 1e4},) * layers, windows=(None,) * layers,
-        scale=0.25,
-    )  # fmt: skip
+    norm, rope = NormSpec(1e-6), {"rope_type": "default", "rope_theta": 1e4}
+    layer = AttentionSpec(4, 2, 16, scale=0.25, rope=rope, norm=norm), MlpSpec(64, norm)
+    spec = DecoderSpec(512, 64, (layer,) * layers, norm, tie_embeddings=True)
     cpu = torch.device("cpu")
     scheme = Unquantized(backend, torch.bfloat16)
     model = Decoder(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch import Tensor
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
-
-if TYPE_CHECKING:
-    from quire.kernels.layers import DecoderLayer, FusedLayers
 
 Pages = tuple[Tensor, ...]
 """A layer's page tensors, as its attention part asked for them; the first axis of each is the page."""
@@ -209,12 +206,67 @@ class Experts:
     """None: the gate is SiLU, without limits."""
 
 
-Mixture = Callable[[Tensor], Tensor]
-"""[T, hidden] to the same: the weighed sum of what each token's experts give."""
+class Operations(ABC):
+    """What the parts of a decoder's layers are made of, for T tokens, H query heads, K key-value heads, D head_dim: a
+    backend computes each at once, or notes it, to compute a whole list of them at once later (`Backend.recorded`)."""
+
+    @abstractmethod
+    def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
+        """What a linear, or a mixture of experts, gives. May overwrite x."""
+
+    @abstractmethod
+    def sum(self, x: Tensor, group: Collective | None) -> Tensor:
+        """The sum of the ranks' x, where the model has some (None: x). May overwrite x."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). The weight is float32, and
+        the arithmetic, rounded to the dtype of x at the end."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up for gate_up [T, 2 * F], gate in the first half: [T, F]."""
+
+    @abstractmethod
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
+
+    @abstractmethod
+    def rope_store(
+        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
+
+        K follows from the caches' shape. May overwrite qkv.
+        """
+
+    @abstractmethod
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
+
+        The query at position p sees keys max(0, p - window + 1) to p.
+        What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
+        H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
+        A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
+        change a bit of it (except on a GPU where the backend was not made deterministic).
+        """
 
 
-class Backend(ABC):
-    """Tensors in, tensors out. Shapes: T tokens, H query heads, K key-value heads, D head_dim."""
+Layer = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]
+"""The operations of a layer. x [T, hidden] is what the layer before gives, not yet added to the stream `residual`
+(None: x is the embeddings); so is what it returns. It may overwrite both."""
+Recorded = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Tensor, Tensor]]
+"""The same of some consecutive layers."""
+
+
+class Backend(Operations):
+    """Tensors in, tensors out. Shapes as above."""
 
     name: str
     block_size: int
@@ -258,19 +310,6 @@ class Backend(ABC):
         """Write k, v [T, K, D] to the pages at slots [T], rounded where the pages hold codes."""
 
     @abstractmethod
-    def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
-    ) -> Tensor:
-        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
-
-        The query at position p sees keys max(0, p - window + 1) to p.
-        What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
-        H is a multiple of K; query head h reads key-value head h // (H / K). Scores and sums are float32.
-        A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
-        change a bit of it (except on a GPU where the backend was not made deterministic).
-        """
-
-    @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al., 2016). Weight and bias are
         float32, and the arithmetic, rounded to the dtype of x at the end."""
@@ -286,34 +325,8 @@ class Backend(ABC):
         """x times the normal distribution's function of x (Hendrycks and Gimpel, 2016). May overwrite x."""
 
     @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich, 2019). The weight is float32, and
-        the arithmetic, rounded to the dtype of x at the end."""
-
-    @abstractmethod
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
-
-    @abstractmethod
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up for gate_up [T, 2 * F], gate in the first half: [T, F]."""
-
-    @abstractmethod
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """The same with GELU in the tanh approximation (Hendrycks and Gimpel, 2016)."""
-
-    @abstractmethod
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
         """The same as Clamp says it."""
-
-    @abstractmethod
-    def rope_store(
-        self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
-
-        K follows from the caches' shape. May overwrite qkv.
-        """
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
@@ -332,8 +345,9 @@ class Backend(ABC):
         """An embedding [vocab, hidden], which may be dropped afterwards; tied: it is the head as well."""
 
     @abstractmethod
-    def mixture(self, experts: Experts) -> Mixture:
-        """The experts as one call, which reads the weights of those that some token chose, once."""
+    def mixture(self, experts: Experts) -> Linear:
+        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give. It reads
+        the weights of those that some token chose, once."""
 
     @abstractmethod
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
@@ -347,11 +361,12 @@ class Backend(ABC):
         scale * (code - zero), and scales have the 8 bits of bfloat16."""
 
     @abstractmethod
-    def fuse_layers(
-        self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float, group: Collective | None = None
-    ) -> FusedLayers | None:
-        """Consecutive layers as one call, with the bits of the methods above; None where the backend has no such
-        call. `group`: what `out` and `down` give is summed over its ranks."""
+    def recorded(
+        self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
+    ) -> Recorded | None:
+        """Consecutive layers as one call, with the bits of their operations one by one; None where the backend has no
+        such call, or not for these. hidden, dtype: of the stream. starts: it begins in the first of them. groups: as
+        many block tables has their metadata."""
 
     @abstractmethod
     def ranks_memory(self, count: int, row_bytes: int) -> int:

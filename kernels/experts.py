@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import NO_ADAPTERS, Experts
+from quire.kernels.backend import NO_ADAPTERS, Experts, LinearContext
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
@@ -22,7 +22,7 @@ class ReferenceMixture:
         self._backend = backend
         self._experts = experts
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
         experts, backend = self._experts, self._backend
         chosen, shares = choose(experts.router(x, NO_ADAPTERS), experts.per_token, normalized=experts.normalized)
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)

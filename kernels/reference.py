@@ -21,9 +21,10 @@ from quire.kernels.backend import (
     Backend,
     Clamp,
     Experts,
+    Layer,
     Linear,
     LinearContext,
-    Mixture,
+    Recorded,
     Rope,
     Softmax,
     Table,
@@ -32,7 +33,6 @@ from quire.kernels.collective import Collective
 from quire.kernels.experts import ReferenceMixture
 from quire.kernels.fit import fit_int4
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
-from quire.kernels.layers import DecoderLayer, FusedLayers
 from quire.kernels.quantized import QuantizedWeight
 
 KEY_TILE = 128
@@ -77,6 +77,12 @@ class Reference(Backend):
                 store_codes(x, cache, slots, scale)
             else:
                 cache.view(-1, *x.shape[1:])[slots] = x
+
+    def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
+        return linear(x, context)
+
+    def sum(self, x: Tensor, group: Collective | None) -> Tensor:
+        return x if group is None else group.sum(x)
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
@@ -161,7 +167,7 @@ class Reference(Backend):
         whole = weight.dequantized().to(dtype)
         return Table(lambda ids: F.embedding(ids, whole), self.pack_linear(whole, None, wide=True) if tied else None)
 
-    def mixture(self, experts: Experts) -> Mixture:
+    def mixture(self, experts: Experts) -> Linear:
         return ReferenceMixture(self, experts)
 
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
@@ -176,9 +182,9 @@ class Reference(Backend):
     def fit_int4(self, groups: Tensor, *, zero_points: bool) -> tuple[Tensor, Tensor, Tensor]:
         return fit_int4(groups, zero_points=zero_points)
 
-    def fuse_layers(
-        self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float, group: Collective | None = None
-    ) -> FusedLayers | None:
+    def recorded(
+        self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
+    ) -> Recorded | None:
         return None
 
     def ranks_memory(self, count: int, row_bytes: int) -> int:

@@ -59,6 +59,11 @@ WITH_IMAGES = ("gemma3",)
 ROPE_TYPES = ("default", "linear", "llama3", "factors", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
+_SLIDING = {"mistral", "gemma2", "gemma3_text"}
+"""Families whose layers have a sliding window where config.json does not say how long it is."""
+_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+"""By family: every so many layers one has no window, where config.json does not say which."""
+
 
 def stored_dtype(text: Mapping[str, Any]) -> str:
     """The type of a checkpoint's numbers. Where config.json names none it is float32, but of weights in few bits
@@ -73,6 +78,24 @@ def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
     every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
     dense = {*(text.get("mlp_only_layers") or ()), *range(int(text.get("first_k_dense_replace") or 0))}
     return [(layer + 1) % every == 0 and layer not in dense for layer in range(layers)]
+
+
+def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    """By layer that has attention, in the families that have windows: tokens that a token sees; None: all."""
+    kind = str(text.get("model_type"))
+    window = text.get("sliding_window", 4096 if kind in _SLIDING else None)
+    if not text.get("use_sliding_window", not kind.startswith(("qwen", "smollm"))):
+        window = None
+    kinds = text.get("layer_types") or text.get("layers_block_type")
+    if kinds:
+        attend = [each for each in kinds if "attention" in each and "linear" not in each]
+        return tuple(window if "sliding" in each else None for each in attend)
+    every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
+    if isinstance(every, int):
+        return tuple(window if layer % every else None for layer in range(1, layers + 1))
+    first = text.get("max_window_layers") if kind.startswith(("qwen", "smollm")) else 0
+    first = layers if first is None else int(first)
+    return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def family_not_served(raw: Mapping[str, Any]) -> str | None:

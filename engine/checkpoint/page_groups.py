@@ -19,6 +19,16 @@ _MOST_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class PagedState:
+    """What a layer keeps of each token of a sequence, in pages."""
+
+    numbers: int
+    """Of a token."""
+    window: int | None
+    """Tokens that a token sees, itself included; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
 class PageGroups:
     windows: tuple[int | None, ...]
     """By group: tokens that a token sees in its layers, itself included; None: all. Pages outside are given back."""
@@ -36,16 +46,6 @@ class PageGroups:
         """Layers of a page; a group may have fewer."""
         return max(self.place_of) + 1
 
-    @property
-    def slots(self) -> int:
-        """Places for layers in pages of all groups."""
-        return self.places * self.count
-
-    @property
-    def unused(self) -> int:
-        """Of these, those that no layer has."""
-        return self.slots - len(self.group_of)
-
 
 def one_group(layers: int, window: int | None = None) -> PageGroups:
     """A page for all layers."""
@@ -62,10 +62,13 @@ def keeps_all(config: EngineConfig) -> str | None:
     return "speculative_config" if own_pages else None
 
 
-def page_groups(windows: Sequence[int | None], longest: int, block_size: int, *, keep_all: bool = False) -> PageGroups:
-    """The groups of layers with these windows (None: none), for contexts of up to `longest` tokens: so many layers to a
-    page that the longest context takes least memory. One group that keeps all tokens where nothing would be saved, or
-    where it is asked for (`keep_all`)."""
+def page_groups(states: Sequence[PagedState], longest: int, block_size: int, *, keep_all: bool = False) -> PageGroups:
+    """The groups of layers that keep these states, for contexts of up to `longest` tokens: so many layers to a page
+    that the longest context takes least memory. One group that keeps all tokens where nothing would be saved, where
+    it is asked for (`keep_all`), or where some layers keep more of a token than others, so that not any page would
+    serve any of them."""
+    keep_all = keep_all or len({each.numbers for each in states}) > 1
+    windows = [each.window for each in states]
     seen = [None if window is None or window >= longest or keep_all else window for window in windows]
     kinds = Counter(seen)
     if len(kinds) == 1:

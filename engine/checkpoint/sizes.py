@@ -12,8 +12,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.checkpoint.families import ENCODERS, family_not_served, sparse_layers, stored_dtype, why_not_served
+from quire.engine.checkpoint.families import (
+    ENCODERS,
+    family_not_served,
+    layer_windows,
+    sparse_layers,
+    stored_dtype,
+    why_not_served,
+)
 from quire.engine.checkpoint.files import text_config
+from quire.engine.checkpoint.page_groups import PagedState
 from quire.engine.errors import ModelError
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
@@ -27,10 +35,6 @@ _BIASED = {"gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2
 """Families whose linear layers have biases."""
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
 """Families with a table of positions."""
-_SLIDING = {"mistral", "gemma2", "gemma3_text"}
-"""Families whose layers have a sliding window where config.json does not say how long it is."""
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
-"""By family: every so many layers one has no window, where config.json does not say which."""
 _ALIASES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -69,8 +73,6 @@ class ModelSizes:
     """The part of `parameters` in the routed experts of all layers, without the shared experts."""
     head_parameters: int
     """Parameters of the output head, tied or not."""
-    kv_numbers: int
-    """Numbers cached per token in all layers together; 0 for an encoder, which caches nothing."""
     kv_formula: str
     """How kv_numbers comes about, for people to read."""
     heads: int
@@ -81,8 +83,8 @@ class ModelSizes:
     """Numbers of a cached key per head; the whole of what latent attention caches."""
     attention_width: int
     """Query heads times head size, summed over the layers that have attention."""
-    windows: tuple[int | None, ...]
-    """By layer that has attention: tokens that a token sees; None: all."""
+    states: tuple[PagedState, ...]
+    """Of the layers that have attention; an encoder's keep nothing."""
     unserved: tuple[str, ...]
     """Why Quire does not serve such a model; empty where it does."""
     notes: tuple[str, ...]
@@ -91,7 +93,12 @@ class ModelSizes:
     @property
     def sliding(self) -> int:
         """Number of layers with a sliding window."""
-        return sum(window is not None for window in self.windows)
+        return sum(each.window is not None for each in self.states)
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers cached per token in all layers together."""
+        return sum(each.numbers for each in self.states)
 
     @property
     def active_parameters(self) -> int:
@@ -173,13 +180,12 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         experts_per_token=per_token,
         expert_parameters=sparse * experts * expert,
         head_parameters=table,
-        kv_numbers=0 if kind in ENCODERS else kv * attending,
         kv_formula=f"{formula} x {attending} layers",
         heads=_number(text, "num_attention_heads"),
         kv_heads=1 if text.get("kv_lora_rank") else _kv_heads(text),
         head_dim=kv if text.get("kv_lora_rank") else _head_dim(text, hidden),
         attention_width=width * attending,
-        windows=windows,
+        states=tuple(PagedState(0 if kind in ENCODERS else kv, window) for window in windows),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
     )
@@ -254,24 +260,6 @@ def _norms(text: Mapping[str, Any], hidden: int) -> int:
     if kind in _OLDER:
         return 4 * hidden
     return (4 if kind.startswith(("gemma2", "gemma3")) else 2) * hidden
-
-
-def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """By layer that has attention, as the families' files in engine/models read it."""
-    kind = str(text.get("model_type"))
-    window = text.get("sliding_window", 4096 if kind in _SLIDING else None)
-    if not text.get("use_sliding_window", not kind.startswith(("qwen", "smollm"))):
-        window = None
-    kinds = text.get("layer_types") or text.get("layers_block_type")
-    if kinds:
-        attend = [each for each in kinds if "attention" in each and "linear" not in each]
-        return tuple(window if "sliding" in each else None for each in attend)
-    every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
-    if isinstance(every, int):
-        return tuple(window if layer % every else None for layer in range(1, layers + 1))
-    first = text.get("max_window_layers") if kind.startswith(("qwen", "smollm")) else 0
-    first = layers if first is None else int(first)
-    return tuple(window if layer >= first else None for layer in range(layers))
 
 
 def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:

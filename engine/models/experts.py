@@ -1,9 +1,12 @@
 """What config.json says of experts, in the names of all families."""
 
+from dataclasses import replace
+
 from quire.engine.checkpoint.families import sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.moe import ExpertsSpec
+from quire.engine.models.decoder import DecoderSpec
 
 _MOST = 2**16
 """Experts of all layers together: far more than any real model's, and few enough to be made without their weights."""
@@ -23,6 +26,7 @@ def expert_numbers(config: ModelConfig) -> tuple[int, int]:
     return count, per_token
 
 
-def in_layers(experts: ExpertsSpec, config: ModelConfig) -> tuple[ExpertsSpec | None, ...]:
-    """DecoderSpec.experts, where all layers that have experts have these."""
-    return tuple(experts if sparse else None for sparse in sparse_layers(config.raw, config.num_layers))
+def in_layers(experts: ExpertsSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:
+    """With these experts in the MLP's place, in the layers that have some."""
+    sparse = zip(spec.layers, sparse_layers(config.raw, config.num_layers), strict=True)
+    return replace(spec, layers=tuple((*layer[:-1], experts) if has else layer for layer, has in sparse))

@@ -1,13 +1,12 @@
 """Gemma (Gemma Team, 2024): a GELU gate, scaled embeddings, a tied head, and norms whose weights are offsets from 1."""
 
+from dataclasses import replace
+
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.layers.mlp import MlpSpec
 from quire.engine.models.decoder import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    return DecoderSpec(
-        **base_spec(config) | {"tie_embeddings": bool(config.raw.get("tie_word_embeddings", True))},
-        norm_offset=1.0,
-        gelu=True,
-        embedding_scale=config.hidden_size**0.5,
-    )
+    tied, base = bool(config.raw.get("tie_word_embeddings", True)), base_spec(config, norm_offset=1.0)
+    return replace(base.having(MlpSpec, gelu=True), tie_embeddings=tied, embedding_scale=config.hidden_size**0.5)

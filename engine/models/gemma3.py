@@ -4,9 +4,11 @@ without a window, by default every sixth, have a rotation of their own."""
 from dataclasses import replace
 from typing import Any
 
+from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.fields import OneRope
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
+from quire.engine.layers.attention import AttentionSpec
 from quire.engine.models import gemma2
 from quire.engine.models.decoder import DecoderSpec
 
@@ -15,22 +17,16 @@ def spec(config: ModelConfig) -> DecoderSpec:
     raw = config.raw
     if raw.get("use_bidirectional_attention"):
         raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
-    every = raw.get("sliding_window_pattern") or 6
-    if not isinstance(every, int):
+    if not isinstance(every := raw.get("sliding_window_pattern") or 6, int):
         raise ModelError(f"model: config.json: sliding_window_pattern: expected int, got {every!r}")
-    windows = gemma2.layer_windows(config, every)
+    windows = layer_windows(raw, config.num_layers)
     given = raw.get("rope_parameters") or {}
     full_given = given.get("full_attention") if given else raw.get("rope_scaling")
     sliding = _rope(given.get("sliding_attention"), raw.get("rope_local_base_freq") or 10_000.0)
     full = _rope(full_given, raw.get("rope_theta") or 1_000_000.0)
-    return replace(
-        gemma2.spec(config),
-        windows=windows,
-        ropes=tuple(full if window is None else sliding for window in windows),
-        qk_norm=True,
-        softcap=None,
-        logit_softcap=raw.get("final_logit_softcapping"),
-    )
+    ropes = [full if window is None else sliding for window in windows]
+    base = replace(gemma2.spec(config), logit_softcap=raw.get("final_logit_softcapping"))
+    return base.having(AttentionSpec, window=windows, rope=ropes, qk_norm=True, softcap=None)
 
 
 def _rope(given: OneRope | None, theta: float) -> dict[str, Any]:

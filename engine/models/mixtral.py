@@ -1,11 +1,10 @@
 """Mixtral (Jiang et al., 2024): Mistral with experts in every layer, and no sliding window but config.json's own."""
 
-from dataclasses import replace
-
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
-from quire.engine.models import mistral
-from quire.engine.models.decoder import DecoderSpec
+from quire.engine.layers.norm import NormSpec
+from quire.engine.models.decoder import DecoderSpec, base_spec
 from quire.engine.models.experts import expert_numbers, in_layers
 
 
@@ -14,10 +13,10 @@ def spec(config: ModelConfig) -> DecoderSpec:
         *expert_numbers(config),
         intermediate_size=config.intermediate_size,
         normalized=True,
-        part="block_sparse_moe",
+        norm=NormSpec(config.norm_eps),
+        name="block_sparse_moe",
         gate="w1",
         up="w3",
         down="w2",
     )
-    windows = (config.raw.get("sliding_window"),) * config.num_layers
-    return replace(mistral.spec(config), windows=windows, experts=in_layers(experts, config))
+    return in_layers(experts, base_spec(config).having(AttentionSpec, window=config.raw.get("sliding_window")), config)

@@ -1,11 +1,11 @@
 """Qwen3, dense (Yang et al., 2025): RMSNorm on every query and key head, no biases by default."""
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.models.decoder import DecoderSpec, base_spec
-from quire.engine.models.qwen2 import layer_windows
+from quire.engine.layers.attention import AttentionSpec
+from quire.engine.models import qwen2
+from quire.engine.models.decoder import DecoderSpec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
     bias = bool(config.raw.get("attention_bias", False))
-    shape = base_spec(config) | {"windows": layer_windows(config)}
-    return DecoderSpec(**shape, qkv_bias=bias, out_bias=bias, qk_norm=True)
+    return qwen2.spec(config).having(AttentionSpec, qk_norm=True, qkv_bias=bias, out_bias=bias)

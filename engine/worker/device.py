@@ -18,6 +18,7 @@ from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
+from quire.engine.layers.attention import AttentionSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
@@ -165,6 +166,11 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     return Chosen(spec, device, dtype, changed, *choose_backend(config, device, dtype, spec, tried=tried))
 
 
+def widest(spec: DecoderSpec) -> AttentionSpec:
+    """The attention that asks most of a backend."""
+    return max(spec.parts(AttentionSpec), key=lambda each: each.head_dim)
+
+
 def choose_backend(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec, *, tried: bool = False
 ) -> tuple[Backend, str]:
@@ -174,7 +180,7 @@ def choose_backend(
     deterministic = config.deterministic and device.type == "cuda"
     if deterministic and find_spec("triton") is None:
         raise ConfigError("deterministic: needs Triton (pip install triton)", param="deterministic")
-    wanted = (dtype, spec.head_dim, config.attention_backend, spec.softcap is not None)
+    wanted = (dtype, widest(spec).head_dim, config.attention_backend, widest(spec).softcap is not None)
     try:
         trials = [] if tried else choose_trials(config, device, dtype, spec)
         held = kv_dtype(config, dtype)
@@ -197,9 +203,9 @@ def choose_trials(
     On a CPU nothing: its kernels were built on this machine, for an instruction set that it says it has."""
     if device.type != "cuda":
         return []
-    windowed = any(window is not None for window in spec.windows)
-    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    eager = Probe(device, dtype, *heads, spec.softcap, kv_dtype=kv_dtype(config, dtype), windowed=windowed)
+    attention, windowed = widest(spec), any(each.window for each in spec.states)
+    heads = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+    eager = Probe(device, dtype, *heads, attention.softcap, kv_dtype=kv_dtype(config, dtype), windowed=windowed)
     return [eager] if config.enforce_eager else [replace(eager, capture=CudaCapture(device)), eager]
 
 

@@ -24,7 +24,7 @@ from quire.engine.checkpoint.kv_plan import (
 )
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.layers.attention import PageTensor
+from quire.engine.layers.part import PageTensor
 from quire.engine.lora.modules import adaptable_modules, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
@@ -66,8 +66,9 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
     return budget
 
 
-def most_tokens(config: EngineConfig, model: ModelConfig, device: torch.device, itemsize: int, block_size: int) -> int:
+def most_tokens(config: EngineConfig, token_bytes: int, device: torch.device, block_size: int) -> int:
     """A bound on the tokens that the KV cache will hold, known before the weights are loaded; at least one page's.
+    token_bytes: of a token in all layers.
 
     It keeps tables with a row for each position from growing with what config.json claims.
     """
@@ -78,7 +79,7 @@ def most_tokens(config: EngineConfig, model: ModelConfig, device: torch.device, 
     else:
         budget = CPU_KV_BYTES if device.type != "cuda" else torch.cuda.mem_get_info(device)[1]
     budget *= config.tensor_parallel_size if device.type == "cuda" else config.nnodes  # each has some of the heads
-    return max(budget // (2 * model.num_layers * model.num_kv_heads * model.head_dim * itemsize), block_size)
+    return max(budget // token_bytes, block_size)
 
 
 def available_bytes(model: Decoder, model_config: ModelConfig, backend: Backend, config: EngineConfig) -> int:

@@ -135,7 +135,7 @@ def _start(
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks)
-    notes = (chosen.changed, kept, None if ranks is None else ranks.note, kept_windows(config, chosen.spec.windows))
+    notes = (chosen.changed, kept, None if ranks is None else ranks.note, kept_windows(config, chosen.spec))
     eos = model_config.eos_token_ids
     runner = make_runner(ranks, model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads)
     return Worker(
@@ -176,9 +176,9 @@ def make_runner(ranks: Ranks | None, *parts: Any) -> Runner:
     return Runner(*parts)
 
 
-def kept_windows(config: EngineConfig, windows: tuple[int | None, ...]) -> str | None:
+def kept_windows(config: EngineConfig, spec: DecoderSpec) -> str | None:
     """A note where layers with a window keep tokens outside of it."""
-    if (setting := keeps_all(config)) is None or not any(windows):
+    if (setting := keeps_all(config)) is None or not any(each.window for each in spec.states):
         return None
     return f"layers with a sliding window keep all tokens, for {setting} needs pages of all layers"
 
@@ -201,15 +201,8 @@ def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None
 
 def indivisible(spec: DecoderSpec, ranks: int) -> str | None:
     """What of a model cannot be divided among so many ranks; None: all can."""
-    if any(spec.experts):
-        return "mixtures of experts are not divided among ranks yet"
-    if spec.num_heads % ranks:
-        return f"the model's {spec.num_heads} heads cannot be divided among {ranks} ranks"
-    if spec.num_kv_heads % ranks and ranks % spec.num_kv_heads:
-        return f"{ranks} ranks can neither divide the model's {spec.num_kv_heads} key-value heads nor share them"
-    if spec.intermediate_size % ranks:
-        return f"the model's intermediate_size {spec.intermediate_size} cannot be divided among {ranks} ranks"
-    return None
+    parts = (part for layer in spec.layers for part in layer)
+    return next((wrong for part in parts if (wrong := part.indivisible(ranks)) is not None), None)
 
 
 def lacking_gpus(ranks: int, device: torch.device) -> str | None:
@@ -320,7 +313,7 @@ def plan_pages(
     layers."""
     count, places = model.shard.count // config.nnodes, sum(places_of_stages(groups, config.pipeline_parallel_size))
     formula = model.formula_of(places) if count == 1 else f"{model.page_formula} x {count} ranks"
-    each = page_bytes(model) // model.groups.places * places * groups.count * count
+    each = page_bytes(model) * places // model.groups.places * groups.count * count
     measure = partial(available_bytes, model, model_config, backend, config)
     available = count * ranks.least(measure) if isinstance(ranks, SpmdRanks) else measure()
     if ranks is not None and ranks.least_free is not None and config.kv_cache_memory is None:

@@ -20,8 +20,9 @@ from quire.kernels.backend import (
     AttentionMetadata,
     Clamp,
     Experts,
+    Layer,
     Linear,
-    Mixture,
+    Recorded,
     Rope,
     Softmax,
     Table,
@@ -29,11 +30,10 @@ from quire.kernels.backend import (
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
 from quire.kernels.cpu.decoder.experts import compiled_mixture
-from quire.kernels.cpu.decoder.layers import fused_layers
+from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
-from quire.kernels.layers import DecoderLayer, FusedLayers
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 
@@ -257,7 +257,7 @@ class Cpu(Reference):
         linear = quantized.QuantizedLinear(self.library, grouped, None, dtype=dtype, wide=True)
         return Table(linear.look_up, linear if tied else None)
 
-    def mixture(self, experts: Experts) -> Mixture:
+    def mixture(self, experts: Experts) -> Linear:
         return compiled_mixture(self.library, experts) or super().mixture(experts)
 
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
@@ -277,10 +277,10 @@ class Cpu(Reference):
         kernel(*_pointers(groups, codes, scales, offsets), count, zero_points, torch.get_num_threads())
         return codes, scales, offsets
 
-    def fuse_layers(
-        self, layers: Sequence[DecoderLayer], *, head_dim: int, eps: float, group: Collective | None = None
-    ) -> FusedLayers | None:
-        return fused_layers(self.library, layers, group, head_dim=head_dim, eps=eps)
+    def recorded(
+        self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
+    ) -> Recorded | None:
+        return recorded(self.library, layers, hidden, dtype, starts=starts, groups=groups)
 
     def ranks_memory(self, count: int, row_bytes: int) -> int:
         return collective.make_memory(count, row_bytes)

@@ -175,6 +175,7 @@ void add(const LoraLinear& l, const int64_t* adapters, const T* x, O* out, long 
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED void add_adapters_##suffix(const LoraLinear* linear, const int64_t* adapters, const T* x, void* out,        \
                                       long rows, int threads) {                                                        \
+    if (!adapters) return;                                                                                             \
     if (linear->wide)                                                                                                  \
       add(*linear, adapters, x, static_cast<float*>(out), rows, threads);                                              \
     else                                                                                                               \

@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -82,36 +83,14 @@ class LoraLinear(ctypes.Structure):
     _fields_ = [("adapters", ctypes.POINTER(LoraAdapter)), *[(name, _INT) for name in ("slots", "in_", "outs", "wide")]]
 
 
-class DecoderLayer(ctypes.Structure):
-    """Mirrors layers.cpp, which explains the fields, as do the next two."""
+class Argument(ctypes.Structure):
+    """Mirrors decoder/recorded.cpp, which explains the fields, as does the next one."""
 
-    _fields_ = [
-        *[(name, PackedLinear) for name in ("qkv", "out", "gate_up", "down")],
-        *[(name, _POINTER) for name in ("input_norm", "output_norm", "q_norm", "k_norm", "attention_norm", "mlp_norm")],
-        *[(name, _POINTER) for name in ("cos_sin", "keys", "values")],
-        ("format", KVFormat),
-        *[(name, _LONG) for name in ("key_stride", "value_stride")],
-        *[(name, _INT) for name in ("window", "group")],
-        *[(name, _FLOAT) for name in ("scale", "softcap")],
-        ("sinks", _POINTER),
-        ("gelu", _INT),
-        ("experts", ctypes.POINTER(Experts)),
-        *[(f"{name}_adapters", ctypes.POINTER(LoraLinear)) for name in ("qkv", "out", "gate_up", "down")],
-    ]
+    _fields_ = [(name, ctypes.c_int64) for name in ("kind", "value")]
 
 
-class DecoderShape(ctypes.Structure):
-    _fields_ = [*[(name, _INT) for name in ("hidden", "heads", "kv_heads", "dim", "gate")], ("eps", _FLOAT)]
-
-
-class DecoderStep(ctypes.Structure):
-    _fields_ = [
-        *[(name, _POINTER) for name in ("x", "residual", "starts", "contexts", "tables")],
-        *[(name, _POINTER) for name in ("positions", "slots")],
-        *[(name, _LONG) for name in ("table_stride", "tokens", "pages")],
-        *[(name, _INT) for name in ("sequences", "starts_stream")],
-        *[(name, _POINTER) for name in ("adapters", "group")],
-    ]
+class Call(ctypes.Structure):
+    _fields_ = [("kernel", _POINTER), ("arguments", ctypes.POINTER(Argument)), ("count", ctypes.c_int64)]
 
 
 class Collective(ctypes.Structure):
@@ -163,7 +142,7 @@ def _map(size: int) -> Tensor:
     return whole[begin : begin + size]
 
 
-_SIGNATURES = {
+SIGNATURES = {
     "paged_attention": [
         *[*[_POINTER] * 8, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
         *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
@@ -183,76 +162,56 @@ _SIGNATURES = {
     "add_adapters": [*[_POINTER] * 4, _LONG, _INT],
     "look_up": [*[_POINTER] * 3, _LONG],
     "fit_int4": [*[_POINTER] * 4, _LONG, _INT, _INT],
-    "decoder_layers": [_POINTER, _INT, *[_POINTER] * 2, _INT],
+    "run_calls": [_POINTER, _INT, _POINTER, _LONG, _INT, _LONG],
     "sum_ranks": [*[_POINTER] * 2, _LONG, _INT],
 }
-Table = dict[torch.dtype, Callable[..., int]]
+"""Of the kernels that there are for each type."""
+_SINGLE = {
+    "compressed_size": [_POINTER, *[_INT] * 3],
+    "compress": [_POINTER, _POINTER, *[_INT] * 3],
+    "quantized_size": [_POINTER, _INT],
+    "pack_quantized": [*[_POINTER] * 4, *[_INT] * 3],
+    "pack_float8": [*[_POINTER] * 2, *[_INT] * 3],
+    "argmax_f32": [_POINTER, _POINTER, _LONG, _LONG, _INT],
+    "draw_f32": [*[_POINTER] * 4, _LONG, _LONG, _INT],
+    "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
+}
+"""Of the others. compressed_size gives the bytes of a packed bfloat16 matrix when compressed; 0: compressing does not
+pay, or this instruction set cannot (compress12.h)."""
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 class Native:
-    """One loaded library. Each kernel is a table from dtype to the C function."""
+    """One loaded library. A kernel is an attribute: a table from dtype to the C function, or the one function."""
 
-    weights: Arena
-    """The memory of packed weights."""
-    paged_attention: Table
-    store_kv: Table
-    rope_store: Table
-    rms_norm: Table
-    add_rms_norm: Table
-    layer_norm: Table
-    gelu: Table
-    silu_mul: Table
-    gelu_mul: Table
-    clamped_mul: Table
-    mix_experts: Table
-    pack_linear: Table
-    linear: Table
-    add_adapters: Table
-    look_up: Table
-    fit_int4: Table
-    decoder_layers: Table
-    sum_ranks: Table
-    compressed_size: Callable[..., int]
-    """Bytes of a packed bfloat16 matrix when compressed; 0: compressing does not pay, or this instruction set cannot
-    (compress12.h)."""
-    compress: Callable[..., int]
-    quantized_size: Callable[..., int]
-    pack_quantized: Callable[..., int]
-    pack_float8: Callable[..., int]
-    argmax: Callable[..., int]
-    """Takes float32, as `draw` does."""
-    draw: Callable[..., int]
-    gather_ranks: Callable[..., int]
+    if TYPE_CHECKING:
+
+        def __getattr__(self, kernel: str) -> Any: ...
 
     def __init__(self, isa: str) -> None:
-        self.isa = isa
-        self.weights = Arena()
-        library = ctypes.CDLL(str(HERE / f"{isa}.so"))
+        self.isa, self.weights = isa, Arena()  # the memory of packed weights
+        library = self._library = ctypes.CDLL(str(HERE / f"{isa}.so"))
         sources = sorted([*HERE.rglob("*.cpp"), *HERE.rglob("*.h")])
         library.sum_of_sources.restype = ctypes.c_uint32
         if sources and library.sum_of_sources() != zlib.crc32(b"".join(path.read_bytes() for path in sources)):
             raise OSError("they were built from other sources; install Quire again, as `make` does")
-        for name, arguments in _SIGNATURES.items():
-            table = {}
-            for dtype, suffix in _SUFFIXES.items():
-                function = table[dtype] = getattr(library, f"{name}_{suffix}")
-                function.argtypes, function.restype = arguments, ctypes.c_int
-            setattr(self, name, table)
-        self.compressed_size, self.compress = library.compressed_size, library.compress
-        self.compressed_size.argtypes, self.compressed_size.restype = [_POINTER, *[_INT] * 3], _LONG
-        self.compress.argtypes = [_POINTER, _POINTER, *[_INT] * 3]
-        self.quantized_size, self.pack_quantized = library.quantized_size, library.pack_quantized
-        self.quantized_size.argtypes, self.quantized_size.restype = [_POINTER, _INT], _LONG
-        self.pack_quantized.argtypes = [*[_POINTER] * 4, *[_INT] * 3]
-        self.pack_float8 = library.pack_float8
-        self.pack_float8.argtypes = [*[_POINTER] * 2, *[_INT] * 3]
-        self.argmax = library.argmax_f32
-        self.argmax.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _INT]
-        self.gather_ranks = library.gather_ranks
-        self.gather_ranks.argtypes = [*[_POINTER] * 3, _LONG, _POINTER]
-        self.draw = library.draw_f32
-        self.draw.argtypes = [*[_POINTER] * 4, _LONG, _LONG, _INT]
+        for name, arguments in SIGNATURES.items():
+            setattr(
+                self,
+                name,
+                {dtype: self._function(f"{name}_{suffix}", arguments) for dtype, suffix in _SUFFIXES.items()},
+            )
+        for name, arguments in _SINGLE.items():
+            setattr(self, name.removesuffix("_f32"), self._function(name, arguments))
+
+    def _function(self, name: str, arguments: list[Any]) -> Callable[..., int]:
+        function: Any = getattr(self._library, name)
+        function.argtypes, function.restype = arguments, _LONG if name.endswith("_size") else _INT
+        return function
+
+    def caller(self, kernel: str, dtype: torch.dtype) -> int | None:
+        """Where the function is by which decoder/recorded.cpp calls a kernel."""
+        return ctypes.cast(getattr(self._library, f"call_{kernel}_{_SUFFIXES[dtype]}"), _POINTER).value
 
 
 def load() -> Native | str:

@@ -52,8 +52,8 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     path = save_tiny_model(tmp_path, family)
     asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, kv, dtype=dtype)
-    assert (together.runner._model._fused is not None) == Cpu().multiplies(getattr(torch, dtype))
     wanted = tokens(run(together, asked))
+    assert (together.runner._model._recording[1] is not None) == Cpu().multiplies(getattr(torch, dtype))
     alone = engine(path, kv, dtype=dtype, enable_prefix_caching=False)
     for each in asked:
         assert tokens(run(alone, [each]))[each.id] == wanted[each.id]
@@ -74,7 +74,7 @@ def test_fused_layers_give_the_same_bits(kv: str, tmp_path: Path, monkeypatch: p
     path = save_tiny_model(tmp_path, "qwen3")
     asked = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
     together = tokens(run(engine(path, kv), asked))
-    monkeypatch.setattr(Cpu, "fuse_layers", lambda *_, **__: None)
+    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
     assert tokens(run(engine(path, kv), asked)) == together
 
 
@@ -137,7 +137,7 @@ def test_a_checkpoint_s_scales_are_those_of_its_pages(tmp_path: Path) -> None:
     }
     path = scaled(tmp_path, scales)
     made = engine(path, "fp8")
-    found = [layer.attention.fusible.rope.kv_scales for layer in made.runner._model._layers]
+    found = [layer[0].rope.kv_scales for layer in made.runner._model._layers]
     assert found == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
     prompt = request("a", prompts()[3], max_tokens=8, logprobs=0)
     # A power of two moves no 8-bit float of ordinary size, so that the numbers say whether both ends use it.
@@ -156,7 +156,7 @@ def test_a_checkpoint_may_scale_keys_and_values_alone(tmp_path: Path) -> None:
     given = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": kv}
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
     made = engine(path, "fp8")
-    assert made.runner._model._layers[1].attention.fusible.rope.kv_scales == KVScales(0.5, 1.0)
+    assert made.runner._model._layers[1][0].rope.kv_scales == KVScales(0.5, 1.0)
     assert run(made, [request("a", prompts()[3], max_tokens=8)])["a"].ids
 
 

@@ -45,8 +45,8 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     options = {"quantization": quantization, "dtype": dtype}
     asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, **options)
-    assert together.runner._model._fused is not None
     wanted = tokens(run(together, asked))
+    assert together.runner._model._recording[1] is not None
     alone = engine(path, **options, enable_prefix_caching=False)
     for each in asked:
         assert tokens(run(alone, [each]))[each.id] == wanted[each.id]
@@ -69,7 +69,7 @@ def test_fused_layers_give_the_same_bits(
     path = save_tiny_model(tmp_path, family)
     asked = [request(str(i), prompt, max_tokens=8, logprobs=0) for i, prompt in enumerate(prompts() * 3)]
     together = tokens(run(engine(path, quantization=quantization), asked))
-    monkeypatch.setattr(Cpu, "fuse_layers", lambda *_, **__: None)
+    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
     assert tokens(run(engine(path, quantization=quantization), asked)) == together
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from quire.engine.batch import Batch
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.page_groups import PageGroups, page_groups
+from quire.engine.checkpoint.page_groups import PagedState, PageGroups, page_groups
 from quire.engine.checkpoint.stages import groups_of_stage, places_of_stages, stage_layers
 from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.drafting.adaptive import Adaptive
 from quire.engine.errors import ConfigError
+from quire.engine.layers.attention import AttentionSpec
 from quire.engine.loop import Engine, let_go
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import PoolingParams, Request
@@ -118,7 +118,7 @@ def read_head_bytes(path: str, dtype: str) -> int:
 def test_windows(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage has layers of some groups of pages alone."""
     plain = device.decoder_spec
-    monkeypatch.setattr(device, "decoder_spec", lambda config: replace(plain(config), windows=FOUR))
+    monkeypatch.setattr(device, "decoder_spec", lambda config: plain(config).having(AttentionSpec, window=[*FOUR]))
     path = save_tiny_model(tmp_path, "gemma2")
     settings: dict[str, Any] = {"kv_cache_dtype": kv, "num_kv_blocks": 20, "max_model_len": 280}
     settings |= {"max_num_batched_tokens": 16}
@@ -259,8 +259,8 @@ def test_each_stage_holds_its_part(tmp_path: Path) -> None:
 def test_each_stage_has_layers_of_every_group(stages: int) -> None:
     """Gemma's: five layers with a window to one without. A stage's pages are smaller by as much as its layers are
     fewer, but for what does not divide."""
-    windows = tuple(None if index % 6 == 5 else 1024 for index in range(48))
-    groups = page_groups(windows, 32768, 16)
+    states = [PagedState(64, None if index % 6 == 5 else 1024) for index in range(48)]
+    groups = page_groups(states, 32768, 16)
     assert (groups.places, groups.count) == (8, 6)
     assert len({*zip(groups.group_of, groups.place_of, strict=True)}) == 48
     made = [groups_of_stage(groups, layers) for layers in stage_layers(48, stages)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,10 @@ import torch
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB
-from quire.engine.checkpoint.page_groups import PageNeeds, one_group, page_groups
-from quire.engine.checkpoint.sizes import layer_windows
+from quire.engine.checkpoint.page_groups import PagedState, PageNeeds, one_group, page_groups
+from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
+from quire.engine.layers.attention import AttentionSpec
 from quire.engine.loop import Engine
 from quire.engine.models import decoder_spec
 from quire.engine.types import Request
@@ -31,14 +31,14 @@ FOUR = (16, 40, 100, None)
 def four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer of a model of four has a window of its own, or none."""
     plain = device.decoder_spec
-    monkeypatch.setattr(device, "decoder_spec", lambda config: replace(plain(config), windows=FOUR))
+    monkeypatch.setattr(device, "decoder_spec", lambda config: plain(config).having(AttentionSpec, window=[*FOUR]))
 
 
 @pytest.fixture
 def as_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What a model gives whose pages are all of all layers, and are kept."""
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "page_groups", lambda windows, *_, **__: one_group(len(windows)))
+        patch.setattr(loading, "page_groups", lambda states, *_, **__: one_group(len(states)))
         yield patch
 
 
@@ -132,7 +132,7 @@ def test_at_8k_tokens_it_holds_less_than_60_percent(tmp_path: Path, as_one: pyte
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "gemma3-with-images" not in name])
 def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: Path) -> None:
     config = read_model_config(save_tiny_model(tmp_path, family))
-    assert layer_windows(config.raw, config.num_layers) == decoder_spec(config).windows
+    assert read_sizes(config.raw).states == tuple(decoder_spec(config).states)
 
 
 @pytest.mark.parametrize(
@@ -150,13 +150,16 @@ def test_the_plan_reads_the_windows_that_the_engine_has(family: str, tmp_path: P
 def test_groups_have_one_window_and_layers_of_one_place_are_of_different_groups(
     windows: tuple[int | None, ...], longest: int, groups: int, unused: int
 ) -> None:
-    made = page_groups(windows, longest, 16)
-    assert (made.count, made.unused) == (groups, unused)
+    states = [PagedState(64, window) for window in windows]
+    made = page_groups(states, longest, 16)
+    assert (made.count, made.places * made.count - len(windows)) == (groups, unused)
     assert len(set(zip(made.group_of, made.place_of, strict=True))) == len(windows)
     assert set(made.place_of) == set(range(made.places))
     for window, group in zip(windows, made.group_of, strict=True):
         assert made.windows[group] == window or ((made.windows[group] is None and groups == 1) or window >= longest)
-    assert page_groups(windows, longest, 16, keep_all=True) == one_group(len(windows))
+    assert page_groups(states, longest, 16, keep_all=True) == one_group(len(windows))
+    unequal = [*states[1:], PagedState(128, windows[0])]
+    assert page_groups(unequal, longest, 16) == one_group(len(windows))
 
 
 @pytest.mark.parametrize(("window", "at_once"), [(1, 1), (5, 1), (16, 7), (17, 16), (40, 100)])

@@ -85,7 +85,7 @@ def test_only_stale_libraries_are_built(tree: Path) -> None:
 def test_libraries_of_other_sources_are_not_used(tree: Path) -> None:
     code = "from quire.kernels.cpu.backend import Cpu; print(Cpu().missing)"
     assert python(code, tree).stdout.startswith("None")
-    with (tree / "quire/kernels/cpu/decoder/layers.cpp").open("a") as source:
+    with (tree / "quire/kernels/cpu/decoder/recorded.cpp").open("a") as source:
         source.write("// A field more, say.\n")
     assert "the C++ kernels cannot be loaded: they were built from other sources" in python(code, tree).stdout
 

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from quire.engine.errors import ModelError
-from quire.engine.layers.attention import Attention, AttentionSpec, PageTensor
 from quire.engine.layers.linear import JoinedLinear
-from quire.engine.layers.mlp import Mlp, MlpSpec
-from quire.engine.layers.norm import NormWeights
+from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.rope import rope_table
+from quire.engine.layers.part import Making, PageTensor, Step
 from quire.engine.layers.schemes import Scheme
-from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder import Decoder, LayerSpec
 from quire.engine.models.heads.head import DraftHead
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages, Softmax
-from quire.kernels.kv_codes import UNSCALED
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Pages
 
 _UNSAID = -1e30
 """The logit of a token that the head cannot say."""
@@ -33,18 +30,12 @@ _UNSAID = -1e30
 
 @dataclass(frozen=True, slots=True)
 class EagleSpec:
-    """The shape of the layers, and how the hidden states come in."""
+    """Its layers, and how the hidden states come in."""
 
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
+    """What goes into the first of them is normed already, if it is to be."""
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    rope: dict[str, Any]
-    """See rope_table."""
-    qkv_bias: bool
+    norm: NormSpec
     fc_bias: bool
     """Of the linear that makes one hidden state of what is read."""
     taps: tuple[int, ...] = ()
@@ -57,85 +48,28 @@ class EagleSpec:
     """Whether the tokens that it can say have other ids than the decoder's."""
 
 
-class _Layers:
-    """The layers, of which the first gets its input normed, if it is to be."""
-
-    def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
-        dtype, size = decoder.dtype, spec.hidden_size
-        cos_sin = rope_table(spec.rope, spec.head_dim, decoder.max_model_len).to(decoder.device)
-        common = AttentionSpec(
-            hidden_size=size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            softmax=Softmax(spec.head_dim**-0.5),
-            norm_eps=spec.norm_eps,
-            norm_offset=0.0,
-            qkv_bias=spec.qkv_bias,
-            out_bias=False,
-            qk_norm=False,
-            output_norm=False,
-        )
-        first = replace(common, input_size=2 * size if spec.taps else size, input_norm=False)
-        mlp = MlpSpec(size, spec.intermediate_size, spec.norm_eps, 0.0, bias=False, gelu=False, output_norm=False)
-        self._attention = [
-            Attention(
-                each,
-                backend,
-                scheme,
-                layer=f"layers.{index}",
-                cos_sin=cos_sin,
-                dtype=dtype,
-                kv_dtype=decoder.kv_dtype,
-                kv_scales=UNSCALED,
-            )
-            for index, each in enumerate([first, *[common] * (spec.num_layers - 1)])
-        ]
-        self._mlp = [
-            Mlp(mlp, backend, scheme, layer=f"layers.{index}", dtype=dtype) for index in range(spec.num_layers)
-        ]
-
-    def parameters(self) -> ParameterTable:
-        table: ParameterTable = {}
-        for attention, mlp in zip(self._attention, self._mlp, strict=True):
-            table |= attention.parameters() | mlp.parameters()
-        return table
-
-    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return [each.pages(num_blocks) for each in self._attention]
-
-    @property
-    def page_formula(self) -> str:
-        return f"{self._attention[0].page_formula} x {len(self._attention)} layers"
-
-    def forward(
-        self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns (output, residual stream), not yet added."""
-        metadata = replace(metadata, linear=NO_ADAPTERS)  # adapters are the decoder's
-        for index, (attention, mlp) in enumerate(zip(self._attention, self._mlp, strict=True)):
-            attend = attention.forward if index else attention.attend
-            x, residual = attend(x, residual, metadata, kv_cache[index], None)
-            x, residual = mlp.forward(x, residual, NO_ADAPTERS)
-        return x, residual
-
-
 class Eagle(DraftHead):
     """The first EAGLE. Its first layer has no norm before attention, and nothing is normed at the end."""
 
     def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
         """It takes embedding and head of the decoder."""
-        self.device = decoder.device
-        self._decoder = decoder
-        self._fc = JoinedLinear(scheme, 2 * spec.hidden_size, {"fc": spec.hidden_size}, bias=spec.fc_bias)
-        self._layers = _Layers(spec, scheme, decoder, backend)
-        self.page_formula = self._layers.page_formula
+        self._spec, self._decoder, self._backend = spec, decoder, backend
+        self.device, self.taps = decoder.device, spec.taps
+        size, read = spec.hidden_size, len(spec.taps) * decoder.spec.hidden_size or 2 * spec.hidden_size
+        self._fc = JoinedLinear(scheme, read, {"fc": size}, bias=spec.fc_bias)
+        shape = (size, decoder.dtype, decoder.kv_dtype, decoder.device, decoder.max_model_len)
+        making, layers = Making(backend, scheme, *shape, kv_scales={}), enumerate(spec.layers)
+        self._layers = [[each.part(making, f"layers.{index}") for each in layer] for index, layer in layers]
+        self.page_formula = f"{self._layers[0][0].page_formula} x {len(spec.layers)} layers"
 
     def parameters(self) -> ParameterTable:
-        return self._fc.parameters() | self._layers.parameters()
+        table = self._fc.parameters()
+        for part in (part for layer in self._layers for part in layer):
+            table |= part.parameters()
+        return table
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return self._layers.pages(num_blocks)
+        return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in self._layers]
 
     def observe(
         self,
@@ -146,73 +80,61 @@ class Eagle(DraftHead):
         kv_cache: Sequence[Pages],
     ) -> Tensor:
         assert metadata is not None
-        return self.advance(following, hidden, metadata, kv_cache)
+        return self.advance(following, self._read(hidden, tapped), metadata, kv_cache)
+
+    def _read(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return hidden
 
     def advance(
         self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> Tensor:
         read = torch.cat((self._decoder.embed(following), states), dim=-1)
         x = self._fc.packed(read, NO_ADAPTERS)
-        x, residual = self._layers.forward(x, x.clone(), metadata, kv_cache)
+        return self._run(x, x.clone(), metadata, kv_cache)
+
+    def _run(self, x: Tensor, residual: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]) -> Tensor:
+        """What its layers give, for an x that is normed already, if it is to be."""
+        metadata = replace(metadata, linear=NO_ADAPTERS)  # adapters are the decoder's
+        for layer, pages in zip(self._layers, kv_cache, strict=True):
+            for part in layer:
+                x, residual = part.forward(self._backend, x, residual, Step(metadata, pages, None))
         return x + residual
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:
         return self._decoder.logits(states)
 
 
-class Eagle3(DraftHead):
+class Eagle3(Eagle):
     def __init__(self, spec: EagleSpec, scheme: Scheme, decoder: Decoder, backend: Backend) -> None:
         """It takes the embedding of the decoder."""
+        super().__init__(spec, scheme, decoder, backend)
         assert spec.draft_vocab_size is not None
-        self.taps = spec.taps
-        self._spec = spec
-        self.device = decoder.device
-        self._decoder = decoder
-        self._backend = backend
-        size, read = spec.hidden_size, len(spec.taps) * decoder.spec.hidden_size
-        self._fc = JoinedLinear(scheme, read, {"fc": size}, bias=spec.fc_bias)
-        self._layers = _Layers(spec, scheme, decoder, backend)
-        self.page_formula = self._layers.page_formula
-        names = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm")
-        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, offset=0.0)
+        names, size = ("layers.0.input_layernorm", "layers.0.hidden_norm", "norm"), spec.hidden_size
+        self._norms = NormWeights(dict.fromkeys(names, size), decoder.dtype, spec.norm)
         self._head = JoinedLinear(scheme, size, {"lm_head": spec.draft_vocab_size}, bias=False, wide=True)
         self._tokens: Tensor | None = None
         """[draft vocabulary] int64: the decoder's ids of what it can say; None: the same."""
 
     def parameters(self) -> ParameterTable:
-        table = self._fc.parameters() | self._layers.parameters() | self._norms.parameters() | self._head.parameters()
+        table = super().parameters() | self._norms.parameters() | self._head.parameters()
         if self._spec.maps_tokens:
             table["d2t"] = Parameter((self._spec.draft_vocab_size or 0,), torch.int64, self._put_offsets)
         return table
 
-    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        return self._layers.pages(num_blocks)
-
-    def observe(
-        self,
-        following: Tensor,
-        hidden: Tensor,
-        tapped: Sequence[Tensor],
-        metadata: AttentionMetadata | None,
-        kv_cache: Sequence[Pages],
-    ) -> Tensor:
-        assert metadata is not None
-        read = self._fc.packed(torch.cat(tuple(tapped), dim=-1), NO_ADAPTERS)
-        return self.advance(following, read, metadata, kv_cache)
+    def _read(self, hidden: Tensor, tapped: Sequence[Tensor]) -> Tensor:
+        return self._fc.packed(torch.cat(tuple(tapped), dim=-1), NO_ADAPTERS)
 
     def advance(
         self, following: Tensor, states: Tensor, metadata: AttentionMetadata, kv_cache: Sequence[Pages]
     ) -> Tensor:
-        eps, rms_norm, norms = self._spec.norm_eps, self._backend.rms_norm, self._norms
-        embedded = rms_norm(self._decoder.embed(following), norms["layers.0.input_layernorm"], eps)
-        normed = rms_norm(states, norms["layers.0.hidden_norm"], eps)
+        norm = partial(self._norms.norm, self._backend)
+        embedded = norm("layers.0.input_layernorm", self._decoder.embed(following))
+        normed = norm("layers.0.hidden_norm", states)
         residual = (normed if self._spec.norm_before_residual else states).clone()  # a backend may overwrite it
-        x = torch.cat((embedded, normed), dim=-1)
-        x, residual = self._layers.forward(x, residual, metadata, kv_cache)
-        return x + residual
+        return self._run(torch.cat((embedded, normed), dim=-1), residual, metadata, kv_cache)
 
     def logits(self, states: Tensor, guessed: int) -> Tensor:
-        normed = self._backend.rms_norm(states, self._norms["norm"], self._spec.norm_eps)
+        normed = self._norms.norm(self._backend, "norm", states)
         own = self._head.packed(normed, NO_ADAPTERS)
         if self._tokens is None:
             return own

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.layers.attention import PageTensor
 from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.part import PageTensor
 from quire.kernels.backend import AttentionMetadata, Pages
 
 

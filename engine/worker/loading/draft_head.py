@@ -19,9 +19,10 @@ from quire.engine.checkpoint.safetensors import weight_files
 from quire.engine.config import EngineConfig, SpeculativeConfig
 from quire.engine.errors import ConfigError, ModelError, QuireError
 from quire.engine.folder import open_file
+from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.quantize import AtLoad
 from quire.engine.layers.schemes import Scheme, Unquantized
-from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder import Decoder, base_spec
 from quire.engine.models.heads.eagle import Eagle, Eagle3, EagleSpec
 from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.heads.medusa import Medusa
@@ -122,19 +123,10 @@ def eagle_spec(path: Path, tensors: dict[str, Tensor], decoder: Decoder, *, thir
             "draft_vocab_size": model.raw.get("draft_vocab_size") or model.vocab_size,
             "maps_tokens": "d2t" in tensors,
         }
-    return EagleSpec(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        norm_eps=model.norm_eps,
-        rope=model.rope,
-        qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
-        fc_bias="fc.bias" in tensors,
-        **third_only,
-    )
+    base = base_spec(model).having(AttentionSpec, qkv_bias="layers.0.self_attn.q_proj.bias" in tensors)
+    read = 2 * model.hidden_size if third else model.hidden_size
+    (first, *_), *others = base.having(AttentionSpec, input_norm=False, input_size=read).layers, *base.layers[1:]
+    return EagleSpec((first, *others), base.hidden_size, base.norm, "fc.bias" in tensors, **third_only)
 
 
 def _taps(given: Any, layers: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.device import check_device
+from quire.engine.worker.device import check_device, widest
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
@@ -64,7 +64,7 @@ def load_draft_model(
         if model.vocab_size != served.vocab_size:
             raise ConfigError(f"its vocabulary has {model.vocab_size} tokens, the served model's {served.vocab_size}")
         spec = decoder_spec(model)
-        wanted = (like.dtype, spec.head_dim, backend.name, spec.softcap is not None)
+        wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
         own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype)
         length = min(like.max_model_len, model.max_position)
         weights = open_weights(config, path, model, own, like.dtype)

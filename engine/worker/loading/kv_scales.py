@@ -17,9 +17,9 @@ _SCALE = re.compile(r"layers\.(\d+)\.self_attn\.(?:attn\.)?(?:([kv])_scale|([kv]
 _MOST_NUMBERS = 2**16
 
 
-def calibrated_scales(path: Path) -> dict[int, KVScales]:
-    """By layer; {} where a model directory has none. Where every head has a scale of its own, the largest is the
-    layer's. Raises ModelError, naming the tensor, for what is no scale."""
+def calibrated_scales(path: Path) -> dict[str, KVScales]:
+    """By the layer's name; {} where a model directory has none. Where every head has a scale of its own, the largest
+    is the layer's. Raises ModelError, naming the tensor, for what is no scale."""
     found: dict[int, dict[str, float]] = {}
     for shard in weight_files(path) if path.is_dir() else ():
         try:
@@ -34,7 +34,7 @@ def calibrated_scales(path: Path) -> dict[int, KVScales]:
                     )
         except (OSError, SafetensorError) as error:
             raise ModelError(f"model: {shard.name} cannot be read: {error}") from error
-    return {layer: KVScales(each.get("k", 1.0), each.get("v", 1.0)) for layer, each in found.items()}
+    return {f"model.layers.{layer}": KVScales(each.get("k", 1.0), each.get("v", 1.0)) for layer, each in found.items()}
 
 
 def _number(name: str, scale: float) -> float:

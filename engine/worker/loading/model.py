@@ -81,12 +81,12 @@ def load_model(
     if shard.rank == 0 and layers.stop == chosen.spec.num_layers:  # once, in the engine
         check_files(config, device, dtype, files)
     pooling, tasks = read_tasks(path, model_config, config)
-    length = longest_context(config, model_config, device, dtype, backend)
+    length = longest_context(config, model_config, chosen)
     weights = open_weights(config, stored, model_config, backend, dtype, tensors)
     held = page_numbers(config, files, dtype)
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
-    groups = page_groups(chosen.spec.windows, positions, backend.block_size, keep_all=kept)
+    groups = page_groups(chosen.spec.states, positions, backend.block_size, keep_all=kept)
     model = kind(
         chosen.spec,
         backend,
@@ -116,13 +116,12 @@ def needs_logits(pooling: Pooling, tasks: Collection[Task]) -> bool:
     return "generate" in tasks or pooling.score_tokens is not None
 
 
-def longest_context(
-    config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: Backend
-) -> int:
+def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Chosen) -> int:
     """The context's length until plan_kv fits it, once the weights are loaded: the longest that might fit. Raises
     ConfigError where the model has fewer positions than were asked for."""
     check_positions(model_config, config.max_model_len)
-    most = most_tokens(config, model_config, device, kv_dtype(config, dtype).itemsize, backend.block_size)
+    token_bytes = sum(each.numbers for each in chosen.spec.states) * kv_dtype(config, chosen.dtype).itemsize
+    most = most_tokens(config, token_bytes, chosen.device, chosen.backend.block_size)
     return config.max_model_len or min(model_config.max_position, most)
 
 
@@ -134,7 +133,7 @@ def check_files(config: EngineConfig, device: torch.device, dtype: torch.dtype, 
 
 def page_numbers(
     config: EngineConfig, path: Path | None, dtype: torch.dtype
-) -> tuple[torch.dtype, Mapping[int, KVScales]]:
+) -> tuple[torch.dtype, Mapping[str, KVScales]]:
     """What pages hold, and by layer the scales of 8-bit floats, where the checkpoint at `path` has some."""
     held = kv_dtype(config, dtype)
     calibrated = held == torch.float8_e4m3fn and config.load_format == "auto"

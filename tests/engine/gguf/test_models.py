@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from quire.engine.checkpoint.families import layer_windows
 from quire.engine.checkpoint.files import read_model_config, resolve_model
-from quire.engine.checkpoint.sizes import layer_windows
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
@@ -141,7 +141,8 @@ def test_a_stack_of_experts_of_no_layer_is_refused_by_its_own_name(tmp_path: Pat
 def test_mixtral_has_a_window_only_where_the_file_says_so(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "folder", "mixtral", num_hidden_layers=2)
     config = read_model_config(write_gguf(folder, tmp_path / "m.gguf"))
-    assert mixtral.spec(config).windows == layer_windows(config.raw, 2) == (None, None)
+    windows = tuple(each.window for each in mixtral.spec(config).states)
+    assert windows == layer_windows(config.raw, 2) == (None, None)
 
 
 def test_a_folder_is_its_gguf_file_unless_it_has_safetensors(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from quire.engine.checkpoint.families import FAMILIES, WITH_EXPERTS
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.errors import AdapterError, ConfigError, ModelError
+from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.loop import Engine
 from quire.engine.lora.files import read_adapter
 from quire.engine.lora.modules import adaptable_modules
@@ -98,12 +99,12 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     path = stack_mxfp4(save_tiny_model(tmp_path / "dense", "gpt_oss", dtype=torch.bfloat16), tmp_path / "packed")
     asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
     together = engine(path, dtype=dtype)
-    assert (together.runner._model._fused is not None) == Cpu().multiplies(getattr(torch, dtype))
 
     def answers(some: Engine) -> dict[str, tuple[list[int], list[float]]]:
         return {name: told(each) for name, each in run(some, asked).items()}
 
     wanted = answers(together)
+    assert (together.runner._model._recording[1] is not None) == Cpu().multiplies(getattr(torch, dtype))
     again = run(together, asked)
     assert any(each.cached_tokens for each in again.values())
     assert {name: told(each) for name, each in again.items()} == wanted
@@ -116,7 +117,7 @@ def test_alone_together_chunked_cached_and_preempted_are_the_same(
     assert few.stats.preemptions > 0
     guess = {"method": "ngram", "num_speculative_tokens": 3}
     assert answers(engine(path, dtype=dtype, speculative_config=guess)) == wanted
-    monkeypatch.setattr(Cpu, "fuse_layers", lambda *_, **__: None)
+    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
     assert answers(engine(path, dtype=dtype)) == wanted
 
 
@@ -187,7 +188,7 @@ def test_mixtures_are_refused_on_gpus(family: str, tmp_path: Path) -> None:
     raw = SHAPE | TINY[family]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = read_model_config(tmp_path)
-    has_experts = any(each is not None for each in decoder_spec(config).experts)
+    has_experts = bool(decoder_spec(config).parts(ExpertsSpec))
     assert has_experts == (config.model_type in WITH_EXPERTS)
     check_device(torch.device("cpu"), config)
     if has_experts:

@@ -32,11 +32,11 @@ def test_fused_layers_give_the_same_bits(
         engine = Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend="cpu", num_kv_blocks=96))
         asked = [request(str(i), prompt, max_tokens=12, logprobs=0) for i, prompt in enumerate(prompts)]
         found = run(engine, asked)
-        assert (engine.runner._model._fused is None) == (not fused)
+        assert (engine.runner._model._recording[1] is None) == (not fused)
         return [(found[r.id].ids, [each.logprob for each in found[r.id].logprobs]) for r in asked]
 
     fused = True
     together = answers()
-    monkeypatch.setattr(Cpu, "fuse_layers", lambda *_, **__: None)
+    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
     fused = False
     assert answers() == together

@@ -14,6 +14,7 @@ from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
+from quire.engine.layers.attention import AttentionSpec
 from quire.engine.loop import Engine
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import DecoderSpec
@@ -35,9 +36,10 @@ def test_files_of_transformers_4_mean_the_same(scaling: dict[str, Any] | None, t
     assert "rope_theta" not in saved
     assert spec_of(tmp_path, {"model_type": "gemma3_text"} | shape | old) == spec_of(tmp_path, saved)
     spec = spec_of(tmp_path, saved)
-    assert [window for window in spec.windows if window is None] == [None] * 2
-    assert [rope["rope_theta"] for rope in spec.ropes if rope] == ([1e4] * 5 + [1e6]) * 2 + [1e4]
-    kinds = [rope["rope_type"] for rope in spec.ropes if rope]
+    attention = spec.parts(AttentionSpec)
+    assert [each.window for each in attention] == ([20] * 5 + [None]) * 2 + [20]
+    assert [each.rope["rope_theta"] for each in attention if each.rope] == ([1e4] * 5 + [1e6]) * 2 + [1e4]
+    kinds = [each.rope["rope_type"] for each in attention if each.rope]
     assert kinds == (["default"] * 5 + ["linear" if scaling else "default"]) * 2 + ["default"]
 
 
@@ -46,9 +48,10 @@ def test_gemma_2_without_a_list_of_layers(tmp_path: Path) -> None:
     raw = {key: value for key, value in saved.items() if key not in ("layer_types", "tie_word_embeddings")}
     spec = spec_of(tmp_path, raw)
     assert spec == spec_of(tmp_path, saved)
-    assert spec.windows == (4096, None) * 13
+    first, *others = spec.parts(AttentionSpec)
+    assert [each.window for each in (first, *others)] == [4096, None] * 13
     assert read_sizes(raw).sliding == read_sizes(saved).sliding == 13
-    assert (spec.scale, spec.softcap, spec.logit_softcap, spec.tie_embeddings) == (1 / 16, 50.0, 30.0, True)
+    assert (first.scale, first.softcap, spec.logit_softcap, spec.tie_embeddings) == (1 / 16, 50.0, 30.0, True)
 
 
 def test_an_abridged_file_of_a_model_with_images(tmp_path: Path) -> None:
@@ -60,7 +63,8 @@ def test_an_abridged_file_of_a_model_with_images(tmp_path: Path) -> None:
     )
     whole = AutoConfig.for_model("gemma3_text", **{key: value for key, value in text.items() if key != "model_type"})
     assert spec == spec_of(tmp_path, whole.to_dict())
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
+    first = spec.parts(AttentionSpec)[0]
+    assert (first.num_heads, first.num_kv_heads, first.head_dim, spec.vocab_size) == (8, 4, 256, 262208)
 
 
 def test_a_gate_that_is_not_known_and_an_encoder_are_refused(tmp_path: Path) -> None:

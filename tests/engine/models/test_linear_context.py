@@ -69,13 +69,13 @@ def test_layers_are_fused_beside_adapters_too(tmp_path: Path, monkeypatch: pytes
     if not backend.multiplies(torch.float32):
         pytest.skip("float32 is oneDNN's on this machine: no layers are fused")
     path, calls = save_tiny_model(tmp_path, "llama"), []
-    fuse = backend.fuse_layers
+    recorded = backend.recorded
 
     def counted(*arguments: object, **options: object) -> object:
-        fused = fuse(*arguments, **options)
-        return lambda *step: calls.append(len(step)) or fused(*step)
+        together = recorded(*arguments, **options)
+        return lambda *step: calls.append(len(step)) or together(*step)
 
-    monkeypatch.setattr(backend, "fuse_layers", counted)
+    monkeypatch.setattr(backend, "recorded", counted)
     fused = run(backend, path, None)
     assert calls
     calls.clear()

@@ -102,7 +102,7 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
     path = save_tiny_model(tmp_path, "gemma2", dtype=torch.bfloat16, max_position_embeddings=1024, sliding_window=200)
     capture, options = FakeCapture(), {"model": str(path), "enable_prefix_caching": False}
     with monkeypatch.context() as patch:
-        patch.setattr(loading, "page_groups", lambda windows, *_, **__: one_group(len(windows)))
+        patch.setattr(loading, "page_groups", lambda states, *_, **__: one_group(len(states)))
         wanted = run(start(patch, None, **options), traffic())
     engine = start(monkeypatch, capture, **options)
     assert engine.info.page_groups == 2

@@ -1,0 +1,123 @@
+"""What every part of a decoder's layer says of itself: its parameters, the state that it keeps of each sequence, and
+its steps, in the kernels' own operations. A layer is a tuple of specs, each of which makes its part."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.checkpoint.page_groups import PagedState
+from quire.engine.layers.adapters import Adapters
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.rope import rope_table
+from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.shard import WHOLE, Shard
+from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Operations, Pages
+from quire.kernels.kv_codes import KVScales
+
+
+@dataclass(frozen=True, slots=True)
+class PageTensor:
+    """One tensor of a layer's pages; the first axis is the page. Pages of more than 16 tokens are [pages, tokens, ...],
+    so that the beginning of a page can be copied."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What all parts of a model are made with, beside their own specs."""
+
+    backend: Backend
+    scheme: Scheme
+    hidden_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    """What pages hold."""
+    device: torch.device
+    max_model_len: int
+    kv_scales: Mapping[str, KVScales]
+    """By the layer's name, of pages that hold 8-bit floats, where it is not 1."""
+    adapters: Adapters | None = None
+    """Where linears get room for some, if they do."""
+    shard: Shard = WHOLE
+    """Whose part of each layer it is."""
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    """Rotary tables, which layers share."""
+
+    def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
+        key = f"{head_dim} {rope}"
+        if key not in self.tables:
+            self.tables[key] = rope_table(rope, head_dim, self.max_model_len).to(self.device)
+        return self.tables[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the parts of a layer must know of a step."""
+
+    metadata: AttentionMetadata
+    pages: Pages
+    """Those of the layer."""
+    rows: Tensor | None
+    """What comes behind the layer's state is wanted of these tokens alone, so the part that keeps it drops the others
+    once they are kept; None: of all."""
+
+    @property
+    def context(self) -> LinearContext:
+        return self.metadata.linear
+
+    def behind(self, rows: Tensor) -> Step:
+        """For the parts behind the one that has dropped all others."""
+        return Step(replace(self.metadata, linear=self.context.at(rows)), self.pages, None)
+
+
+class Part(ABC):
+    """Fill it by way of `parameters()` before use."""
+
+    @abstractmethod
+    def parameters(self) -> ParameterTable:
+        """Every tensor that it takes, by its name in the checkpoint."""
+
+    def pages(self, num_blocks: int) -> tuple[PageTensor, ...]:
+        """What keeps its state, for so many pages; (): it keeps none."""
+        return ()
+
+    @property
+    def page_formula(self) -> str:
+        """The bytes of a page, as a product."""
+        return "0"
+
+    @abstractmethod
+    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """Returns (output, residual stream), not yet added, for x [T, hidden] and the stream to add it to (None: x is
+        the embeddings). Keeps the state of all T tokens."""
+
+
+class PartSpec(ABC):
+    """The shape of a part, and the switches by which families differ. Frozen."""
+
+    __slots__ = ()
+
+    @property
+    def state(self) -> PagedState | None:
+        """What it keeps of a sequence; None: nothing."""
+        return None
+
+    @abstractmethod
+    def part(self, making: Making, layer: str) -> Part:
+        """`layer`: the layer's name in the checkpoint."""
+
+    @abstractmethod
+    def indivisible(self, ranks: int) -> str | None:
+        """What of it cannot be divided among so many ranks; None: all can."""

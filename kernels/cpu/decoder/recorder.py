@@ -1,0 +1,210 @@
+"""Layers in one call, as a CUDA graph computes them on a GPU: the kernels that their operations would call are noted
+once, with the pointers that they are called with, and recorded.cpp runs the list."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded, Rope, Softmax
+from quire.kernels.collective import RankEnded
+from quire.kernels.cpu import native
+from quire.kernels.cpu.decoder.experts import CompiledMixture
+from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.cpu.lora import CompiledAdaptedLinear
+from quire.kernels.cpu.ranks.collective import SharedCollective
+from quire.kernels.kv_codes import KV_CODES
+
+_FIXED, _PER_TOKEN, _BUFFER, _OF_STEP, _FETCH = range(5)
+"""How an argument follows from its value, as recorded.cpp has it."""
+_ALIGNED = 64
+"""Bytes of a token's part of a buffer: a multiple of this."""
+
+
+class _NotOurs(Exception):
+    """An operation that no compiled kernel computes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Given:
+    """An argument that a step gives."""
+
+    kind: int
+    value: int
+
+
+@dataclass(slots=True, eq=False)
+class _Buffer(_Given):
+    """Stands for a tensor [T, *shape] of the model's type."""
+
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return prod(self.shape)
+
+    def flatten(self, _: int) -> _Buffer:
+        return _Buffer(self.kind, self.value, (self.width,))
+
+
+_TOKENS, _PAGES = _Given(_PER_TOKEN, 1), _Given(_FETCH, 0)
+_X, _RESIDUAL, _STARTS, _CONTEXTS, _POSITIONS, _ADAPTERS, _STRIDE, _SEQUENCES, _THREADS = (
+    _Given(_OF_STEP, number) for number in range(9)
+)
+_FIRST_TABLE = 9
+"""The step's number of the first group's table; its slots follow, then those of the other groups."""
+
+
+class _Recorder(Operations):
+    """Takes buffers for tensors. Raises _NotOurs."""
+
+    def __init__(self, library: native.Native, hidden: int, dtype: torch.dtype, groups: int) -> None:
+        self._library, self._hidden, self._dtype = library, hidden, dtype
+        self._noted: list[
+            tuple[str, tuple[Any, ...]]
+        ] = []  # kernels, and what they are called with, which lives on here
+        self._ends = [0]  # calls before each layer, and before the end
+        self._used = self._token_bytes = 0  # bytes of buffers: of this layer, and of the one that needs most
+        step: Any = (_STARTS, _CONTEXTS, None, None, _POSITIONS, None, 0, 0, LinearContext(cast(Any, _ADAPTERS)))
+        paged: list[Any] = [_Given(_OF_STEP, _FIRST_TABLE + number) for number in range(2 * groups)]
+        first = replace(AttentionMetadata(*step), block_table=paged[0], slots=paged[1])
+        self._metadata = first.grouped(paged[::2], paged[1::2])
+
+    def note(self, layer: Layer, *, starts: bool) -> None:
+        """What a layer returns must be where it found it, so that any layers can be run."""
+        self._used = 0
+        stream: Any = _Buffer(_OF_STEP, _RESIDUAL.value, (self._hidden,))
+        given: Any = stream if starts else _Buffer(_OF_STEP, _X.value, (self._hidden,))
+        x: Any
+        x, residual = layer(self, given, None if starts else stream, self._metadata)
+        assert residual is stream
+        if x is not given:
+            made = [any(each is x for each in arguments) for _, arguments in self._noted].index(True)
+            assert starts or not any(each is given for _, those in self._noted[made + 1 :] for each in those)
+            x.kind, x.value = _OF_STEP, _X.value
+        self._ends.append(len(self._noted))
+
+    def apply(self, linear: Any, x: Any, context: LinearContext) -> Any:
+        match linear:
+            case CompiledAdaptedLinear():
+                out = self.apply(linear.linear, x, context)
+                return self._call("add_adapters", out, linear.native, _ADAPTERS, x, out, _TOKENS, _THREADS)
+            case CompiledLinear(dtype=self._dtype) if not linear.native.wide:
+                out = self._buffer(linear.outs)
+                return self._call("linear", out, linear.native, x, out, _TOKENS, _THREADS, _PAGES)
+            case CompiledMixture():
+                return self._call("mix_experts", x, linear.native, x, x, _TOKENS, _THREADS)
+        raise _NotOurs
+
+    def sum(self, x: Any, group: Any) -> Any:
+        if not isinstance(group, SharedCollective | None):
+            raise _NotOurs
+        size = _Given(_PER_TOKEN, x.width)
+        return x if group is None else self._call("sum_ranks", x, group.native, x, size, _THREADS)
+
+    def rms_norm(self, x: Any, weight: Tensor, eps: float) -> Any:
+        out = self._buffer(x.width)
+        return self._call("rms_norm", out, x, weight, out, _TOKENS, x.width, eps, _THREADS)
+
+    def add_rms_norm(self, x: Any, residual: Any, weight: Tensor, eps: float) -> Any:
+        return self._call("add_rms_norm", (x, residual), x, residual, weight, _TOKENS, x.width, eps, _THREADS)
+
+    def silu_mul(self, gate_up: Any) -> Any:
+        out = self._buffer(gate_up.width // 2)
+        return self._call("silu_mul", out, gate_up, out, _TOKENS, out.width, _THREADS)
+
+    def gelu_mul(self, gate_up: Any) -> Any:
+        out = self._buffer(gate_up.width // 2)
+        return self._call("gelu_mul", out, gate_up, out, _TOKENS, out.width, _THREADS)
+
+    def rope_store(self, qkv: Any, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: Any) -> Any:
+        kv_heads, dim, weights = k_cache.shape[1], rope.head_dim, (rope.q_norm, rope.k_norm, rope.cos_sin)
+        q = self._buffer(qkv.width // dim - 2 * kv_heads, dim)
+        where = (metadata.positions, metadata.slots, q, *self._caches(k_cache, v_cache, rope.kv_scales))
+        sizes = (k_cache.stride(0), v_cache.stride(0), _TOKENS, len(k_cache), q.shape[0], kv_heads, dim, rope.eps)
+        return self._call("rope_store", q, qkv, *weights, *where, *sizes, _THREADS)
+
+    def paged_attention(self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Softmax) -> Any:
+        if softmax.ahead != 0 or softmax.bias is not None:
+            raise _NotOurs
+        out, caches = self._buffer(*q.shape), self._caches(k_cache, v_cache, softmax.kv_scales)
+        where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, k_cache.stride(0), v_cache.stride(0))
+        sizes = (len(k_cache), _SEQUENCES, q.shape[0], k_cache.shape[1], q.shape[1])
+        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0, None, 0, 0, softmax.sinks)
+        return self._call("paged_attention", out, out, q, *caches, *where, *sizes, *rules, _THREADS)
+
+    def _caches(self, k_cache: Tensor, v_cache: Tensor, scales: Any) -> tuple[Any, ...]:
+        if k_cache.dtype != v_cache.dtype or (k_cache.dtype != self._dtype and k_cache.dtype not in KV_CODES):
+            raise TypeError(f"keys and values of {k_cache.dtype} and {v_cache.dtype} cannot serve {self._dtype}")
+        return k_cache, v_cache, native.kv_format(k_cache, scales)
+
+    def _buffer(self, *shape: int) -> _Buffer:
+        made = _Buffer(_BUFFER, self._used, shape)
+        self._used += -(-made.width * self._dtype.itemsize // _ALIGNED) * _ALIGNED
+        self._token_bytes = max(self._token_bytes, self._used)
+        return made
+
+    def _call(self, kernel: str, gives: Any, *arguments: Any) -> Any:
+        self._noted.append((kernel, arguments))
+        return gives
+
+    def end(self) -> None:
+        """No layer follows."""
+        self._calls = (native.Call * len(self._noted))()
+        for call, (kernel, arguments) in zip(self._calls, self._noted, strict=True):
+            given = [_argument(*each) for each in zip(arguments, native.SIGNATURES[kernel], strict=True)]
+            call.kernel, call.count = self._library.caller(kernel, self._dtype), len(given)
+            call.arguments = (native.Argument * len(given))(*given)
+
+    def run(
+        self, x: Tensor, residual: Tensor | None, metadata: AttentionMetadata, layers: range
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        x, residual = (torch.empty_like(x), x) if residual is None else (x, residual.contiguous())
+        adapters, table, given = metadata.linear.adapters, metadata.block_table, (metadata, *metadata.others)
+        where = (x, residual, metadata.query_start, metadata.context_lens, metadata.positions)
+        values = [*(each.data_ptr() for each in where), 0 if adapters is None else adapters.data_ptr()]
+        values += [table.shape[1], len(table), torch.get_num_threads()]
+        values += [each.data_ptr() for step in given for each in (step.block_table, step.slots)]
+        begin, end = self._ends[layers.start], self._ends[layers.stop]
+        first = ctypes.addressof(self._calls) + begin * ctypes.sizeof(native.Call)
+        numbers, sizes = (ctypes.c_int64 * len(values))(*values), (len(x), len(table), self._token_bytes)
+        if failed := self._library.run_calls[self._dtype](first, end - begin, numbers, *sizes):
+            if self._noted[begin + failed - 1][0] == "sum_ranks":
+                raise RankEnded
+            raise IndexError("a block table or a slot names a page outside of the cache")
+        return x, residual
+
+
+def recorded(
+    library: native.Native, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
+) -> Recorded | None:
+    """`Backend.recorded`; None where a linear, a mixture or the ranks' sums are not ours."""
+    recorder = _Recorder(library, hidden, dtype, groups)
+    try:
+        for index, layer in enumerate(layers):
+            recorder.note(layer, starts=starts and index == 0)
+    except _NotOurs:
+        return None
+    recorder.end()
+    return recorder.run
+
+
+def _argument(each: Any, kind: type) -> native.Argument:
+    """`kind`: of the kernel's own argument."""
+    match each:
+        case _Given():
+            return native.Argument(each.kind, each.value)
+        case Tensor():
+            return native.Argument(_FIXED, each.data_ptr())
+        case ctypes.Structure():
+            return native.Argument(_FIXED, ctypes.addressof(each))
+    bits = struct.unpack("<i", struct.pack("<f", each))[0] if kind is ctypes.c_float else int(each or 0)
+    return native.Argument(_FIXED, bits)

@@ -1,0 +1,125 @@
+"""Layers may differ in anything, and a new part needs nothing but its own file: kernels that are there compute it, one
+by one or, on CPUs, all in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.config import EngineConfig
+from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.mlp import MlpSpec
+from quire.engine.layers.norm import NormSpec, NormWeights
+from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.part import Making, Part, PartSpec, Step
+from quire.engine.loop import Engine
+from quire.engine.models.decoder import DecoderSpec
+from quire.engine.worker import device
+from quire.kernels.backend import Operations
+from quire.kernels.cpu.backend import Cpu
+from tests.engine.harness import request, run
+from tests.tiny_models import VOCAB, save_tiny_model
+
+MISSING = Cpu().missing
+Alter = Callable[[DecoderSpec], DecoderSpec]
+
+
+def unequal(spec: DecoderSpec) -> DecoderSpec:
+    """Heads, their sizes, windows, rotations, norms, biases and feed-forward parts of their own."""
+    attention = {
+        "head_dim": [16, 32, 64],
+        "num_heads": [4, 2, 6],
+        "num_kv_heads": [2, 1, 3],
+        "window": [None, 20, None],
+    }
+    attention |= {
+        "rope": [None, *[each.rope for each in spec.parts(AttentionSpec)[1:]]],
+        "qkv_bias": [True, False, False],
+    }
+    norms = [NormSpec(1e-6), NormSpec(1e-2, 1.0), NormSpec(1e-5)]
+    spec = spec.having(AttentionSpec, norm=norms, qk_norm=[False, True, True], **attention)
+    return spec.having(
+        MlpSpec, intermediate_size=[96, 160, 32], gelu=[True, False, False], output_norm=[False, True, False]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GateSpec(PartSpec):
+    """A part that is nowhere else: its input times a gate of its own."""
+
+    norm: NormSpec
+
+    def part(self, making: Making, layer: str) -> Gate:
+        return Gate(self, making, layer)
+
+    def indivisible(self, ranks: int) -> str | None:
+        return None
+
+
+class Gate(Part):
+    def __init__(self, spec: GateSpec, making: Making, layer: str) -> None:
+        self._name, size = f"{layer}.gate", making.hidden_size
+        self._norms = NormWeights({f"{self._name}.norm": size}, making.dtype, spec.norm)
+        self._linear = JoinedLinear(making.scheme, size, {f"{self._name}.in": 2 * size}, bias=False)
+
+    def parameters(self) -> ParameterTable:
+        return self._norms.parameters() | self._linear.parameters()
+
+    def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        x, residual = self._norms.add(run, f"{self._name}.norm", x, residual)
+        return run.silu_mul(run.apply(self._linear.packed, x, step.context)), residual
+
+
+def gated(spec: DecoderSpec) -> DecoderSpec:
+    """In one layer before attention, in one between, in the last behind all."""
+    gate = GateSpec(NormSpec(1e-5))
+    first, second, third = spec.layers
+    return replace(spec, layers=((gate, *first), (second[0], gate, second[1]), (*third, gate)))
+
+
+def answers(
+    path: Path, backend: str, dtype: str, **options: object
+) -> tuple[Engine, list[tuple[list[int], list[float]]]]:
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 40)]
+    options = {"num_kv_blocks": 64, "load_format": "dummy", "max_num_batched_tokens": 24} | options
+    engine = Engine(EngineConfig(model=str(path), dtype=dtype, attention_backend=backend, **options))
+    asked = [request(str(i), prompt, max_tokens=4, logprobs=0) for i, prompt in enumerate(prompts)]
+    found = run(engine, asked)
+    return engine, [(found[each.id].ids, [token.logprob for token in found[each.id].logprobs]) for each in asked]
+
+
+@pytest.mark.parametrize("alter", [unequal, gated])
+def test_any_layers(alter: Alter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if MISSING is not None or not Cpu().multiplies(torch.bfloat16):
+        pytest.skip(MISSING or "linears are oneDNN's on this machine")
+    plain = device.decoder_spec
+    monkeypatch.setattr(device, "decoder_spec", lambda config: alter(plain(config)))
+    path = save_tiny_model(tmp_path, "llama")
+    engine, together = answers(path, "cpu", "bfloat16")
+    assert engine.runner._model._recording[1] is not None
+    _, exact = answers(path, "cpu", "float32")
+    _, judged = answers(path, "reference", "float32")
+    for (ids, logprobs), (right, expected) in zip(exact, judged, strict=True):
+        assert ids == right
+        assert logprobs == pytest.approx(expected, abs=1e-4)
+    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
+    assert answers(path, "cpu", "bfloat16")[1] == together
+
+
+def test_a_page_has_what_each_layer_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = device.decoder_spec
+    monkeypatch.setattr(device, "decoder_spec", lambda config: unequal(plain(config)))
+    path = save_tiny_model(tmp_path, "llama")
+    engine, _ = answers(path, "reference", "float32", num_kv_blocks=None, kv_cache_memory=0.01)
+    token = 2 * (2 * 16 + 1 * 32 + 3 * 64) * 4
+    assert sum(each.nbytes for each in engine.runner._pages) == engine.info.num_blocks * 16 * token
+    assert f"{16 * token / 1024:,.0f} KiB a page" in engine.info.arithmetic
+    heads = ("2 heads x 16", "1 heads x 32", "3 heads x 64")
+    assert " + ".join(f"2 x 16 tokens x {each} x 4 B x 1 layers" for each in heads) in engine.info.arithmetic
