@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.engine.batch import Admission, Batch, PageCopy, Row, StepOutput
+from quire.engine.batch import Admission, Batch, Failure, PageCopy, Row, StepOutput
 from quire.engine.types import (
     Grammar,
     PoolingParams,
@@ -42,7 +42,11 @@ def test_a_batch_survives_the_way_to_another_process() -> None:
 def test_so_does_what_comes_of_it() -> None:
     logprob = TokenLogprob(5, -0.25, 1, [(5, -0.25), (6, -1.5)])
     output = StepOutput(
-        {"b": [5], "c": [1, 2]}, {"b": [logprob]}, {"a": [logprob, logprob]}, {"c": "why"}, {"d": b"\x00\x80"}
+        {"b": [5], "c": [1, 2]},
+        {"b": [logprob]},
+        {"a": [logprob, logprob]},
+        {"c": Failure("why", "grammar")},
+        {"d": b"\x00\x80"},
     )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(output), type=StepOutput) == output
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -84,12 +85,25 @@ def _check_config(found: ModelConfig, served: ModelConfig, *, quantized: bool) -
     if found.model_type != served.model_type:
         raise ModelError(f"weights: config.json: model_type is {found.model_type!r}, the model's {served.model_type!r}")
     spec_of = encoder_spec if served.model_type in ENCODERS else decoder_spec
-    ours, theirs = spec_of(served), spec_of(found)
-    for each in fields(ours):
-        if (is_now := getattr(theirs, each.name)) != (was := getattr(ours, each.name)):
-            raise ModelError(f"weights: config.json: {each.name} is {is_now}, the model's {was}")
+    if (difference := _difference("the model", spec_of(found), spec_of(served))) is not None:
+        name, is_now, was = difference
+        raise ModelError(f"weights: config.json: {name} is {is_now}, the model's {was}")
     if quantized and found.raw.get("quantization_config") != served.raw.get("quantization_config"):
         raise ModelError("weights: config.json: quantization_config is not the model's")
+
+
+def _difference(name: str, found: Any, served: Any) -> tuple[str, Any, Any] | None:
+    """The first field in which two specs differ, within them at whatever depth: its name and both values."""
+    if found == served:
+        return None
+    pairs: list[tuple[str, Any, Any]] = []
+    if is_dataclass(served) and type(found) is type(served):
+        pairs = [(each.name, getattr(found, each.name), getattr(served, each.name)) for each in fields(served)]
+    elif isinstance(served, tuple) and len(found) == len(served):
+        pairs = [(name, *pair) for pair in zip(found, served, strict=True)]
+    elif isinstance(served, tuple):
+        return f"the number of {name}", len(found), len(served)
+    return next(filter(None, (_difference(*pair) for pair in pairs)), (name, found, served))
 
 
 def _shapes(path: Path) -> TensorStream:
