@@ -99,10 +99,10 @@ def _difference(name: str, found: Any, served: Any) -> tuple[str, Any, Any] | No
     pairs: list[tuple[str, Any, Any]] = []
     if is_dataclass(served) and type(found) is type(served):
         pairs = [(each.name, getattr(found, each.name), getattr(served, each.name)) for each in fields(served)]
-    elif isinstance(served, tuple) and len(found) == len(served):
+    elif isinstance(served, tuple) and isinstance(found, tuple):
+        if len(found) != len(served):
+            return f"the number of {name}", len(found), len(served)
         pairs = [(name, *pair) for pair in zip(found, served, strict=True)]
-    elif isinstance(served, tuple):
-        return f"the number of {name}", len(found), len(served)
     return next(filter(None, (_difference(*pair) for pair in pairs)), (name, found, served))
 
 
