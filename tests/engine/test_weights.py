@@ -561,7 +561,7 @@ async def test_another_model_is_refused_in_its_sleep_too(
     client = ProcessClient(config_of(folders[0]))
     async with running(client) as weights:
         await weights.sleep(level)
-        with pytest.raises(QuireError, match=r"norm_eps is 0\.3"):
+        with pytest.raises(QuireError, match=r"eps is 0\.3"):
             await weights.update(str(other))
         assert client.asleep
         assert await weights.update(str(folders[1])) == "2"
