@@ -3,11 +3,15 @@
 Virtual token counters (Sheng et al., 2024, "Fairness in Serving Large Language Models"): a tenant's counter grows by
 the tokens computed for it, divided by its weight, and the waiting tenant with the smallest counter goes next. A tenant
 that starts to wait is raised to at least the smallest counter of those that wait: idle time earns no credit.
+
+The paper preempts nobody, so long answers of one tenant could keep all places for minutes. Here a tenant that holds
+more places than another one's next sequence would give that one must let its newest ones wait: see `yielding`.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 
 from quire.engine.sequence import Sequence
@@ -59,6 +63,25 @@ class FairQueue:
             del self._lines[key]
             if not self._waits(tenant):
                 self._last_left = self._served[tenant]
+
+    def yielding(self, first: Sequence, running: SequenceOf[Sequence]) -> list[Sequence]:
+        """The running sequences that may be preempted for `first`, which goes next, in the order to preempt them.
+
+        They come after it in rank, and their tenant still runs at least as many for its weight without them as its own
+        tenant does with it. So each preemption makes the shares more equal, and none is answered by one back.
+        """
+        tenant, rank = first.request.tenant, self.rank(first)
+        held = Counter(seq.request.tenant for seq in running)
+        if len(held) == 1 and tenant in held:
+            return []
+        share = (held[tenant] + 1) / first.request.weight
+        found = []
+        for seq in sorted(running, key=self.rank, reverse=True):
+            other = seq.request.tenant
+            if other != tenant and rank < self.rank(seq) and (held[other] - 1) / seq.request.weight >= share:
+                held[other] -= 1
+                found.append(seq)
+        return found
 
     def slot(self, seq: Sequence) -> int:
         """The slot of the adapter of a sequence that may go next; 0: it needs none."""

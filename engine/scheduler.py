@@ -137,8 +137,7 @@ class Scheduler:
             return
         drafting = self._drafter.may_guess(request)
         turns = self._micro_batches > 1  # the first stage must know a token before it can compute it
-        own = (request, self._arrivals, limit)
-        seq = Sequence(*own, drafting=drafting, pools_all=self._pools_all, looks_back=turns)
+        seq = Sequence(request, self._arrivals, limit, drafting=drafting, pools_all=self._pools_all, looks_back=turns)
         self._arrivals += 1
         longest = num_prompt + limit
         if self._needs.most(longest) > self.pool.num_blocks:
@@ -159,10 +158,7 @@ class Scheduler:
 
     def wait(self) -> None:
         """Wait a little for what sequences wait for; only while there is nothing to compute."""
-        if self.tiers.busy:
-            self.tiers.wait()
-        else:
-            self._waiting.wait()
+        (self.tiers if self.tiers.busy else self._waiting).wait()
 
     def take_outputs(self) -> list[RequestOutput]:
         """The outputs that add, abort and apply made since the last call."""
@@ -177,6 +173,7 @@ class Scheduler:
         for seq in self.tiers.arrived():
             self._waiting.push(seq)
         self.prefixes.begin_step()
+        self._give_way()
         planned, budget = self._plan_running()
         drafts = self._draft(planned, budget)
         rows = [self._commit(seq, count, drafts.get(seq, [])) for seq, count in planned.items()]
@@ -186,8 +183,8 @@ class Scheduler:
         if not rows:
             return None
         self._steps += 1
-        preempted, self._preempted = self._preempted, []
-        left, self._left = self._left, []
+        preempted, left = self._preempted, self._left
+        self._preempted, self._left = [], []
         told = self.tiers.take_fetched(), self._waiting.take_loads()
         return Batch(rows, admissions, copies, preempted, *told, left)
 
@@ -211,6 +208,21 @@ class Scheduler:
                 cached = seq.cached_tokens or 0
                 answer = RequestOutput(row.request_id, [], finish_reason="stop", cached_tokens=cached, vector=vector)
                 self._outputs.append(answer)
+
+    def _give_way(self) -> None:
+        """Preempt what tenants run beyond their share, where another's next sequence lacks a slot or pages because of
+        it. Before the step is planned: pages of a row of this step cannot be handed out."""
+        seq = self._waiting.peek()
+        if seq is None or seq.in_flight or not (candidates := self._waiting.yielding(seq, self._running)):
+            return
+        lacking = self._tables.needed(seq, self.prefixes.cached(seq)) - self.pool.num_free
+        victims: list[Sequence] = []
+        for victim in candidates:
+            if lacking > 0 or not (self._slots or victims):
+                victims.append(victim)
+                lacking -= self._tables.own(victim)
+        for victim in victims if lacking <= 0 else ():  # else they would lose their pages, and it would wait on
+            self._preempt(victim)
 
     def _plan_running(self) -> tuple[dict[Sequence, int], int]:
         """Tokens to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
@@ -243,19 +255,14 @@ class Scheduler:
         admissions = []
         while budget > 0 and self._slots and (seq := self._waiting.peek()) is not None:
             cached = self.prefixes.cached(seq)
-            # There must be pages for all its tokens, though this step may compute only some: else it would be preempted
-            # half-way.
-            if seq.in_flight or self._tables.needed(seq, cached) > self.pool.num_free:
-                break
-            if self._whole_prompts and len(seq.tokens) > budget:
+            # Pages for all its tokens, though this step may compute only some: else it would be preempted half-way.
+            too_long = self._whole_prompts and len(seq.tokens) > budget
+            if too_long or seq.in_flight or self._tables.needed(seq, cached) > self.pool.num_free:
                 break
             self._waiting.remove(seq)
             if self.tiers.load(seq, cached):
                 continue  # its pages are on their way
-            self._start(seq, cached)
-            copies += self.prefixes.fork(seq)
-            self._tables.trim(seq)
-            self._count_hits(seq)
+            copies += self._start(seq, cached)
             count = min(seq.pending, budget, self._most_of_one)
             self._tables.grow(seq, seq.computed + count)
             budget -= count
@@ -265,17 +272,19 @@ class Scheduler:
             admissions.append(Admission(seq.slot, list(seq.tokens), seq.num_prompt, *how))
         return admissions
 
-    def _start(self, seq: Sequence, cached: list[int]) -> None:
+    def _start(self, seq: Sequence, cached: list[int]) -> list[PageCopy]:
+        """Give a sequence a slot and its cached pages. Returns the copies of pages that it needs."""
         self.prefixes.share(seq, cached)
         seq.status = Status.RUNNING
         seq.slot = self._slots.pop()
         self._running.append(seq)
-
-    def _count_hits(self, seq: Sequence) -> None:
+        copies = self.prefixes.fork(seq)
+        self._tables.trim(seq)
         if seq.cached_tokens is None:
             seq.cached_tokens = min(seq.computed, seq.num_prompt)
             self._queries += seq.num_prompt
             self._hits += seq.cached_tokens
+        return copies
 
     def _draft(self, planned: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
         """Drafts for the sequences all of whose known tokens are planned, as many as the requests' limits, the budget

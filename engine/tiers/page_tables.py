@@ -46,6 +46,10 @@ class PageTables:
         """Tokens for which a sequence and the pool have pages."""
         return (len(seq.blocks) + self.pool.num_free) // self.groups * self._block_size
 
+    def own(self, seq: Sequence) -> int:
+        """Pages that are free when this sequence alone gives its pages back."""
+        return sum(self.pool.references[page] == 1 for page in held(seq.blocks))
+
     def trim(self, seq: Sequence) -> None:
         """Take back the pages that neither a sequence's next token sees nor one after it.
 

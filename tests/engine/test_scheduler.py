@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         name = str(len(self.requests))
         self.requests[name] = Request(
-            id=name, prompt_ids=prompt, params=params, seed=0, priority=priority, cache_salt=salt
+            id=name, prompt_ids=prompt, params=params, seed=0, priority=priority, cache_salt=salt, tenant=salt
         )
         self.outputs[name] = []
         self.scheduler.add(self.requests[name])
@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add_for_a_vector(self, prompt: list[int], priority: int, salt: str) -> None:
         name = str(len(self.requests))
         self.requests[name] = Request(
-            id=name, prompt_ids=prompt, params=PoolingParams(), seed=0, priority=priority, cache_salt=salt
+            id=name, prompt_ids=prompt, params=PoolingParams(), seed=0, priority=priority, cache_salt=salt, tenant=salt
         )
         self.outputs[name] = []
         self.scheduler.add(self.requests[name])
