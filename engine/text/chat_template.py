@@ -348,8 +348,8 @@ def _compile(environment: Sandbox, name: str, source: str) -> tuple[jinja2.Templ
 
 
 def _environment() -> Sandbox:
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _tojson
+    extensions = [GenerationBlock, jinja2.ext.loopcontrols]
+    environment = Sandbox({"tojson": _tojson}, trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment

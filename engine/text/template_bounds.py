@@ -1,13 +1,15 @@
-"""A Jinja sandbox that ends templates which loop for ever: it counts what a rendering does.
+"""A Jinja sandbox that ends templates which loop for ever or fill the memory: it counts what a rendering does.
 
-The count is the same on every machine, unlike a time. It bounds what templates do by mistake, and most that they could
-do on purpose; a text that a filter or a method makes long still fills the memory.
+The count is the same on every machine, unlike a time: rounds of loops, calls, and what texts and lists grow by. What
+one operation can make much larger is looked at before.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from math import prod
 from typing import Any
 
 import jinja2
@@ -21,7 +23,14 @@ _CALL_STEPS = 10
 MAX_SIZE = 1_000_000
 """The largest result of a repetition such as `'=' * 80` or of a format, in characters, and of a product, in bits."""
 _STEP_SIZE = 64
-"""Characters, or entries of a list, that + and ~ put together in a step: 128 million in one rendering."""
+"""Characters, or entries of a list, that texts and lists grow by in a step: 128 million in one rendering."""
+_MOST = MAX_STEPS * _STEP_SIZE
+_METHODS = {"center", "ljust", "rjust", "zfill", "expandtabs", "replace", "translate", "join", "to_bytes"}
+"""Of texts, bytes and integers, whose result can be as large as the product of two of their arguments."""
+_FILTERS = {"center", "replace", "join", "indent", "wordwrap", "urlize", "batch", "slice", "round"}
+"""The same."""
+_NESTED = {"string", "pprint", "format", "tojson", "e", "escape", "forceescape", "sum"}
+"""Filters whose result is as large as all that is in what they are given: a list can hold another one twice."""
 _BUDGET = "_quire_budget"
 _BOUNDED = "_quire_bounded"
 _JOINED = "_quire_joined"
@@ -42,11 +51,35 @@ class _Budget:
         if self._left < 0:
             raise TooManySteps(f"it takes more than {MAX_STEPS:,} steps")
 
+    def put(self, value: Any) -> Any:
+        """Count a value that becomes a part of a text. Returns it."""
+        self.spend(self._size(value) // _STEP_SIZE)
+        return value
+
+    def grown(self, before: Any, after: Any) -> Any:
+        """Count what a text or list has grown by; returns `after`."""
+        if isinstance(after, str | bytes | list):
+            had = len(before) if isinstance(before, str | bytes | list) else 0
+            self.spend(max(len(after) - had, 0) // _STEP_SIZE)
+        return after
+
     def join(self, *parts: Any) -> str:
         """What ~ does."""
-        texts = [str(part) for part in parts]
-        self.spend(sum(map(len, texts)) // _STEP_SIZE)
-        return "".join(texts)
+        return "".join(str(self.put(part)) for part in parts)
+
+    def _size(self, value: Any) -> int:
+        """Characters and entries in a value, as often as they stand there; not counted to the end where they are more
+        than may be spent."""
+        size, rest = 0, [value]
+        while rest and size <= self._left * _STEP_SIZE:
+            one = rest.pop()
+            if isinstance(one, str | bytes | list | tuple | dict):
+                size += len(one)
+            if isinstance(one, list | tuple | dict):
+                rest.extend(one)
+            if isinstance(one, dict):
+                rest.extend(one.values())
+        return size
 
 
 class _Bounded:
@@ -70,6 +103,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
+        """`filters`: in place of Jinja's own of the same names."""
+        super().__init__(finalize=_put, **options)
+        self._unbounded = ImmutableSandboxedEnvironment()
+        self._unbounded.filters |= filters
+        self.filters |= filters
+        for name in _FILTERS | _NESTED:
+            self.filters[name] = jinja2.pass_context(partial(self._filter, name))
+        del self.globals["lipsum"]  # as many paragraphs as it is asked for
+
     @staticmethod
     def budget() -> dict[str, Any]:
         """Variables that one rendering needs; make them anew for each."""
@@ -86,23 +129,85 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As the sandbox's, whose names of arguments leave all others to the template's own calls."""
-        __context.parent[_BUDGET].spend(_CALL_STEPS)
-        return super().call(__context, __obj, *args, **kwargs)
+        budget = __context.parent[_BUDGET]
+        budget.spend(_CALL_STEPS)
+        method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if not isinstance(owner, str | bytes | int):
+            return super().call(__context, __obj, *args, **kwargs)
+        if name in _METHODS:
+            _check(name, _product(name, owner, *args, *kwargs.values()), _MOST)
+        if name in ("format", "format_map"):
+            _check(name, _digits(owner))
+            budget.put([*args, *kwargs.values()])
+        if name == "join":
+            args = tuple([budget.put(part) for part in parts] for parts in args)
+        return budget.grown(owner, super().call(__context, __obj, *args, **kwargs))
+
+    def _filter(self, name: str, context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = context.parent[_BUDGET]
+        if name in _FILTERS:
+            _check(name, _product(name, value, *args, *kwargs.values()), _MOST)
+        if name == "format":
+            _check(name, _digits(value))
+            budget.put(list(args))
+        if isinstance(value, Iterator) and name in ("join", "sum"):
+            value = list(value)
+        if not isinstance(value, str):
+            budget.put(value)
+        return budget.grown(value, self._unbounded.call_filter(name, value, args, kwargs, context, context.eval_ctx))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             if isinstance(left, str | list) and isinstance(right, str | list):
                 context.parent[_BUDGET].spend((len(left) + len(right)) // _STEP_SIZE)
-        elif _size(operator, left, right) > MAX_SIZE:
-            raise TooManySteps(f"{operator} makes something larger than {MAX_SIZE:,}")
+        else:
+            _check(operator, _size(operator, left, right))
+        if operator == "%" and isinstance(left, str):
+            context.parent[_BUDGET].put(right)
         return super().call_binop(context, operator, left, right)
+
+
+@jinja2.pass_context
+def _put(context: Context, value: Any) -> Any:
+    """What Jinja calls for the value of every {{ }}."""
+    return context.parent[_BUDGET].put(value)
+
+
+def _check(name: str, size: int, most: int = MAX_SIZE) -> None:
+    if size > most:
+        raise TooManySteps(f"{name} makes something larger than {most:,}")
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
     """About how large the result of *, ** or % becomes, in elements or bits; 0 where it cannot become large."""
     if operator == "%":
-        return max(map(int, re.findall(r"\d+", left)), default=0) if isinstance(left, str) else 0
+        return _digits(left)
     if isinstance(left, int) and isinstance(right, int):
         return left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
     sequence, factor = (right, left) if isinstance(left, int) else (left, right)
     return len(sequence) * factor if isinstance(sequence, str | list | tuple) and isinstance(factor, int) else 0
+
+
+def _digits(text: Any) -> int:
+    """The widths that a format gives, and more than MAX_SIZE where one is taken from what is formatted."""
+    if not isinstance(text, str):
+        return 0
+    taken = re.search(r"%[^a-zA-Z%]*\*|\{[^{}]*:[^{}]*\{", text)
+    return MAX_SIZE + 1 if taken else sum(map(int, re.findall(r"\d{1,20}", text)))
+
+
+def _product(name: str, *values: Any) -> int:
+    """The most that such a method or filter can make of these values: of numbers and lengths, the two largest ones."""
+    if name == "replace" and len(values) > 2 and all(isinstance(value, str) for value in values[:3]):
+        text, old, new = values[:3]
+        return (len(text) // max(len(old), 1) + 1) * len(new)
+    return prod(sorted(map(_length, values))[-2:])
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, dict):  # of str.translate
+        return max(map(_length, value.values()), default=1)
+    if isinstance(value, str | bytes | list | tuple):
+        return max(len(value), 1)
+    return max(value, 1) if isinstance(value, int) else 1

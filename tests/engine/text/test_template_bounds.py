@@ -21,6 +21,32 @@ def rendered(template: str, **variables: Any) -> str:
 DOUBLED = "{% set n = namespace(x='a' * 9999) %}{% for i in range(40) %}{% set n.x = n.x {sign} n.x %}{% endfor %}"
 
 
+TWICE = "{% set n = namespace(x=['a' * 9999]) %}{% for i in range(40) %}{% set n.x = [n.x, n.x] %}{% endfor %}"
+OFTEN = "{% set many = [] %}{% for i in range(9999) %}{% set _ = many.append('a' * 99999) %}{% endfor %}"
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize(
+    "template",
+    [
+        DOUBLED.replace("{% set n.x = n.x {sign} n.x %}", "{% set x %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = x %}"),
+        DOUBLED.replace("n.x {sign} n.x", "n.x | replace('a', 'aa')"),
+        DOUBLED.replace("n.x {sign} n.x", "n.x.replace('a', 'aa')"),
+        "{% macro twice(x) %}{{ x }}{{ x }}{% endmacro %}" + DOUBLED.replace("n.x {sign} n.x", "twice(n.x)"),
+        TWICE + "{{ n.x }}",
+        *(
+            TWICE + "{{ n.x | FILTER | length }}".replace("FILTER", name)
+            for name in ("string", "tojson", "pprint", "e")
+        ),
+        *(TWICE + end for end in ("{{ ('' ~ n.x) | length }}", "{{ '%s' % [n.x] }}", "{{ '{}'.format(n.x) }}")),
+        *(OFTEN + end for end in ("{{ many | join }}", "{{ ''.join(many) }}", "{{ many | map('upper') | join }}")),
+    ],
+)
+def test_no_other_way_to_grow_fills_the_memory(template: str) -> None:
+    with pytest.raises(ModelError, match=r"steps|larger than"):
+        rendered(template)
+
+
 @pytest.mark.parametrize("sign", ["~", "+"])
 def test_a_text_that_is_doubled_again_and_again_ends(sign: str) -> None:
     with pytest.raises(ModelError, match="steps"):
@@ -43,7 +69,19 @@ def test_one_that_does_not_end_for_some_requests_refuses_these(template: str) ->
         rendered(guarded, endless=True)
 
 
-@pytest.mark.parametrize("source", ["'x' * 10 ** 9", "10 ** 9 * [1]", "2 ** (10 ** 9)", "'%0999999999d' % 1"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("'x' * 10 ** 9", "10 ** 9 * [1]", "2 ** (10 ** 9)", "'%0999999999d' % 1", "'%*d' % (10 ** 9, 1)"),
+        *("'x' | center(10 ** 9)", "'x'.center(10 ** 9)", "'x'.rjust(10 ** 9)", "'7'.zfill(10 ** 9)"),
+        *("'{:>999999999}'.format(1)", "'{:>{}}'.format(1, 10 ** 9)", "'%999999999d' | format(1)"),
+        *("'\t'.expandtabs(10 ** 9)", "'x\ny' | indent(10 ** 9)", "(1).to_bytes(10 ** 9, 'big')"),
+        *("[1] | batch(10 ** 9, 0) | list", "[1] | slice(10 ** 9) | list", "['x'] | map('center', 10 ** 9) | list"),
+        *("('a' * 99999).replace('', 'b' * 99999)", "('a' * 99999) | replace('a', 'b' * 99999)"),
+        *("('a' * 99999).join(range(99999) | list)", "('a' * 99999).translate({97: 'b' * 99999})"),
+        "range(99999) | list | join('a' * 99999)",
+    ],
+)
 def test_nothing_grows_at_once(source: str) -> None:
     with pytest.raises(ModelError, match="larger than"):
         rendered("{{ " + source + " }}")
@@ -58,6 +96,26 @@ def test_nothing_grows_at_once(source: str) -> None:
         ("{% for k, v in {'x': 1}.items() %}{{ k }}{{ v }}{{ loop.revindex }}{% endfor %}", "x11"),
         ("{{ 'a' ~ 1 ~ nothing ~ none ~ [2] }}{{ 'b' + 'c' }}{{ 1 + 2 }}{{ [1] + [2] }}", "a1None[2]bc3[1, 2]"),
         ("{% macro m(x) %}{{ x ~ '!' }}{% endmacro %}{{ m('a' ~ 'b') }}", "ab!"),
+        (
+            "{{ ['a', 1, none] | join('-') }}{{ ','.join(['b', 'c']) }}{{ 'b' | center(3) }}{{ [2, 1] | sum }}",
+            "a-1-Noneb,c b 3",
+        ),
+        (
+            "{{ 'aXbX' | replace('X', '--') }}{{ 'aXb'.replace('X', '') }}{{ nothing | join }}{{ none | string }}",
+            "a--b--abNone",
+        ),
+        (
+            "{{ {'a': [1, '<']} | tojson }}{{ '%d %s' | format(5, 'x') }}{{ '{} {x}'.format(123456789, x=2) }}",
+            '{"a": [1, "<"]}5 x123456789 2',
+        ),
+        (
+            "{% filter upper | replace('A', 'b') %}a{{ 'c' }}{% endfilter %}{{ [1, 2, 3] | batch(2) | list }}",
+            "bC[[1, 2], [3]]",
+        ),
+        (
+            "{{ [{'c': 'x'}, {'c': 'y'}] | map(attribute='c') | join }}{{ 2.567 | round(2) }}{{ 'a\nb' | indent }}",
+            "xy2.57a\n    b",
+        ),
         ("{% for a in nothing %}x{% else %}none{% endfor %}", "none"),
         ("{% for a in range(9) if a % 2 %}{{ loop.nextitem }}{% if a > 4 %}{% break %}{% endif %}{% endfor %}", "357"),
         ("{% for a in [[1, [2]], [3]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}", "123"),
