@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
@@ -66,11 +66,11 @@ class Gateway:
         try:
             if path in ADMIN_PATHS or path.startswith(_OF_ONE_REPLICA):
                 raise HTTPException(501, f"{path} is about one replica, and there may be several: see docs/ray.md")
-            call = await self._call(scope, receive)
-            if path not in OF_ALL_REPLICAS:
-                async with aclosing(self._parts(call)) as parts:
-                    return await _send(parts, call, send)
-            response = _together(path, await self._ask_all(call))
+            async with self._call(scope, receive) as call:
+                if path not in OF_ALL_REPLICAS:
+                    async with aclosing(self._parts(call)) as parts:
+                        return await _send(parts, call, send)
+                response = _together(path, await self._ask_all(call))
         except HTTPException as error:
             response = answer(path, http_failure(error))
         except (QuireError, BackPressureError, DeploymentUnavailableError, TimeoutError, *LOST) as error:
@@ -80,11 +80,16 @@ class Gateway:
             return
         await response(scope, receive, send)
 
-    async def _call(self, scope: Scope, receive: Receive) -> Call:
+    @asynccontextmanager
+    async def _call(self, scope: Scope, receive: Receive) -> AsyncIterator[Call]:
+        """The call; its body keeps its place until the block ends, for another replica may need it."""
         if scope["method"] not in ("POST", "PUT", "PATCH"):
-            return make_call(scope, scope["headers"], b"")
+            yield make_call(scope, scope["headers"], b"")
+            return
         async with self._bodies.read(Request(scope, receive)) as body:
-            return make_call(scope, scope["headers"], b"".join(body.pieces))
+            whole = b"".join(body.pieces)
+            body.pieces.clear()
+            yield make_call(scope, scope["headers"], whole)
 
     async def _parts(self, call: Call) -> AsyncGenerator[Head | bytes]:
         """The head of an answer and its body. A call whose replica ends is sent to another one, unless the client has
