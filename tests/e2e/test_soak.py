@@ -1,6 +1,6 @@
-"""Short requests by the thousand, many of them left half-way: afterwards all memory, threads and files are free again.
+"""Short requests of every endpoint, many of them left half-way: then all memory, threads and files are free again.
 
-TEST_SOAK=20000 makes it long; then the slopes are telling.
+TEST_SOAK=300000 makes an hour of it; then the slopes are telling.
 """
 
 from __future__ import annotations
@@ -20,33 +20,21 @@ import pytest
 from tests.e2e.server import Server
 from tests.e2e.streams import COMPLETIONS, KINDS
 
+CONVERSATIONS, RESPONSES = "/v1/conversations", "/v1/responses"
+
 pytestmark = pytest.mark.nightly
 
 REQUESTS = int(os.environ.get("TEST_SOAK", "300"))
 USERS = 24
 LOOKS = 20
 WORDS = [
-    "the",
-    "king",
-    "had",
-    "a",
-    "fox",
-    "and",
-    "old",
-    "woman",
-    "in",
-    "forest",
-    "who",
-    "said",
-    "three",
-    "bears",
-    "went",
-    "home",
-    "with",
-    "gold",
-    "under",
-    "tree",
+    *("the", "king", "had", "a", "fox", "and", "old", "woman", "in", "forest", "who", "said", "three", "bears"),
+    *("went", "home", "with", "gold", "under", "tree"),
 ]
+LOOKED_AT = (
+    *("/v1/models", "/metrics", "/health", "/live", "/version", "/tokenizer_info", "/v1/engine/requests?limit=5"),
+    *("/v1/requests/nobody/explain", "/v1/responses/resp_none", "/nowhere", "/", "/openapi.json"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,15 +51,26 @@ class Footprint:
         return cls(kib * 1024, threads, len(os.listdir(f"/proc/{pid}/fd")))
 
 
+def forker(server: Server) -> int:
+    """The process that forks the workers. These are replaced, and a limit bounds what they take."""
+    pid = server.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return next(int(child) for child in children if b"server.workers" in Path(f"/proc/{child}/cmdline").read_bytes())
+
+
 def slope(points: list[tuple[int, int]]) -> float:
     """Of the line of least squares."""
     mean_x, mean_y = (sum(column) / len(points) for column in zip(*points, strict=True))
     return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
 
 
+def words(rng: random.Random, most: int = 40) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
+
+
 def body(rng: random.Random) -> dict[str, Any]:
     asked: dict[str, Any] = {
-        "prompt": " ".join(rng.choices(WORDS, k=rng.randint(1, 40))),
+        "prompt": words(rng),
         **{"max_tokens": rng.randint(1, 12), "seed": rng.randrange(99), "n": rng.choice((1, 1, 1, 2))},
     }
     kind = rng.random()
@@ -86,8 +85,59 @@ def body(rng: random.Random) -> dict[str, Any]:
     return asked
 
 
+def others(rng: random.Random) -> dict[str, dict[str, Any]]:
+    """A body for each of the other endpoints that answer at once."""
+    messages = [{"role": "user", "content": words(rng)} for _ in range(rng.choice((1, 1, 3)))]
+    tools = {"tools": KINDS["tools"]["tools"], "tool_choice": "required"} if rng.random() < 0.2 else {}
+    few = {"max_tokens": rng.randint(1, 12)}
+    streamed = {"stream": rng.random() < 0.5}
+    texts = [words(rng) for _ in range(rng.randint(1, 20))]
+    question = {"type": "predicate", "instructions": words(rng, 5)}
+    return {
+        "/v1/chat/completions": {"messages": messages, **few, **tools, **streamed},
+        "/v1/messages": {"messages": messages, **few, **streamed},
+        "/v1/messages/count_tokens": {"messages": messages},
+        "/v1/responses": {"input": words(rng), "max_output_tokens": 16, "store": rng.random() < 0.5, **streamed},
+        "/v1/decisions": {"input": words(rng), "questions": [question]},
+        "/v1/embeddings": {"input": texts},
+        "/pooling": {"input": texts},
+        "/v1/score": {"text_1": words(rng), "text_2": texts},
+        "/v1/rerank": {"query": words(rng), "documents": texts},
+        "/tokenize": {"prompt": words(rng) * rng.choice((1, 1, 1, 1, 5000))},
+        "/detokenize": {"tokens": [rng.randrange(2000) for _ in range(9)]},
+    }
+
+
+async def talk(client: httpx.AsyncClient, rng: random.Random) -> None:
+    """A conversation and its answers, one of them in the background; sometimes all that is stored is forgotten."""
+    path = f"{CONVERSATIONS}/{(await client.post(CONVERSATIONS, json={})).json()['id']}"
+    item = {"role": "user", "content": words(rng)}
+    assert (await client.post(f"{path}/items", json={"items": [item] * 3})).is_success
+    asked = {"input": words(rng), "max_output_tokens": 16, "conversation": path.rpartition("/")[2]}
+    assert (await client.post(RESPONSES, json=asked)).is_success
+    answer = await client.post(RESPONSES, json=asked | {"background": True})
+    own = f"{RESPONSES}/{answer.json()['id']}"
+    for look in (own, f"{own}/input_items", path, f"{path}/items?limit=2"):
+        assert (await client.get(look)).is_success, look
+    if rng.random() < 0.5:
+        await client.post(f"{own}/cancel")
+        await client.delete(own)
+        assert (await client.delete(path)).is_success
+
+
 async def ask(client: httpx.AsyncClient, rng: random.Random) -> None:
     """A request as users send them: read to its end, left under way, or given up before anything came."""
+    kind = rng.random()
+    if kind < 0.35:
+        path, other = rng.choice(list(others(rng).items()))
+        answer = await client.post(path, json=other)
+        assert answer.status_code == 200, (path, answer.text)
+        return
+    if kind < 0.4:
+        return await talk(client, rng)
+    if kind < 0.5:
+        assert (await client.get(rng.choice(LOOKED_AT))).status_code in (200, 404)
+        return
     asked, manner = body(rng), rng.random()
     if manner < 0.4:
         response = await client.post(COMPLETIONS, json=asked)
@@ -111,15 +161,16 @@ async def ask(client: httpx.AsyncClient, rng: random.Random) -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """Of so few pages that all are in use soon: what was never touched takes no memory, and would look like a leak."""
-    server = Server(tmp_path / "log", "--threads=1", "--num-kv-blocks=128", "--max-model-len=512")
+    flags = ["--threads=1", "--num-kv-blocks=128", "--max-model-len=512", "--max-stored-size=2"]
+    server = Server(tmp_path / "log", *flags, "--data-dir", str(tmp_path / "data"))
     yield server
     assert server.stop() == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(6000)
 async def test_finished_requests_leave_no_memory_threads_or_files(server: Server) -> None:
-    pids = {"API": server.process.pid, "engine": server.engine_pid()}
+    pids = {"API": server.process.pid, "engine": server.engine_pid(), "workers": forker(server)}
     seen: dict[str, list[tuple[int, Footprint]]] = {name: [] for name in pids}
     limits = httpx.Limits(max_connections=USERS, max_keepalive_connections=USERS // 2)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
