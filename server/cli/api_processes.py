@@ -105,7 +105,7 @@ class ApiProcesses:
 
         for number in numbers:
             signal.signal(number, handle)
-        self._client.launch()
+        self._client.link.launch()
         try:
             with closing(SocketFolder()) as folder:
                 self._hub_address = f"ipc://{folder.hub}"
@@ -113,7 +113,7 @@ class ApiProcesses:
         except asyncio.CancelledError:
             return 0
         finally:
-            await self._client.stop()
+            await self._client.link.stop()
             for number in numbers:
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else _end_now)
 
@@ -143,7 +143,7 @@ class ApiProcesses:
 
     async def _start(self, hub: Hub) -> None:
         """Wait for the engine and for all API processes, and say so."""
-        hub.ready(await self._client.start())
+        hub.ready(await self._client.link.start())
         texts: list[str] = []
         while len(texts) < self._config.api_server_count:
             await hub.changed.wait()

@@ -42,7 +42,7 @@ class BeamSearch(Generation):
         self._context_length = context_length
         ends = () if spec.params.ignore_eos else tokenizer.eos_token_ids
         self._ends = frozenset((*spec.params.stop_token_ids, *ends))
-        self._version = client.weights_version
+        self._version = client.link.weights_version
         self._call = client.begin_call(spec.answer_id, spec.tenant)
         self._cancelled: set[int] = set()
         """Indices of prompts whose search was cancelled through `EngineClient.cancel`."""
