@@ -1,8 +1,8 @@
 """Lets several API processes share one engine: `Hub` in the process that has the engine's link, HubLink (remote.py) in
 each of the others.
 
-The hub keeps no text and no history. It knows which API process has which open request, hands the engine's outputs on,
-aborts the requests of an API process that has ended, and passes on what API processes ask each other.
+The hub keeps no text and no history. It knows which API process has which open request, sends it the engine's outputs,
+aborts the requests of an API process that has ended, and passes questions from one API process to the others.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ log = logging.getLogger("quire.hub")
 _TICK_SECONDS = 0.1
 """Time between two looks at how the engines are."""
 _TELL_SECONDS = 1.0
-"""So often it is told though nothing has changed: the hub's sign of life."""
+"""After so long the state is sent again though nothing has changed: it is the hub's sign of life."""
 _ANSWER_SECONDS = 2.0
 """How long an API process may take for an answer to another."""
 _REMEMBER_SECONDS = 5.0
-"""Time between two questions to all for what would be lost with them."""
+"""Time between two questions to all API processes for the counts that would be lost with them."""
 
 
 class Hub:
@@ -75,11 +75,11 @@ class Hub:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, Channel] = {}
-        """By what the API process calls itself."""
+        """By the identity of the API process."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: State | None = None
-        """What was last told."""
+        """The last one that was sent."""
         self._numbers = count()
         self._asked: dict[tuple[bytes, int], asyncio.Future[bytes | None]] = {}
         """Answers that are awaited, by who was asked and the question's number."""
@@ -87,13 +87,13 @@ class Hub:
         """By number of the API process: its last answer to LASTING."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self.changed = asyncio.Event()
-        """Set when an API process says something of its start; each has a successor."""
+        """Set when an API process has started, or cannot; then another event takes its place."""
 
     def listen(self) -> None:
         """Begin to hear API processes. Raises EngineError where there can be no socket."""
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.set(option, 0)
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # last words come over a connection of their own
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a process that cannot start says so over another connection
         try:
             self._socket.bind(self._address)
         except zmq.ZMQError as error:
@@ -114,7 +114,7 @@ class Hub:
             self._welcome(identity, channel)
 
     def add(self, identity: bytes, number: int) -> Channel:
-        """An API process is about to come that calls itself so."""
+        """Expect an API process with this identity."""
         channel = Channel(number, lambda message: self._write(identity, message))
         self._channels[identity] = channel
         return channel

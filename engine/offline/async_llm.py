@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Unpack
 
-from quire.engine.client.vectors import Pooled, check_params, pool_all
 from quire.engine.client.weights import Mode, Weights
 from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.lora.offline import LoRARequest, adapters_for
@@ -22,6 +21,7 @@ from quire.engine.offline.model import Encoded, Message, Model, Prompt
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
+from quire.engine.offline.vectors import Pooled, check_params, pool_all
 from quire.engine.replicas.replicas import processes
 from quire.engine.types import EngineInfo, PoolingParams
 

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.engine.client.client import EngineClient
-from quire.engine.client.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
 from quire.engine.client.weights import Weights
 from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
@@ -32,6 +31,7 @@ from quire.engine.offline.model import Encoded, Message, Model, Prompt, Task
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 from quire.engine.offline.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.engine.offline.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
 from quire.engine.replicas.replicas import Replicas
 from quire.engine.types import Adapter, PoolingParams, PoolingTask
 

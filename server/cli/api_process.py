@@ -35,7 +35,7 @@ class ApiService(Service):
         super().__init__(config, OneModel(config, EngineClient(link)), listener, started)
         self._link = link
 
-    def _show(self, announcement: str) -> None:
+    def show(self, announcement: str) -> None:
         self._link.tell_serving(announcement)
 
 

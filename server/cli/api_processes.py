@@ -171,7 +171,8 @@ class ApiProcesses:
                 raise channel.started.fault.error()
             if failures == MOST_FAILURES:
                 raise EngineError(f"API process {number} {said} before it served, {failures} times in a row")
-            log.warning("API process %d %s; %d open requests of its are aborted, another starts", number, said, aborted)
+            what = "API process %d %s; its %d open requests were aborted, and another process starts"
+            log.warning(what, number, said, aborted)
             await asyncio.sleep(_BACKOFF_SECONDS * failures)
 
     async def _spawn(self, identity: str) -> Process:

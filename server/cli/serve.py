@@ -243,11 +243,11 @@ class Service:
         host, port = self._listener.getsockname()[:2]
         seconds = time.perf_counter() - self._started
         base = url(host, port, tls=tls is not None)
-        self._show(self._models.announcement(base, seconds, tls))
+        self.show(self._models.announcement(base, seconds, tls))
         gc.freeze()  # exempts what lives as long as the process from every later collection
         gc.set_threshold(*_GC_THRESHOLDS)
 
-    def _show(self, announcement: str) -> None:
+    def show(self, announcement: str) -> None:
         with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
             print(announcement, flush=True)
 

@@ -1,6 +1,6 @@
 """Beam search over the engine client: each step asks for one more token of every beam, with its alternatives.
 
-engine/client/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
+engine/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
 one token per beam.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 
-from quire.engine.client.beams import Beam, Scores, continued
+from quire.engine.beams import Beam, Scores, continued
 from quire.engine.client.client import EngineClient
 from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import EngineError, Timeout
@@ -49,7 +49,7 @@ class BeamSearch(Generation):
         self._streams: set[OutputStream] = set()
 
     @property
-    def _reasoning_tokens(self) -> int | None:
+    def reasoning_tokens(self) -> int | None:
         """Beam search does not count them."""
         return None
 
