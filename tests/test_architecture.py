@@ -90,7 +90,6 @@ ROOMS = {
             "types",
             "stats",
             "batch",
-            "beams",
             "advice",
             "config",
             "folder",

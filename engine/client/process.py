@@ -22,6 +22,7 @@ import zmq
 import zmq.asyncio
 
 from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.client.child import Child, module
 from quire.engine.client.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
 from quire.engine.client.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
 from quire.engine.client.messages import (
@@ -66,8 +67,7 @@ class EngineProcess:
     EngineError when there is no place for its socket.
     """
 
-    # `-m` would search the current directory first, and a random.py there would replace Python's: -P prevents it.
-    PROGRAM: ClassVar[tuple[str, ...]] = ("-P", "-m", "quire.engine.main")
+    PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
 
     def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
         self._config = config
@@ -87,18 +87,14 @@ class EngineProcess:
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
         os.set_blocking(self._heartbeats, False)
-        # In a session of its own the engine does not get the terminal's Ctrl-C: the parent does, and lets the engine
-        # finish the open requests.
         try:
             with _fault_signals_blocked():
-                self._process = subprocess.Popen(
-                    [sys.executable, *self.PROGRAM, self._address, str(engine_end)],
-                    stdin=subprocess.PIPE,
+                self._child = Child(
+                    [*self.PROGRAM, self._address, str(engine_end)],
+                    engine_json(config).encode(),
+                    descriptors=[engine_end],
+                    environment=_environment(),
                     stderr=subprocess.PIPE,
-                    pass_fds=(engine_end,),
-                    start_new_session=True,
-                    env=_environment(),
-                    cwd=_directory(),
                 )
         except OSError:
             os.close(self._heartbeats)
@@ -106,12 +102,9 @@ class EngineProcess:
             raise
         finally:
             os.close(engine_end)
-        assert self._process.stdin is not None
-        assert self._process.stderr is not None
-        with suppress(BrokenPipeError):  # the process has ended already, which `wait_for_exit` will report
-            self._process.stdin.write(engine_json(config).encode() + b"\n")
-            self._process.stdin.flush()
-        self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(self._process.stderr,), daemon=True)
+        stderr = self._child.process.stderr
+        assert stderr is not None
+        self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(stderr,), daemon=True)
         self._stderr_thread.start()
         self._clock = RunnableClock(self.pid)
         self._last_heartbeat = self._last_check = time.monotonic()
@@ -122,7 +115,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @property
     def connected(self) -> bool:
@@ -200,7 +193,7 @@ class EngineProcess:
                     self._kill_if_hung()
         finally:
             loop.remove_reader(self._heartbeats)
-        code = await asyncio.to_thread(self._process.wait)
+        code = await self._child.exited()
         await asyncio.to_thread(self._stderr_thread.join, 1.0)
         now = oom_kills()
         killed = None if now is None or self._oom_kills_before is None else now - self._oom_kills_before
@@ -208,36 +201,25 @@ class EngineProcess:
 
     def end(self) -> None:
         """Let the process end itself, which `wait_for_exit` will report."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._child.end()
 
     async def ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
         """Wait until a process that is about to end has ended; kill it after so many seconds. `exited`:
         `wait_for_exit`."""
         if not (await asyncio.wait([exited], timeout=seconds))[0]:
-            self._process.kill()
+            self._child.process.kill()
             await asyncio.wait([exited])
 
     async def stop(self) -> None:
         """End the process at once, whatever it is doing: it holds nothing that must be saved."""
-        assert self._process.stdin is not None
-        if not self._ready:
-            self._process.kill()  # while it imports, it may take seconds to notice anything
-        self._process.stdin.close()  # the engine ends itself when its standard input closes
-        try:
-            await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        # While it imports, it may take seconds to notice anything.
+        await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
 
     def close(self) -> None:
         """Close the socket and the pipes and delete the socket's directory. The process must have ended."""
         if self._socket is not None:
             self._socket.close()
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the process ended before it read its configuration
-            self._process.stdin.close()
         os.close(self._heartbeats)
         self._folder.close()
 
@@ -286,7 +268,7 @@ class EngineProcess:
         elif stuck > self._config.engine_step_timeout:
             self._hang = ExitCause(f"hung in a step for {stuck:.0f} s", external=False)
         if self._hang is not None:
-            self._process.kill()
+            self._child.process.kill()
 
     def _copy_stderr(self, stream: IO[bytes]) -> None:
         with stream:
@@ -314,15 +296,6 @@ def _fault_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _directory() -> str | None:
-    """None for ours; if that was deleted another one, because PyTorch's libraries do not load without one."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return "/"
-    return None
 
 
 def _environment() -> dict[str, str]:
