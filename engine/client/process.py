@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 import zmq
-import zmq.asyncio
 
 from quire.engine.checkpoint.kv_folder import forget_pages
 from quire.engine.client.child import Child, module
@@ -39,18 +38,19 @@ from quire.engine.client.messages import (
 )
 from quire.engine.client.procfs import RunnableClock, is_stopped, oom_kills
 from quire.engine.client.socket_folder import SocketFolder
+from quire.engine.client.wire import Wire
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError
 
 STDERR_LINES = 20
 """How many of the last lines of the engine's standard error are kept, to show them when it fails."""
-MOST_IN_TURN = 16
-"""Messages that are received before others get a turn."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 """How long `stop` waits for the process to end by itself before it kills it."""
 _CHECK_SECONDS = 0.25
 """Time between two checks of whether the engine still works."""
+_LAST_MESSAGE_SECONDS = 0.5
+"""How long the message may take with which a process says why it cannot start."""
 _INSPECT_SECONDS = 1.0
 """From so long without a heartbeat or progress on, the engine's threads are inspected too: see RunnableClock."""
 
@@ -74,9 +74,7 @@ class EngineProcess:
         self._on_begun = on_begun
         self._folder = SocketFolder()
         self._address = f"ipc://{self._folder.engine}"
-        self._socket: zmq.asyncio.Socket | None = None
-        self._in_turn = 0
-        """Messages received in this turn of the event loop."""
+        self._wire: Wire | None = None
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
         """Whether no engine is being built in the process, which may keep its threads from running."""
@@ -120,7 +118,7 @@ class EngineProcess:
     @property
     def connected(self) -> bool:
         """Whether messages may be sent; the process reads them once it has started."""
-        return self._socket is not None
+        return self._wire is not None
 
     @property
     def silence(self) -> float:
@@ -132,31 +130,19 @@ class EngineProcess:
         return "\n".join(self._stderr_lines)
 
     def connect(self) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, 0)
-        try:
-            self._socket.bind(self._address)
-        except zmq.ZMQError as error:
-            raise EngineError(f"TMPDIR: no socket can be made in it: {error.strerror}") from None
+        self._wire = Wire(zmq.PAIR)
+        self._wire.bind(self._address)
 
     def send(self, message: ToEngine) -> None:
-        assert self._socket is not None
+        assert self._wire is not None
         if isinstance(message, Sleep | Load | Check):
             self._ready = False
-        # The socket's queue is unlimited (SNDHWM 0), so send never blocks and the future it returns is already done.
-        self._socket.send(encode(message))
+        self._wire.send(encode(message))
 
     async def receive(self) -> FromEngine:
-        """The next message. Those that are there together are taken in one turn of the loop, some at most: so a server
-        that is behind its engine sends the tokens of several steps together."""
-        assert self._socket is not None
-        self._in_turn += 1
-        if self._in_turn == MOST_IN_TURN or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._in_turn = 0
-            await asyncio.sleep(0)  # receiving what is there already would give nobody else a turn
-        message = decode_from_engine(await self._socket.recv())
+        assert self._wire is not None
+        (encoded,) = await self._wire.receive()
+        message = decode_from_engine(encoded)
         if not isinstance(message, Stepped | SnapshotTaken):  # these may be of the engine before
             self._ready = True
         return message
@@ -167,6 +153,8 @@ class EngineProcess:
         received = asyncio.ensure_future(self.receive())
         try:
             await asyncio.wait((exited, received), return_when=asyncio.FIRST_COMPLETED)
+            if not received.done():  # what it sent before it ended may still be on its way
+                await asyncio.wait([received], timeout=_LAST_MESSAGE_SECONDS)
         finally:
             if not received.done():
                 received.cancel()
@@ -218,8 +206,8 @@ class EngineProcess:
 
     def close(self) -> None:
         """Close the socket and the pipes and delete the socket's directory. The process must have ended."""
-        if self._socket is not None:
-            self._socket.close()
+        if self._wire is not None:
+            self._wire.close()
         os.close(self._heartbeats)
         self._folder.close()
 
