@@ -25,7 +25,5 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
 def unknown_arguments(unknown: Sequence[str], known: Iterable[str]) -> str:
     """A line for each unknown flag, with what to do instead."""
     flags, names = [each.partition("=")[0] for each in unknown if each.startswith("-")], list(known)
-    said = [
-        f"  {flag}: {advice.on_flag(flag, names) or 'not known; --help lists all'}\n" for flag in dict.fromkeys(flags)
-    ]
+    said = [f"  {flag}: {advice.on_flag(flag, names) or 'not known; see --help'}\n" for flag in dict.fromkeys(flags)]
     return "cannot be understood:\n" + ("".join(said) or f"  {' '.join(unknown)}: one argument too many\n")
