@@ -46,6 +46,13 @@ from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.protocol.decisions import DecisionRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.server.protocol.ollama import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from quire.server.protocol.pooling import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -72,6 +79,7 @@ from quire.server.routes import (
     tokenize,
 )
 from quire.server.routes.bodies import with_bodies
+from quire.server.routes.ollama import endpoints as ollama
 from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Runtime
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
@@ -185,14 +193,15 @@ def _tell_version(app: FastAPI, version: str) -> None:
 
 
 def _add_routes(app: FastAPI) -> None:
-    generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations)
+    generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
     for module in (*generating, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
-    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest)
+    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest)
+    with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
 def _runtime(

@@ -47,6 +47,9 @@ BASES: dict[str, dict[str, Any]] = {
     "/pooling": {"input": "a"},
     "/v1/score": {"text_1": "a", "text_2": "b"},
     "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/api/chat": {"messages": MESSAGES, "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "a", "options": {"num_predict": 2}},
+    "/api/embed": {"input": "a"},
 }
 VALUES: dict[str, tuple[bytes, bytes, bytes]] = {
     "text": (b'"', b"a", b'"'),
