@@ -55,7 +55,8 @@ class OllamaWriter(AnswerWriter):
                 if part.kind == "call":
                     self._call = part
                 elif piece:
-                    lines.append(self._line(**{part.kind: piece}))
+                    said = self._line(text=piece) if part.kind == "text" else self._line(reasoning=piece)
+                    lines.append(said)
             self._reason = delta.finish_reason or self._reason
         return b"".join(lines)
 

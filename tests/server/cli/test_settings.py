@@ -202,6 +202,23 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
     assert "  b: one argument too many" in complaint(capsys, "a", "b")
 
 
+def test_flags_that_ask_for_what_is_done_anyway_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(
+        "--trust-remote-code", "--tokenizer-mode", "slow", "mine", "--model_impl=auto", "--size", "2", "--jinja"
+    )
+    assert (config.model, config.size) == ("mine", 2)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "small: --trust-remote-code changes nothing: no code of a model's is run"
+    assert [line.split()[1] for line in said] == ["--trust-remote-code", "--tokenizer-mode", "--model-impl", "--jinja"]
+
+
+def test_vllm_s_short_names_and_other_types() -> None:
+    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
+    add_flags(parser, ServerConfig, {ServerConfig: "all"})
+    config = parse(parser, ["-tp", "2", "--dtype", "half"], ServerConfig)[1]
+    assert (config.tensor_parallel_size, config.dtype) == (2, "float16")
+
+
 @pytest.mark.parametrize("command", ["plan", "trace", "quantize", "bench serve", "verify"])
 def test_every_command_says_what_a_flag_may_mean(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
