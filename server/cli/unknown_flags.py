@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from quire.engine import advice
 
@@ -15,18 +15,32 @@ def dashed(argv: Sequence[str]) -> list[str]:
     return [(name.replace("_", "-") if name.startswith("--") else name) + rest + value for name, rest, value in parts]
 
 
-SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size"}
-"""vLLM's short names."""
+OTHER_NAMES = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+    "--num-gpu-blocks-override": "--num-kv-blocks",
+    "--disable-uvicorn-access-log": "--disable-access-log",
+    "--alias": "--served-model-name",
+    "--parallel": "--max-num-seqs",
+}
+"""vLLM's and llama.cpp's, of flags that mean the same here."""
 
 
 def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments; exits with status 2 where one is unknown. Flags that change nothing are told, and left out."""
     known = parser._option_string_actions
-    argv = [SHORT.get(each, each) if SHORT.get(each) in known else each for each in dashed(argv)]
-    args, unknown = parser.parse_known_args(_effective(parser, argv))
+    args, unknown = parser.parse_known_args(_effective(parser, [_renamed(each, known) for each in dashed(argv)]))
     if unknown:
         parser.exit(2, f"{parser.prog}: {unknown_arguments(unknown, known)}")
     return args
+
+
+def _renamed(argument: str, known: Container[str]) -> str:
+    flag, rest = argument.partition("=")[0], argument.partition("=")[1:]
+    ours = OTHER_NAMES.get(flag)
+    return argument if ours is None or flag in known or ours not in known else ours + "".join(rest)
 
 
 def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:

@@ -215,8 +215,8 @@ def test_flags_that_ask_for_what_is_done_anyway_are_named_and_left_out(capsys: p
 def test_vllm_s_short_names_and_other_types() -> None:
     parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
     add_flags(parser, ServerConfig, {ServerConfig: "all"})
-    config = parse(parser, ["-tp", "2", "--dtype", "half"], ServerConfig)[1]
-    assert (config.tensor_parallel_size, config.dtype) == (2, "float16")
+    config = parse(parser, ["-tp", "2", "--dtype", "half", "--num-gpu-blocks-override=9"], ServerConfig)[1]
+    assert (config.tensor_parallel_size, config.dtype, config.num_kv_blocks) == (2, "float16", 9)
 
 
 @pytest.mark.parametrize("command", ["plan", "trace", "quantize", "bench serve", "verify"])
