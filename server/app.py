@@ -40,6 +40,7 @@ from quire.server.observe.metrics import Metrics
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.others import Others
 from quire.server.observe.request_log import RequestLog, RequestLogMiddleware, RequestRecord
+from quire.server.observe.throughput import tell_throughput
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -121,6 +122,7 @@ def create_app(
         group = weights_group(app, client)
         workers: WorkerPool | None = None
         store: Store | None = None
+        telling: asyncio.Task[None] | None = None
         turns, background, beside = Turns(), Background(), ExitStack()
         try:
             store = open_store(config)
@@ -133,8 +135,12 @@ def create_app(
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
             )
+            if not (config.disable_log_stats or isinstance(client, RemoteClient)):
+                telling = asyncio.create_task(tell_throughput(client))
             yield
         finally:
+            if telling is not None:
+                telling.cancel()
             await background.close()
             turns.close()
             if store is not None:
@@ -255,7 +261,7 @@ def _add_middleware(
     spans: OpenTelemetrySpans | None,
 ) -> None:
     """Add the middleware, the innermost first: a request meets the one added last first."""
-    ended: list[Callable[[RequestRecord], None]] = [log_request] if config.log_format == "json" else []
+    ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
     app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))
