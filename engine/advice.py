@@ -22,8 +22,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def foreign_flags() -> dict[str, str]:
     """What to do instead of flags of other servers, by flag without its dashes; from advice.toml."""
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {flag: text for text, flags in table.items() for flag in flags.split()}
+    return {
+        flag.rstrip("="): text
+        for section in _read().values()
+        for text, flags in section.items()
+        for flag in flags.split()
+    }
+
+
+def without_effect() -> dict[str, tuple[str, bool]]:
+    """Those of them that may be given: why they change nothing, and whether a value follows."""
+    found = [(flag, why) for why, flags in _read()["without_effect"].items() for flag in flags.split()]
+    return {flag.rstrip("="): (why, flag.endswith("=")) for flag, why in found}
+
+
+def _read() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def on_flag(flag: str, known: Iterable[str]) -> str:

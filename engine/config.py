@@ -8,9 +8,9 @@ import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from quire.engine import advice
@@ -34,7 +34,14 @@ DISK_GIB = 10
 """What --kv-offload-dir may take where nothing is said."""
 
 _UNITS = {"k": 1000, "K": 1024, "m": 10**6, "M": 2**20}
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+
+def _plain_dtype(given: Any) -> Any:
+    """vLLM's other names."""
+    return {"half": "float16", "float": "float32"}.get(given, given) if isinstance(given, str) else given
+
+
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], BeforeValidator(_plain_dtype)]
 Settings = TypeVar("Settings", bound=BaseModel)
 
 

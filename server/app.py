@@ -40,12 +40,20 @@ from quire.server.observe.metrics import Metrics
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
 from quire.server.observe.others import Others
 from quire.server.observe.request_log import RequestLog, RequestLogMiddleware, RequestRecord
+from quire.server.observe.throughput import tell_throughput
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
 from quire.server.protocol.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.protocol.decisions import DecisionRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.server.protocol.ollama import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
 from quire.server.protocol.pooling import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -72,6 +80,7 @@ from quire.server.routes import (
     tokenize,
 )
 from quire.server.routes.bodies import with_bodies
+from quire.server.routes.ollama import endpoints as ollama
 from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Runtime
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
@@ -113,6 +122,7 @@ def create_app(
         group = weights_group(app, client)
         workers: WorkerPool | None = None
         store: Store | None = None
+        telling: asyncio.Task[None] | None = None
         turns, background, beside = Turns(), Background(), ExitStack()
         try:
             store = open_store(config)
@@ -125,8 +135,12 @@ def create_app(
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
             )
+            if not (config.disable_log_stats or isinstance(client, RemoteClient)):
+                telling = asyncio.create_task(tell_throughput(client))
             yield
         finally:
+            if telling is not None:
+                telling.cancel()
             await background.close()
             turns.close()
             if store is not None:
@@ -185,14 +199,15 @@ def _tell_version(app: FastAPI, version: str) -> None:
 
 
 def _add_routes(app: FastAPI) -> None:
-    generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations)
+    generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
     for module in (*generating, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
-    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest)
+    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest)
+    with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
 def _runtime(
@@ -246,7 +261,7 @@ def _add_middleware(
     spans: OpenTelemetrySpans | None,
 ) -> None:
     """Add the middleware, the innermost first: a request meets the one added last first."""
-    ended: list[Callable[[RequestRecord], None]] = [log_request] if config.log_format == "json" else []
+    ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
     app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))

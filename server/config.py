@@ -107,7 +107,7 @@ class ServerConfig(EngineConfig):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Level of Quire's log")
     log_format: Literal["text", "json"] = Field(
-        "text", description="json: an object a line, and one line per request with its id"
+        "text", description="json: an object a line, with the ids of a request in its line"
     )
     otlp_traces_endpoint: str | None = Field(
         None, description="OTLP address (HTTP) to send OpenTelemetry traces to; needs the extra otel"
@@ -115,7 +115,8 @@ class ServerConfig(EngineConfig):
     uvicorn_log_level: Literal["debug", "info", "warning", "error"] = Field(
         "warning", description="Level of the HTTP server's log"
     )
-    disable_access_log: bool = Field(True, description="No line per HTTP request")
+    disable_access_log: bool = Field(False, description="No line per HTTP request")
+    disable_log_stats: bool = Field(False, description="No line of throughput every 10 s while requests run")
     shutdown_timeout: float = Field(
         30.0, ge=0, description="Seconds that open requests get to finish on Ctrl-C, SIGTERM or SIGHUP"
     )

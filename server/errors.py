@@ -53,6 +53,8 @@ ANTHROPIC = {
 """Anthropic's error types by HTTP status; other statuses have invalid_request_error below 500, api_error from there."""
 MESSAGES = "/v1/messages"
 """The routes below it are Anthropic's."""
+OLLAMA = "/api/"
+"""The routes below it are Ollama's."""
 RETRY_AFTER_SECONDS = "1"
 UNEXPECTED = "The server had an error while processing your request. The log says more"
 
@@ -79,7 +81,13 @@ class Failure:
         """The JSON body in the form of the API that the path belongs to."""
         if path == MESSAGES or path.startswith(MESSAGES + "/"):
             return self.anthropic()
+        if path.startswith(OLLAMA):
+            return self.ollama()
         return error_body(self.message, self.kind, self.param, self.code)
+
+    def ollama(self) -> bytes:
+        """A message alone."""
+        return encode_ascii({"error": self.message})
 
     def anthropic(self) -> bytes:
         """It has no field for the parameter, so the message names it."""

@@ -15,8 +15,8 @@ from quire.server.config import ServerConfig
 from quire.server.encoding import PING
 from quire.server.errors import stream_error
 
+MEDIA = b"text/event-stream; charset=utf-8"
 HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back to fill its buffers
 )
@@ -40,19 +40,25 @@ class EventStream(EventSourceResponse):
         headers: Mapping[str, str],
         config: ServerConfig,
         *,
+        media: bytes = MEDIA,
         ping: bytes = PING,
         failed: Callable[[Exception], bytes] = stream_error,
         transport: BurstTransport | None = None,
     ) -> None:
-        """`ping` is sent after a silence, `failed` writes the last event of a stream that an error ends. What makes
-        the chunks may write some to `transport` itself, while it is asked for the next."""
+        """`media`: the type of what is sent. `ping` is sent after a silence, `failed` writes the last event of a stream
+        that an error ends. What makes the chunks may write some to `transport` itself, while it is asked for the
+        next."""
         super().__init__(
             chunks,
             ping=config.sse_ping,
             client_close_handler_callable=self._on_disconnect,
         )
         # The base class would add `connection: keep-alive`, which HTTP/1.1 assumes and a closing server contradicts.
-        self.raw_headers = [*HEADERS, *((name.lower().encode(), value.encode()) for name, value in headers.items())]
+        self.raw_headers = [
+            (b"content-type", media),
+            *HEADERS,
+            *((name.lower().encode(), value.encode()) for name, value in headers.items()),
+        ]
         self._chunks = chunks
         self._close = close
         self._ping_event = ping

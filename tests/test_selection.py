@@ -99,11 +99,8 @@ def test_none_begins_when_the_time_is_over(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("spread_over", [(), ("--numprocesses", "1")], ids=["alone", "xdist"])
 def test_a_run_that_is_ended_names_the_test_that_is_running(tmp_path: Path, spread_over: tuple[str, ...]) -> None:
-    (tmp_path / "test_hanging.py").write_text(HANGING)
     begun = tmp_path / "begun"
-    (tmp_path / "test_hanging.py").write_text(
-        HANGING.replace("print(", f"open({str(begun)!r}, 'w').write('') or print(")
-    )
+    (tmp_path / "test_hanging.py").write_text(HANGING.replace("BEGUN", repr(str(begun))))
     with subprocess.Popen(
         command(tmp_path, "-s", *spread_over), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

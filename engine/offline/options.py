@@ -6,13 +6,16 @@ EngineConfig is where an option is added; tests/engine/offline/test_options.py t
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
+from quire.engine.advice import without_effect
 from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig, load
 from quire.engine.errors import ConfigError
 
+logger = logging.getLogger(__name__)
 _F = TypeVar("_F", bound=Callable[..., None])
 
 
@@ -88,8 +91,16 @@ def documented(init: _F) -> _F:
 
 
 def engine_config(model: str | Path | None, options: EngineOptions) -> EngineConfig:
-    """Raises ConfigError for a bad option or QUIRE_* variable, with what to write instead."""
+    """Options of vLLM's that change nothing are named in the log, and left out. Raises ConfigError for a bad option or
+    QUIRE_* variable, with what to write instead."""
     if model is not None and not isinstance(model, str | Path):
         raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
-    given = {} if model is None else {"model": str(model)}
-    return load(EngineConfig, {**given, **options}, origin="argument {key}")
+    given: dict[str, Any] = {} if model is None else {"model": str(model)}
+    harmless = without_effect()
+    for name, value in options.items():
+        why, _ = harmless.get(name.replace("_", "-"), ("", False))
+        if not why:
+            given[name] = value
+        elif value is not None and value is not False:
+            logger.warning("%s changes nothing: %s", name, why)
+    return load(EngineConfig, given, origin="argument {key}")

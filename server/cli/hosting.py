@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import ssl
@@ -73,13 +72,11 @@ class HttpServer(uvicorn.Server):
                 ssl_context_factory=None if tls is None else lambda *_: tls,
                 log_config=None,
                 log_level=config.uvicorn_log_level,
-                access_log=not config.disable_access_log,
+                access_log=False,  # server/observe/logs.py writes it
                 timeout_keep_alive=75,  # longer than the minute of most proxies, which might reuse a closed connection
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
-        if not config.disable_access_log:
-            logging.getLogger("uvicorn.access").setLevel(logging.INFO)  # whatever --uvicorn-log-level says
         self._models = models
         self._on_ready = on_ready
         self._patience = config.shutdown_timeout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -43,7 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `quire argv`; the exit status is 0 for success, 1 for a failure and 2 for a mistake in the command."""
     started = time.perf_counter()
     open_standard_streams()
-    args = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given and given[0].startswith("-") and given[0] not in ("-h", "--help", "--version"):
+        print(f"quire: flags follow a command: quire serve {shlex.join(given)}", file=sys.stderr)
+        return 2
+    args = _parser().parse_args(given)
     if args.command is None:
         _parser().print_help()
         return 0
@@ -84,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="quire",
         usage="quire [-h] [--version] COMMAND ...",
         description=f"Quire serves large language models behind the OpenAI API.\n\ncommands:\n{listing}",
-        epilog="`quire COMMAND --help` lists a command's flags.",
+        epilog="`quire COMMAND --help` lists a command's flags, the common ones where there are many.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"quire {VERSION}")

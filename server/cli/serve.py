@@ -59,6 +59,7 @@ def main(argv: Sequence[str], started: float) -> int:
         epilog="Each setting may also come from a QUIRE_* environment variable (--max-model-len: QUIRE_MAX_MODEL_LEN) "
         "or a TOML file (max_model_len = 4096); flags win over variables, variables over the file.",
         allow_abbrev=False,
+        add_help=False,
     )
     parser.add_argument(
         "name",

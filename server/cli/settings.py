@@ -19,25 +19,62 @@ from quire.engine.errors import ConfigError
 from quire.server.cli.unknown_flags import parse_known
 from quire.server.config import ServerConfig
 
+COMMON = (
+    *("model", "host", "port", "api_key_file", "served_model_name", "data_dir"),
+    *("max_model_len", "quantization", "kv_cache_dtype", "tensor_parallel_size", "threads", "enable_lora"),
+)
+"""The settings that --help shows; --help=all shows all."""
+
+
+class _Help(argparse.Action):
+    """Prints the common flags, or with =all all of them, and exits with status 0."""
+
+    rare: list[argparse.Action]
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: object, flag: object = None) -> None:
+        if values != "all":
+            for action in self.rare:
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        if values != "all" and self.rare:
+            print(f"\n{len(self.rare)} more flags: {parser.prog} --help=all")
+        parser.exit()
+
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> None:
-    """Add --config and the flags of `add_fields`."""
+    """Add --help, --config and the flags of `add_fields`. The parser has no --help of its own."""
+    shown = parser.add_argument(
+        *("-h", "--help"),
+        action=_Help,
+        nargs="?",
+        metavar="all",
+        default=argparse.SUPPRESS,
+        help="show the common flags, with =all all of them, and exit",
+    )
+    assert isinstance(shown, _Help)
     parser.add_argument(
         "--config", metavar="FILE", help=f"TOML file of settings, or a preset: {', '.join(presets()) or 'none'}"
     )
-    add_fields(parser, model, titles)
+    actions = add_fields(parser, model, titles)
+    shown.rare = [action for name, action in actions.items() if name not in COMMON]
 
 
-def add_fields(parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]) -> None:
-    """Add one flag per field of `model`, under the title of the first class in `titles` that has it.
+def add_fields(
+    parser: argparse.ArgumentParser, model: type[BaseModel], titles: Mapping[type[BaseModel], str]
+) -> dict[str, argparse.Action]:
+    """Add one flag per field of `model`, under the title of the first class in `titles` that has it. Returns these by
+    the fields' names.
 
     Fields of none of these classes get no flag.
     """
+    actions = {}
     sections = {base: parser.add_argument_group(title) for base, title in titles.items()}
     for name, field in model.model_fields.items():
         section = next((group for base, group in sections.items() if name in base.model_fields), None)
         if section is not None:
-            section.add_argument("--" + name.replace("_", "-"), **_form(field), help=_help(field))
+            flag = "--" + name.replace("_", "-")
+            actions[name] = section.add_argument(flag, **_form(field), help=_help(field))
+    return actions
 
 
 def parse(

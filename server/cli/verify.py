@@ -66,7 +66,11 @@ class Check:
 def main(argv: Sequence[str], started: float) -> int:
     """Returns the exit status: 0 if all tokens were the same, else 1."""
     parser = argparse.ArgumentParser(
-        prog="quire verify", usage="quire verify [MODEL] [flags]", description=__doc__, allow_abbrev=False
+        prog="quire verify",
+        usage="quire verify [MODEL] [flags]",
+        description=__doc__,
+        allow_abbrev=False,
+        add_help=False,
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="local directory or hub id; default: the embedded one")
     parser.add_argument("--requests", type=int, default=24, metavar="N", help="requests to compare (default: 24)")

@@ -62,4 +62,5 @@ def log_request(record: RequestRecord) -> None:
         "status": record.status,
         "milliseconds": round((record.ended - record.arrived) * 1000, 3),
     }
-    access.info("%s %s %s", record.method, record.path, record.status, extra=extra)
+    about = record.method, record.path, record.status, extra["milliseconds"]
+    access.info("%s %s %s in %.0f ms", *about, extra=extra)

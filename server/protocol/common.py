@@ -40,8 +40,20 @@ NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "verbosity": ("medium",),
     "web_search_options": (),
+    "regex": (),
+    "stop_regex": (),
+    "ebnf": (),
+    "grammar": (),
+    "json_schema": (),
 }
 """Parameters that would change the answer but are not supported, with the values at which they change nothing."""
+INSTEAD: Mapping[str, str] = {
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "grammar": "structured_outputs.grammar",
+    "json_schema": "structured_outputs.json, or response_format",
+}
+"""What means the same here as parameters of SGLang's and llama.cpp's servers."""
 
 NOT_WITH_BEAM_SEARCH = (
     *("stream", "echo", "best_of", "stop", "min_tokens", "top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids"),
@@ -86,7 +98,8 @@ class RequestBody(BaseModel):
             if harmless is None:
                 ignored.append(name)
             elif not any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in harmless):
-                raise InvalidRequest(f"{name} is not supported", param=name)
+                hint = f": use {INSTEAD[name]}" if name in INSTEAD else ""
+                raise InvalidRequest(f"{name} is not supported{hint}", param=name)
         return ignored
 
 

@@ -11,7 +11,7 @@ from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_TOOLS, AtMost
 from quire.server.protocol.items import InputWithReferences
 from quire.server.protocol.tools import Name
-from quire.server.protocol.translated import Given, TranslatedBody
+from quire.server.protocol.translated import EXTENSIONS, Given, TranslatedBody
 
 MAX_INCLUDED = 32
 MAX_METADATA = 16
@@ -132,6 +132,7 @@ class ResponsesRequest(TranslatedBody):
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
     }
+    taken: ClassVar[tuple[str, ...]] = (*EXTENSIONS, "top_k", "stop", "include_reasoning")
 
     model: str | None = None
     input: InputWithReferences = ""

@@ -38,17 +38,19 @@ class Given(BaseModel):
 class TranslatedBody(RequestBody):
     called: ClassVar[Mapping[str, str]] = {}
     """What fields of a chat are called in this API, where it has them under other names."""
+    taken: ClassVar[tuple[str, ...]] = EXTENSIONS
+    """Fields of a chat that this API takes by their names."""
 
     def extensions(self) -> dict[str, Any]:
         """The fields that go into the chat as they are."""
-        return {name: value for name, value in (self.model_extra or {}).items() if name in EXTENSIONS}
+        return {name: value for name, value in (self.model_extra or {}).items() if name in self.taken}
 
     def ignored_params(self) -> list[str]:
         """Names of parameters that have no effect. Raises InvalidRequest for one that should have had one: all other
         fields of a chat."""
         for name, value in (self.model_extra or {}).items():
             field = ChatRequest.model_fields.get(name)
-            if field is None or name in EXTENSIONS:
+            if field is None or name in self.taken:
                 continue
             if value != field.get_default(call_default_factory=True):
                 hint = f": use {self.called[name]}" if name in self.called else ""

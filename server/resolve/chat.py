@@ -59,6 +59,7 @@ def chat_call(
     message = message_format(body, tools, prompt, model)
     begun = None if message is None else message.begun
     thinking = thinking_budget(body.thinking_token_budget, model.formats.reasoning, begun, model.tokenizer)
+    grammars = answer_grammars(body, tools, message, model)
     return resolved(
         body,
         id_prefix=id_prefix,
@@ -68,7 +69,8 @@ def chat_call(
         logprobs=body.logprobs,
         headers=headers,
         message=message,
-        grammars=answer_grammars(body, tools, message, model),
+        grammars=grammars,
+        parts=tools.schemas if grammars else (),
         echo=body.echo,
     )
 

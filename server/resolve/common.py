@@ -34,6 +34,8 @@ class Resolved:
     """Without its tenant, of whom only the server's own process knows."""
     grammars: Sequence[tuple[str, Grammar]] = ()
     """To be checked, in this order, each with the parameter that an error names."""
+    parts: Sequence[tuple[str, Grammar]] = ()
+    """What the last grammar is made of, each with the field that it comes from."""
 
 
 def measured(
@@ -65,9 +67,10 @@ def resolved(
     echo: bool = False,
     echo_only: bool = False,
     grammars: Sequence[tuple[str, Grammar]] = (),
+    parts: Sequence[tuple[str, Grammar]] = (),
 ) -> Resolved:
     """The spec of a body whose prompts and parameters are resolved; `model` is the name for the answer. The last of
-    `grammars` is the answers'.
+    `grammars` is the answers', made of `parts`.
 
     Raises InvalidRequest for beam search with a grammar, for log probabilities of too long prompts, and for more lists
     of token ids than the answers may carry.
@@ -109,7 +112,7 @@ def resolved(
         tokens_as_token_ids=body.return_tokens_as_token_ids,
         headers=headers,
     )
-    return Resolved(spec, grammars)
+    return Resolved(spec, grammars, parts)
 
 
 def _repetition(body: GenerationBody) -> RepetitionRule | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from quire.engine.errors import InvalidRequest
@@ -23,10 +25,12 @@ def resolve_completion(given: bytes, model: ServedModel, config: ServerConfig) -
     return completion_call(parse(given, CompletionRequest), model, config)
 
 
-def completion_call(body: CompletionRequest, model: ServedModel, config: ServerConfig) -> Resolved:
-    """Raises as above."""
+def completion_call(
+    body: CompletionRequest, model: ServedModel, config: ServerConfig, *, ignored: Sequence[str] = ()
+) -> Resolved:
+    """Raises as above. `ignored`: more names of parameters without effect."""
     name = model.answer_name(body.model)
-    headers = ignored_header(body.ignored_params(), config.strict)
+    headers = ignored_header([*ignored, *body.ignored_params()], config.strict)
     check_logprobs("logprobs", body.logprobs, config.max_logprobs)
     check_logprobs("prompt_logprobs", body.prompt_logprobs, config.max_logprobs)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -29,11 +29,16 @@ from quire.server.served_model import ServedModel
 def resolve_embedding(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:
     """Raises ModelNotFound, and InvalidRequest naming the parameter."""
     body = parse(given, EmbeddingRequest)
+    return embedding_spec(body, EmbeddingsAnswer(body.encoding_format), model, config)
+
+
+def embedding_spec(
+    body: EmbeddingRequest, answer: VectorAnswer, model: ServedModel, config: ServerConfig
+) -> VectorSpec:
+    """Raises as above."""
     check_asked(body, "embed", model)
     params = embedding_params(body, model)
-    return vector_spec(
-        body, "embd", input_ids(body, model), params, EmbeddingsAnswer(body.encoding_format), model, config
-    )
+    return vector_spec(body, "embd", input_ids(body, model), params, answer, model, config)
 
 
 def resolve_pooling(given: bytes, model: ServedModel, config: ServerConfig) -> VectorSpec:

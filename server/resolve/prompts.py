@@ -200,13 +200,14 @@ def check_fits(model: ServedModel, text: str, param: str) -> None:
     """
     if len(text) <= SLICE:
         return
-    longest, tokens = model.context_length, 0
+    longest, tokens, read = model.context_length, 0, 0
     for piece in slices(text):
         tokens += len(model.tokenizer.encode(piece, add_special_tokens=False))
+        read += len(piece)
         if tokens > longest + longest // 10 + len(text) // SLICE:
             raise ContextLengthExceeded(
-                f"This model's maximum context length is {longest} tokens, but {param} came to more than that. "
-                "Please shorten it",
+                f"This model's maximum context length is {longest} tokens, but {param} came to about "
+                f"{tokens * len(text) // read} tokens. Please shorten it",
                 param=param,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,8 @@ from quire.server.formats.grammars import literal
 from quire.server.formats.tools.format import ANY_OBJECT, Tool, ToolFormat
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.tools import NamedTool
+
+PLACE = "tools[{}].function.parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,12 @@ class ToolUse:
     """Arguments follow their schema in calls that the model decides on, too."""
     parallel: bool = True
 
+    @property
+    def schemas(self) -> list[tuple[str, Grammar]]:
+        """The schemas of the tools, each with the field that it comes from, in case that their grammar is wrong."""
+        schemas = enumerate(tool.parameters for tool in self.known.values())
+        return [(PLACE.format(index), Grammar("json", json.dumps(schema))) for index, schema in schemas]
+
     def grammar(self, tokenizer: Tokenizer, *, alone: bool = False) -> Grammar | None:
         """The grammar of an answer that must call a tool, or whose calls are strict; None: it is free.
 
@@ -40,7 +49,6 @@ class ToolUse:
         if self.format is None or not (self.must_call or self.strict or alone):
             return None
         tools, must = self.must_call or list(self.known.values()), alone or bool(self.must_call)
-
         try:
             text = self.format.grammar(tools, self.parallel, partial(literal, tokenizer=tokenizer), must=must)
             return Grammar("lark", text)
@@ -82,7 +90,7 @@ def _parameters(schema: dict[str, Any] | None, index: int) -> Mapping[str, Any]:
     """The schema of the arguments. Parsers and grammars rely on what is checked here: the form of its first level."""
     if not schema:
         return ANY_OBJECT if schema is None else {**ANY_OBJECT, **schema}
-    place = f"tools[{index}].function.parameters"
+    place = PLACE.format(index)
     if schema.get("type", "object") != "object":
         raise InvalidRequest(f"{place}: arguments are an object, so its type must be object", param="tools")
     properties, required = schema.get("properties", {}), schema.get("required", [])

@@ -66,7 +66,7 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
     """The same of a call that is resolved."""
     tenant = tenant_of(request.scope)
     if call.grammars:
-        await _unless_left(request, runtime_of(request).grammars.check(call.grammars, tenant))
+        await _unless_left(request, runtime_of(request).grammars.check(call.grammars, tenant, call.parts))
     spec = call.spec
     urgency = runtime_of(request).gateways.priority(request.scope)
     return replace(

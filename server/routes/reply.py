@@ -41,7 +41,8 @@ async def reply(
         headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
         return EventStream(
             *(events, close, headers, runtime.config),
-            ping=writer.PING,
+            media=writer.MEDIA,
+            ping=writer.ping,
             failed=writer.failed,
             transport=transport,
         )

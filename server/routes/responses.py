@@ -130,7 +130,7 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
     events = events_of(generation, writer, spec, runtime.turns, nothing)
     runtime.background.start((keeper.owner, spec.answer_id), running, events, ended)
     if spec.stream:
-        return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.PING)
+        return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.ping)
     return Response(queued, 200, dict(spec.headers), "application/json")
 
 

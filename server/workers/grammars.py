@@ -19,6 +19,8 @@ from quire.server.workers.pool import WorkerPool
 from quire.server.workers.worker import Limits
 
 _KEPT_VERDICTS = 64
+_MOST_PARTS = 32
+"""Parts of a wrong grammar that are checked by themselves."""
 _LIMITS = Limits(seconds=30.0, memory=MAX_CHECK_MEMORY)
 """Of a worker's first grammar, before which it reads the vocabulary. MAX_CPU_SECONDS limits the check itself."""
 
@@ -51,21 +53,34 @@ class GrammarChecker:
         self._workers = workers
         self._verdicts: OrderedDict[Grammar, str | None] = OrderedDict()
 
-    async def check(self, grammars: Sequence[tuple[str, Grammar]], tenant: Tenant) -> None:
+    async def check(
+        self,
+        grammars: Sequence[tuple[str, Grammar]],
+        tenant: Tenant,
+        parts: Sequence[tuple[str, Grammar]] = (),
+    ) -> None:
         """Raises InvalidRequest, which names the parameter beside it, for the first grammar that is wrong, not
-        supported or too complex, and what WorkerPool.run raises."""
+        supported or too complex, and what WorkerPool.run raises. `parts`: what the last grammar is made of; if one of
+        these is wrong by itself, the error is about it, in words that its author knows."""
         for param, grammar in grammars:
-            if grammar not in self._verdicts:
-                self._verdicts[grammar] = await self._verdict(grammar, tenant)
-                if len(self._verdicts) > _KEPT_VERDICTS:
-                    self._verdicts.popitem(last=False)
-            self._verdicts.move_to_end(grammar)
-            wrong = self._verdicts[grammar]
-            if wrong is not None:
-                raise InvalidRequest(f"{param}: {wrong}", param=param)
+            wrong = await self._verdict(grammar, tenant)
+            if wrong is None:
+                continue
+            for name, part in parts[:_MOST_PARTS] if grammar is grammars[-1][1] else ():
+                if (own := await self._verdict(part, tenant)) is not None:
+                    raise InvalidRequest(f"{name}: {own}", param=param)
+            raise InvalidRequest(f"{param}: {wrong}", param=param)
 
     async def _verdict(self, grammar: Grammar, tenant: Tenant) -> str | None:
         """What is wrong with the grammar; None: nothing."""
+        if grammar not in self._verdicts:
+            self._verdicts[grammar] = await self._checked(grammar, tenant)
+            if len(self._verdicts) > _KEPT_VERDICTS:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(grammar)
+        return self._verdicts[grammar]
+
+    async def _checked(self, grammar: Grammar, tenant: Tenant) -> str | None:
         too_complex = InvalidRequest("too complex to be compiled")
         try:
             await self._workers.within(_LIMITS, check, [msgspec.json.encode(grammar)], tenant, too_complex, slow=True)

@@ -225,7 +225,7 @@ async def test_nothing_outlives_the_command(tmp_path: Path) -> None:
 
 
 async def test_all_api_processes_drain(tmp_path: Path, expected: dict[str, Any]) -> None:
-    async with served(tmp_path / "log") as (server, client):
+    async with served(tmp_path / "log", "--shutdown-timeout", "200") as (server, client):
         streams = [asyncio.create_task(answer(client, LONG)) for _ in range(STREAMS)]
         await running(server, STREAMS)
         server.process.send_signal(signal.SIGTERM)

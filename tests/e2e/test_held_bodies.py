@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.attacks import ASKED, CHAT, COMPLETIONS, RESPONSES, TOKENIZE, Attack, encoded
-from tests.e2e.server import Server
-from tests.e2e.test_hostile_bodies import FLAGS, LAX, MAX_GROWTH, TENANTS, honest, peak
-from tests.tree import ROOT
+from tests.e2e.hostile import LAX, MAX_GROWTH, TENANTS, Watched, honest, watched_server
 from tests.variants import nightly
 
 pytestmark = pytest.mark.slow
@@ -62,29 +58,17 @@ HELD = [
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server that stores responses, and its blocks."""
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """A server that stores responses."""
     folder = tmp_path_factory.mktemp("held")
-    program = folder / "quire"
-    program.write_text(f"#!{sys.executable}\nfrom tests.e2e.watched_server import run\nrun()\n")
-    program.chmod(0o755)
-    blocks = folder / "blocks"
-    blocks.touch()
-    keys = [part for key in TENANTS for part in ("--api-key", key)]
-    env = {"BLOCKS": str(blocks), "PYTHONPATH": str(ROOT)}
-    server = Server(folder / "log", *FLAGS, *keys, "--data-dir", str(folder / "data"), quire=program, env=env)
-    with client(server, TENANTS[-1]) as http:  # what starts once
-        http.post(RESPONSES, json={"input": "Hi " * 3000, "max_output_tokens": 1, "truncate_prompt_tokens": 9})
-    yield server, blocks
-    assert server.stop() == 0
-
-
-def client(server: Server, key: str) -> httpx.Client:
-    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+    with watched_server(folder, "--data-dir", str(folder / "data")) as server:
+        with server.client(TENANTS[-1]) as http:  # what starts once
+            http.post(RESPONSES, json={"input": "Hi " * 3000, "max_output_tokens": 1, "truncate_prompt_tokens": 9})
+        yield server
 
 
 @asynccontextmanager
-async def unread(server: Server, path: str, body: bytes, key: str) -> AsyncIterator[int]:
+async def unread(server: Watched, path: str, body: bytes, key: str) -> AsyncIterator[int]:
     """Send a request, and read no more of its answer than the status, which is given, until the block ends."""
     with socket.socket() as plain:
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -100,23 +84,22 @@ async def unread(server: Server, path: str, body: bytes, key: str) -> AsyncItera
 
 
 @pytest.mark.parametrize("attack", HELD, ids=lambda attack: attack.name)
-def test_many_large_bodies_whose_answers_wait(watched: tuple[Server, Path], attack: Attack) -> None:
-    server, _ = watched
-    body, before = encoded(attack), peak(server)
-    statuses = asyncio.run(held_open(server, attack, body))
-    assert peak(server) - before < MAX_GROWTH
+def test_many_large_bodies_whose_answers_wait(watched: Watched, attack: Attack) -> None:
+    body, before = encoded(attack), watched.peak()
+    statuses = asyncio.run(held_open(watched, attack, body))
+    assert watched.peak() - before < MAX_GROWTH
     (wanted,) = attack.statuses
     assert wanted in statuses
     assert statuses <= {wanted, 408, 503}
     deadline = time.monotonic() + 60
     headers = {"Content-Type": "application/json"}
-    with client(server, TENANTS[0]) as http:
+    with watched.client(TENANTS[0]) as http:
         while (answer := http.post(attack.path, content=body, headers=headers)).status_code != wanted:
             assert time.monotonic() < deadline, f"what was held is not given back: {answer.text}"
             time.sleep(0.2)
 
 
-async def held_open(server: Server, attack: Attack, body: bytes) -> set[int]:
+async def held_open(server: Watched, attack: Attack, body: bytes) -> set[int]:
     done, enough, answered = asyncio.Event(), asyncio.Event(), asyncio.Semaphore(0)
     others = asyncio.create_task(honest(server, done))
     statuses: list[int] = []
@@ -143,21 +126,14 @@ async def held_open(server: Server, attack: Attack, body: bytes) -> set[int]:
     return set(statuses)
 
 
-def test_a_conversation_that_grows_holds_nobody_up(watched: tuple[Server, Path]) -> None:
-    server, blocks = watched
-    before, began = peak(server), time.monotonic()
-    asyncio.run(grown(server))
-    assert peak(server) - before < MAX_GROWTH
-    longest = [block for at, block in blocks_of(blocks) if at > began]
-    assert max(longest, default=0.0) < LAX
+def test_a_conversation_that_grows_holds_nobody_up(watched: Watched) -> None:
+    before, began = watched.peak(), time.monotonic()
+    asyncio.run(grown(watched))
+    assert watched.peak() - before < MAX_GROWTH
+    assert watched.longest_block(began) < LAX
 
 
-def blocks_of(path: Path) -> list[tuple[float, float]]:
-    lines = (line.split() for line in path.read_text().splitlines())
-    return [(float(at), float(seconds)) for at, seconds in lines]
-
-
-async def grown(server: Server) -> None:
+async def grown(server: Watched) -> None:
     """Five messages of 10,000 empty parts, again and again until there are too many; then what reads them."""
     done = asyncio.Event()
     others = asyncio.create_task(honest(server, done))

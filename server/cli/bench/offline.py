@@ -22,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
         usage="quire bench offline [MODEL] [flags]",
         description=__doc__,
         allow_abbrev=False,
+        add_help=False,
         conflict_handler="resolve",  # the workload and the engine both have a flag --seed; one serves both
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="model to load")

@@ -38,7 +38,11 @@ def connect(url: str | None, config: ServerConfig, key: str | None, cacert: Path
 
 def main(argv: Sequence[str], started: float) -> int:
     parser = argparse.ArgumentParser(
-        prog="quire chat", usage="quire chat [MODEL | --url URL] [flags]", description=__doc__, allow_abbrev=False
+        prog="quire chat",
+        usage="quire chat [MODEL | --url URL] [flags]",
+        description=__doc__,
+        allow_abbrev=False,
+        add_help=False,
     )
     parser.add_argument("name", nargs="?", metavar="MODEL", help="model to load, or to ask for at --url")
     add_server_flags(parser, None, key="bearer")

@@ -225,6 +225,7 @@ def main(argv: Sequence[str], started: float) -> int:
         description="Answer a file of requests in OpenAI's batch format offline; results are written as they finish. "
         "The exit status is 1 if any request failed.",
         allow_abbrev=False,
+        add_help=False,
     )
     parser.add_argument("file", metavar="FILE.jsonl", type=Path, help="one request a line; -: stdin")
     parser.add_argument(

@@ -20,7 +20,7 @@ Namer = Callable[[int], str]
 def completion_logprobs(
     tokens: Sequence[TokenText], tokenizer: Tokenizer, *, as_token_ids: bool = False
 ) -> dict[str, Any]:
-    """Four lists with one entry per token. top_logprobs has the picked token too, however unlikely it is."""
+    """Four lists with one entry per token. top_logprobs has the picked token too, first, as in vLLM."""
     name = token_id_name if as_token_ids else tokenizer.token_text
     return {
         "tokens": [name(token.token_id) for token in tokens],
@@ -63,7 +63,7 @@ def _by_token_id(logprob: TokenLogprob, tokenizer: Tokenizer) -> dict[str, dict[
 
 def _by_name(logprob: TokenLogprob, name: Namer) -> dict[str, float]:
     entries: dict[str, float] = {}
-    for token_id, value in [*logprob.top, (logprob.token_id, logprob.logprob)]:
+    for token_id, value in [(logprob.token_id, logprob.logprob), *logprob.top]:
         entries.setdefault(name(token_id), _finite(value))
     return entries
 

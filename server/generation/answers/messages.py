@@ -27,7 +27,9 @@ DELTAS = {
 class MessagesWriter(AnswerWriter):
     """Each part of the answer is a content block; an answer without any has one empty text."""
 
-    PING = encode_event("ping", {"type": "ping"})
+    @property
+    def ping(self) -> bytes:
+        return encode_event("ping", {"type": "ping"})
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._spec = spec

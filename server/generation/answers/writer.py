@@ -21,11 +21,16 @@ from quire.server.generation.spec import GenerationSpec
 class AnswerWriter(ABC):
     """Writes one call's deltas as server-sent events, or its whole answers as one body."""
 
-    PING: ClassVar[bytes] = PING
-    """What a silent stream sends to stay alive."""
+    MEDIA: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    """The type of a stream."""
     _usage: Usage | None = None
     weights_version: str = ""
     """Of the weights that computed the last token so far; told before each step and the end."""
+
+    @property
+    def ping(self) -> bytes:
+        """What a silent stream sends to stay alive."""
+        return PING
 
     def tell_usage(self, usage: Usage) -> None:
         """The usage so far, told before each step where the spec has continuous_usage."""

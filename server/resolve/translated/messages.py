@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
@@ -31,7 +30,7 @@ from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.prompts import rendered
 from quire.server.resolve.tokenize import Reply
 from quire.server.resolve.tools import tool_use
-from quire.server.resolve.translated.names import named_by_caller
+from quire.server.resolve.translated.names import in_own_words, named_by_caller
 from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
@@ -66,7 +65,7 @@ def resolve_message(given: bytes, model: ServedModel, config: ServerConfig) -> R
         }
         chat = as_chat(body, model, fields)
         call = chat_call(chat, model, config, id_prefix="msg_", ignored=ignored)
-    return replace(call, grammars=[(NAMES.get(param, param), grammar) for param, grammar in call.grammars])
+    return in_own_words(call, NAMES)
 
 
 def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:

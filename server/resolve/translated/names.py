@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from quire.engine.errors import InvalidRequest
+from quire.server.resolve.common import Resolved
 
 
 @contextmanager
@@ -19,6 +21,13 @@ def named_by_caller(names: Mapping[str, str]) -> Iterator[None]:
         error.args = (error.message,)
         error.param = names.get(error.param or "", error.param)
         raise
+
+
+def in_own_words(call: Resolved, names: Mapping[str, str]) -> Resolved:
+    """The call, with the caller's names of the fields that its grammars come from."""
+    grammars = [(names.get(param, param), grammar) for param, grammar in call.grammars]
+    parts = [(in_words_of_caller(place, None, names), grammar) for place, grammar in call.parts]
+    return replace(call, grammars=grammars, parts=parts)
 
 
 def in_words_of_caller(message: str, param: str | None, names: Mapping[str, str]) -> str:

@@ -32,7 +32,7 @@ from quire.server.resolve.parse import parse, validated
 from quire.server.resolve.translated.custom_tools import function_of, holds_patterns
 from quire.server.resolve.translated.history import before, in_conversation, kept_items, referred
 from quire.server.resolve.translated.items import turns_of
-from quire.server.resolve.translated.names import named_by_caller
+from quire.server.resolve.translated.names import in_own_words, named_by_caller
 from quire.server.resolve.translated.system_turns import placed
 from quire.server.served_model import ServedModel
 
@@ -77,8 +77,7 @@ def resolve_response(given: bytes, model: ServedModel, config: ServerConfig, *, 
         previous=body.previous_response_id,
         conversation=body.conversation_id,
     )
-    grammars = [(NAMES.get(param, param), grammar) for param, grammar in call.grammars]
-    return Resolved(replace(call.spec, response=fields), grammars)
+    return in_own_words(replace(call, spec=replace(call.spec, response=fields)), NAMES)
 
 
 def as_json(told: Mapping[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ import pytest
 from quire import LLM, AsyncLLM, EngineArgs
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.offline.options import EngineOptions
+from quire.engine.offline.options import EngineOptions, engine_config
 from tests.tree import ROOT
 
 PROGRAM = """
@@ -54,8 +54,18 @@ def test_signature_and_help_show_the_options_with_their_defaults(made: type[Any]
 
 
 def test_engine_args_are_checked_at_once() -> None:
-    with pytest.raises(ConfigError, match="distributed_executor_backend: no such setting, one GPU is used so far"):
-        EngineArgs("m", distributed_executor_backend="mp")  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="swap_space: no such setting, use kv_offload_memory"):
+        EngineArgs("m", swap_space=4)  # type: ignore[call-arg]
+
+
+def test_what_changes_nothing_is_told_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"distributed_executor_backend": "mp", "trust_remote_code": False, "enable_chunked_prefill": None}
+    assert engine_config("m", {**options, "max_num_seqs": 3}).max_num_seqs == 3  # type: ignore[typeddict-item]
+    (told,) = caplog.messages
+    assert told.startswith("distributed_executor_backend changes nothing: ")
+
+
+def test_engine_args_keep_their_options() -> None:
     assert EngineArgs(Path("m"), dtype="float32").options == {"dtype": "float32"}
 
 

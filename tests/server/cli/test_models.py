@@ -117,7 +117,7 @@ def test_a_model_is_served_under_its_name_on_the_hub(model: str, name: str) -> N
     ],
 )
 def test_hf_asks_for_a_gguf_file(argv: list[str], model: str) -> None:
-    parser = argparse.ArgumentParser("quire serve", allow_abbrev=False)
+    parser = argparse.ArgumentParser("quire serve", allow_abbrev=False, add_help=False)
     parser.add_argument("name", nargs="?")
     parser.add_argument("-hf", "-hfr", "--hf-repo", dest="gguf")
     add_flags(parser, ServerConfig, {ServerConfig: "server"})

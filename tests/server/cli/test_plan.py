@@ -599,9 +599,7 @@ def test_a_config_is_planned_as_it_is_served(
     assert "max_model_length" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flag", "meant"), [("--conf", "--config"), ("--contxt", "--context"), ("--zz", "--help lists all")]
-)
+@pytest.mark.parametrize(("flag", "meant"), [("--conf", "--config"), ("--contxt", "--context"), ("--zz", "see --help")])
 def test_a_mistyped_flag_is_answered_in_a_line(flag: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         cli.main(["plan", flag, "laptop"])

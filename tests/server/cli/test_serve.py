@@ -77,11 +77,11 @@ def test_it_says_what_it_serves_and_its_curl_line_works() -> None:
 
 
 @pytest.mark.slow
-def test_the_access_log_can_be_switched_on() -> None:
-    with serving("--no-disable-access-log") as (process, base, _):
+def test_there_is_a_line_for_each_request() -> None:
+    with serving() as (process, base, _):
         httpx.get(f"{base}/v1/models")
         assert process.stderr is not None
-        assert '"GET /v1/models HTTP/1.1" 200' in process.stderr.readline()
+        assert re.search(r"INFO GET /v1/models 200 in \d+ ms\n", process.stderr.readline())
 
 
 OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)]
@@ -274,6 +274,11 @@ def test_help_and_version_are_there(capsys: pytest.CaptureFixture[str]) -> None:
         assert exit_info.value.code == 0
     out = capsys.readouterr().out
     assert re.match(r"quire \d+\.\d+", out)
+    assert "--kv-offload-memory" not in out
+    assert "more flags: quire serve --help=all" in out
+    with pytest.raises(SystemExit):
+        main(["serve", "--help=all"])
+    assert "--kv-offload-memory" in capsys.readouterr().out
     assert "OUT.jsonl" in out
     assert main([]) == 0
 
@@ -283,6 +288,7 @@ def test_a_command_that_is_none_is_answered_with_the_one_that_was_meant(capsys: 
         (["serv"], "quire: no command 'serv'; did you mean serve?"),
         (["zzz"], "quire: no command 'zzz'; quire --help lists them"),
         (["bench", "serv"], "quire bench: no 'serv'; did you mean serve?"),
+        (["--port", "80"], "quire: flags follow a command: quire serve --port 80"),
     ):
         assert main(argv) == 2
         assert capsys.readouterr().err == said + "\n"

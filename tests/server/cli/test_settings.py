@@ -31,7 +31,7 @@ class Small(BaseModel):
 
 
 def small(*argv: str) -> Small:
-    parser = argparse.ArgumentParser(prog="small", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="small", allow_abbrev=False, add_help=False)
     parser.add_argument("name", nargs="?")
     add_flags(parser, Small, {Small: "all"})
     return parse(parser, argv, Small, "name")[1]
@@ -180,7 +180,7 @@ def test_a_settings_error_is_a_config_error() -> None:
 
 
 def test_help_shows_every_field_with_its_description_and_default() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     text = " ".join(parser.format_help().split())
     for name, field in ServerConfig.model_fields.items():
@@ -197,9 +197,26 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
         "  --swap-space: use --kv-offload-memory, in GiB",
         "  -ngl: not needed: a GPU holds all layers",
         "  --sise: did you mean --size?",
-        "  --zzz: not known; --help lists all",
+        "  --zzz: not known; see --help",
     ]
     assert "  b: one argument too many" in complaint(capsys, "a", "b")
+
+
+def test_flags_that_ask_for_what_is_done_anyway_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    config = small(
+        "--trust-remote-code", "--tokenizer-mode", "slow", "mine", "--model_impl=auto", "--size", "2", "--jinja"
+    )
+    assert (config.model, config.size) == ("mine", 2)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "small: --trust-remote-code changes nothing: no code of a model's is run"
+    assert [line.split()[1] for line in said] == ["--trust-remote-code", "--tokenizer-mode", "--model-impl", "--jinja"]
+
+
+def test_vllm_s_short_names_and_other_types() -> None:
+    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
+    add_flags(parser, ServerConfig, {ServerConfig: "all"})
+    config = parse(parser, ["-tp", "2", "--dtype", "half", "--num-gpu-blocks-override=9"], ServerConfig)[1]
+    assert (config.tensor_parallel_size, config.dtype, config.num_kv_blocks) == (2, "float16", 9)
 
 
 @pytest.mark.parametrize("command", ["plan", "trace", "quantize", "bench serve", "verify"])
@@ -219,7 +236,7 @@ def test_advice_on_flags_names_flags_that_are_there() -> None:
 
 def test_flags_may_have_underscores() -> None:
     assert small("--ratio=0.5", "--names", "a_b").names == ["a_b"]
-    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
     add_flags(parser, ServerConfig, {ServerConfig: "all"})
     config = parse(parser, ["--max_model_len=77", "--served_model_name", "a_b"], ServerConfig)[1]
     assert (config.max_model_len, config.served_model_name) == (77, ["a_b"])
@@ -228,7 +245,7 @@ def test_flags_may_have_underscores() -> None:
 def test_a_key_on_the_command_line_is_said_to_show_there(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parser = argparse.ArgumentParser(prog="serve")
+    parser = argparse.ArgumentParser(prog="serve", add_help=False)
     add_flags(parser, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
     monkeypatch.setenv("QUIRE_API_KEY", "secret")
     assert parse(parser, [], ServerConfig)[1].api_key == ["secret"]

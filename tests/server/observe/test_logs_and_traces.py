@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -13,8 +14,10 @@ from typing import Any
 import pytest
 
 from quire.engine.errors import ConfigError
+from quire.engine.stats import EngineStats
 from quire.server.observe.logs import JsonFormatter, access
 from quire.server.observe.opentelemetry import otlp_exporter
+from quire.server.observe.throughput import tell_throughput, throughput
 from tests.server.api import open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -47,10 +50,40 @@ async def test_a_json_line_for_each_request_with_its_id_and_no_prompt(lines: io.
     assert "secret" not in lines.getvalue()
 
 
-async def test_without_json_no_line_is_written(lines: io.StringIO) -> None:
-    async with open_api(FakeEngine(hashed(b"abc"))) as api:
+async def test_the_lines_can_be_switched_off(lines: io.StringIO) -> None:
+    async with open_api(FakeEngine(hashed(b"abc")), disable_access_log=True) as api:
         await api.post("/v1/completions", BODY)
     assert lines.getvalue() == ""
+
+
+async def test_throughput_is_told_while_something_runs(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(hashed(b"abc"))
+    with caplog.at_level(logging.INFO, "quire.throughput"):
+        telling = asyncio.create_task(tell_throughput(engine, 0.01))
+        await asyncio.sleep(0.05)
+        assert caplog.messages == []
+        engine.stats = EngineStats(running=2, waiting=1, steps=5, used_blocks=1, total_blocks=4)
+        async with asyncio.timeout(10):
+            while not caplog.messages:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        telling.cancel()
+    assert caplog.messages[0] == "0 prompt and 0 generated tokens/s; 2 running, 1 waiting; KV cache 25 %"
+
+
+def test_a_line_of_throughput() -> None:
+    before = EngineStats(prompt_tokens=100, generation_tokens=50, prefix_queries=100, prefix_hits=10)
+    now = EngineStats(
+        prompt_tokens=1100,
+        generation_tokens=70,
+        prefix_queries=500,
+        prefix_hits=110,
+        draft_tokens=8,
+        accepted_drafts=[4, 2],
+    )
+    said = (
+        "100 prompt and 2 generated tokens/s; 0 running, 0 waiting; KV cache 0 %, prefix hits 25 %, drafts taken 75 %"
+    )
+    assert throughput(before, now, 10) == said
 
 
 def test_exceptions_stay_on_their_line() -> None:

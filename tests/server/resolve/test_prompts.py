@@ -186,6 +186,7 @@ def test_a_long_text_costs_no_more_than_the_context() -> None:
     counting = Counting(tokenizer.backend, special_tokens={}, chat_templates={})
     with pytest.raises(ContextLengthExceeded) as raised:
         encode(model_of(counting, 40_000), ["once upon a time " * 1_000_000], True, "prompt")
+    assert "is 40000 tokens, but prompt came to about 17000000 tokens" in raised.value.message
     assert sum(asked) < 70_000
     assert raised.value.param == "prompt"
     assert raised.value.code == "context_length_exceeded"

@@ -214,6 +214,10 @@ async def test_thinking_comes_before_calls() -> None:
         assert "".join(one["delta"].get("reasoning", "") for one in mine) == "A <tool_call>?"
 
 
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+ODD = {"type": "object", "properties": {"x": {"type": "strange"}}}
+
+
 @pytest.mark.parametrize(
     ("more", "param", "says"),
     [
@@ -238,6 +242,25 @@ async def test_bad_tools_are_refused_by_name(more: dict[str, Any], param: str, s
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert says in error["message"]
         assert not api.engine.seen
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (PATH, {"messages": HELLO, "tools": [*TOOLS, function("odd", x={"type": "strange"})]}, "function.parameters"),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [*FLAT, {**FLAT[0], "name": "odd", "parameters": ODD}]},
+            "parameters",
+        ),
+    ],
+)
+async def test_a_schema_that_cannot_be_compiled_is_named(path: str, body: dict[str, Any], named: str) -> None:
+    """And never the grammar that is made of all."""
+    async with speaker("x") as api:
+        error = (await api.post(path, {**body, "tool_choice": "required"}, 400))["error"]
+    assert error["message"] == f"tools[{len(body['tools']) - 1}].{named}: Invalid type: strange"
+    assert error["param"] == "tools"
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])

@@ -63,6 +63,13 @@ async def test_token_ids(text: str) -> None:
             assert [token for chunk in chunks for token in chunk["token_ids"]] == whole[index]["token_ids"]
 
 
+@pytest.mark.parametrize("name", ["regex", "ebnf", "grammar", "json_schema", "stop_regex"])
+async def test_constraints_of_other_servers_are_not_ignored(api: Api, name: str) -> None:
+    error = await api.post("/v1/completions", {"prompt": "a", name: "a+"}, status=400)
+    assert error["error"]["param"] == name
+    assert ("use structured_outputs" in error["error"]["message"]) is (name != "stop_regex")
+
+
 async def test_token_ids_of_a_chat() -> None:
     async with open_api(FakeEngine(scripted(b"abc", EOS), eos=[EOS])) as api:
         body = {"messages": HELLO, "return_token_ids": True}

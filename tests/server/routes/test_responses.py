@@ -294,6 +294,15 @@ async def test_a_bad_field_is_named(fields: dict[str, Any], param: str, named: s
         assert api.engine.seen == []
 
 
+async def test_fields_of_a_chat_that_other_servers_take_here() -> None:
+    async with speaker("<think>Hm.</think>Let me see.", reasoning_parser="think") as api:
+        fields = {"top_k": 3, "stop": "see", "include_reasoning": False}
+        whole = await api.post(PATH, {**HELLO, **fields})
+        assert api.engine.seen[0].params.top_k == 3
+    (message,) = whole["output"]
+    assert message["content"][0]["text"] == "Let me "
+
+
 async def test_what_has_no_effect_is_told() -> None:
     search = [{"type": "web_search", "external_web_access": False}, {"type": "tool_search", "execution": "client"}]
     fields = {"truncation": "auto", "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}

@@ -1,0 +1,149 @@
+"""Answers in Ollama's shapes: a line of JSON for each step, or one for the whole answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from quire.server.encoding import encode_json
+from quire.server.errors import failure
+from quire.server.generation.answers.messages import arguments_of
+from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.fold import Answer
+from quire.server.generation.generation import Usage
+from quire.server.generation.parts import Part, Parts
+from quire.server.generation.spec import GenerationSpec
+from quire.server.generation.vectors import Head
+
+Shape = Literal["message", "response"]
+"""Where the text is: in the message of /api/chat, or the response of /api/generate."""
+
+
+class OllamaWriter(AnswerWriter):
+    """Text and thinking go out as they come, calls when they are whole."""
+
+    MEDIA: ClassVar[bytes] = b"application/x-ndjson"
+
+    def __init__(self, spec: GenerationSpec, shape: Shape) -> None:
+        self._spec, self._shape = spec, shape
+        self._parts = Parts()
+        self._call: Part | None = None
+        """Under way."""
+        self._reason: str | None = None
+        self._began = time.monotonic_ns()
+        self._first: int | None = None
+        """When the first step came."""
+
+    @property
+    def ping(self) -> bytes:
+        """A line without text: clients of Ollama read no comments."""
+        return self._line()
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        self._first = self._first or time.monotonic_ns()
+        lines = []
+        for delta in deltas:
+            for part, piece in self._parts.add(delta):
+                if self._call is not None and part is not self._call:
+                    lines.append(self._called())
+                if part.kind == "call":
+                    self._call = part
+                elif piece:
+                    said = self._line(text=piece) if part.kind == "text" else self._line(reasoning=piece)
+                    lines.append(said)
+            self._reason = delta.finish_reason or self._reason
+        return b"".join(lines)
+
+    def last(self, usage: Usage) -> bytes:
+        called = self._called() if self._call is not None else b""
+        return called + self._line(done=self._end(self._reason, usage))
+
+    def failed(self, error: Exception) -> bytes:
+        return failure(error).ollama() + b"\n"
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        (answer,) = answers
+        calls = [call_of(part) for part in answer.parts.all if part.kind == "call"]
+        ended = self._end(answer.finish_reason, usage)
+        return self._line(text=answer.text, reasoning=answer.reasoning, calls=calls, done=ended)
+
+    def _called(self) -> bytes:
+        """The line of the call that was under way."""
+        assert self._call is not None
+        call, self._call = self._call, None
+        return self._line(calls=[call_of(call)])
+
+    def _line(
+        self,
+        *,
+        text: str = "",
+        reasoning: str = "",
+        calls: Sequence[dict[str, Any]] = (),
+        done: dict[str, object] | None = None,
+    ) -> bytes:
+        said: dict[str, object] = {"content" if self._shape == "message" else "response": text}
+        if reasoning:
+            said["thinking"] = reasoning
+        if calls:
+            said["tool_calls"] = calls
+        about = {"model": self._spec.model, "created_at": now()}
+        shown = {"message": {"role": "assistant", **said}} if self._shape == "message" else said
+        return encode_json({**about, **shown, "done": done is not None, **(done or {})}) + b"\n"
+
+    def _end(self, reason: str | None, usage: Usage) -> dict[str, object]:
+        """Ollama's reasons are stop and length. Times are in nanoseconds; a whole answer's are not told apart."""
+        ended = time.monotonic_ns()
+        first = self._first or ended
+        return {
+            "done_reason": "length" if reason == "length" else "stop",
+            "total_duration": ended - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": first - self._began,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": ended - first if self._first else ended - self._began,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedAnswer:
+    """/api/embed."""
+
+    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+        took = {"total_duration": 0, "load_duration": 0, "prompt_eval_count": prompt_tokens}
+        return encode_json({"model": head.model, "embeddings": [unit(each) for each in vectors], **took})
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingAnswer:
+    """/api/embeddings, of one prompt."""
+
+    def body(self, head: Head, vectors: Sequence[np.ndarray], prompt_tokens: int) -> bytes:
+        return encode_json({"embedding": vectors[0].tolist()})
+
+
+def unit(vector: np.ndarray) -> list[float]:
+    """Of length 1, as Ollama gives all."""
+    length = float(np.linalg.norm(vector))
+    made: list[float] = (vector / length if length else vector).tolist()
+    return made
+
+
+def call_of(part: Part) -> dict[str, Any]:
+    return {"id": part.id, "function": {"name": part.name, "arguments": arguments_of(part.text)}}
+
+
+def loaded(model: str, shape: Shape) -> bytes:
+    """The answer to a request without a prompt."""
+    empty: object = {"role": "assistant", "content": ""} if shape == "message" else ""
+    return encode_json({"model": model, "created_at": now(), shape: empty, "done": True, "done_reason": "load"})
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -1,0 +1,1 @@
+"""Ollama's API, for tools that know no other."""
