@@ -135,7 +135,7 @@ def create_app(
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
             )
-            if not (config.disable_log_stats or isinstance(client, RemoteClient)):
+            if not (config.disable_log_stats or isinstance(client.link, HubLink)):
                 telling = asyncio.create_task(tell_throughput(client))
             yield
         finally:

@@ -14,10 +14,10 @@ SECONDS = 10.0
 
 async def tell_throughput(client: EngineClient, seconds: float = SECONDS) -> None:
     """Goes on until it is cancelled. Says nothing of a time in which nothing ran."""
-    before = client.stats
+    before = client.link.stats
     while True:
         await asyncio.sleep(seconds)
-        now = client.stats
+        now = client.link.stats
         if now.steps != before.steps or now.running or now.waiting:
             logger.info("%s", throughput(before, now, seconds))
         before = now
