@@ -319,7 +319,7 @@ async def test_no_request_ends_for_weights_that_are_refused(
     tensors = load_file(folders[1] / FILE)
     lacks_a_tensor(tensors, tmp_path)
     save_file(tensors, tmp_path / FILE)
-    client = kind(config_of(folders[0]))
+    client = EngineClient(kind(config_of(folders[0])))
     async with running(client) as weights:
         tasks = await some(client, 2, 400)
         for mode in ("abort", "wait"):
