@@ -237,6 +237,8 @@ class Runner:
                     part = following[first : first + _LOGIT_ROWS]
                     context = self._slots.context([row], np.array([len(part)]))
                     logits = self._model.logits(hidden[begin + first : begin + first + len(part)], context)
+                    if self._model.shard.rank > 0:
+                        continue  # the first rank alone has all of them
                     (tokens,) = upload([np.array(part, dtype=np.int64)], logits.device)
                     chunks.append(PromptChunk(row.request_id, part, top))
                     tensors += logprob_tensors(logits, tokens, top)

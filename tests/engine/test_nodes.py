@@ -9,7 +9,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,10 @@ from quire.engine.config import DEMO_MODEL, NODE_SECRET, EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.loop import Engine, let_go
 from quire.engine.nodes.greeting import Refused, introduce, join_of
-from quire.engine.worker.ranks.leader import LeadingDecoder, MachineRanks
-from quire.engine.worker.ranks.mesh import KEY, connect_all, open_door
 from quire.engine.worker.ranks.remote import Remote
-from quire.kernels.collective import RankEnded
+from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
-from tests.e2e.server import free_port
 from tests.engine.harness import run
 from tests.engine.nodes import Nodes, ThreadMember, gathering, member_config, nodes, told
 from tests.engine.ranks import thread_ranks
@@ -57,11 +53,9 @@ def engine(path: Path | str, **settings: Any) -> Engine:
     return Engine(EngineConfig(model=str(path), **BASE | settings))
 
 
-def ranks_of(made: Engine) -> MachineRanks:
-    assert isinstance(made.runner._model, LeadingDecoder)
-    ranks = made.runner._model._ranks
-    assert isinstance(ranks, MachineRanks)
-    return ranks
+def ranks_of(made: Engine) -> SpmdRanks:
+    assert isinstance(made.runner, SpmdRunner)
+    return made.runner._ranks
 
 
 @pytest.mark.parametrize(("family", "ranks", "count"), [("llama", 2, 2), ("gemma3", 4, 2), ("qwen3", 4, 4)])
@@ -149,7 +143,7 @@ def test_each_machine_has_a_path_and_an_engine_after_another(nodes: Nodes, tmp_p
 
 def test_the_machine_with_the_least_room_decides(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr("quire.engine.worker.ranks.follower.host_kv_budget", lambda free: 300_000)
+    monkeypatch.setattr("quire.engine.worker.ranks.rank.available_bytes", lambda *_: 300_000)
     made = engine(path, **nodes(str(path), 4), max_model_len=64)
     each = sum(tensor.nbytes for layer in made.runner._model.pages(1) for tensor in layer)
     assert made.info.num_blocks == 300_000 // (2 * each)
@@ -336,36 +330,6 @@ def test_one_place_is_taken_once_until_it_is_free_again() -> None:
                 introduce(second, b"", join_of(config, 1, 1, 8))
                 thread.join(30)
     assert [each.pid for each in found] == [7, 8]
-
-
-def test_ranks_meet_whoever_else_comes_to_their_doors() -> None:
-    """Strangers that say nothing, too little, or show another key; more of them than are listened to."""
-    key, doors = b"k" * KEY, [open_door("127.0.0.1") for _ in range(3)]
-    places: list[tuple[str, int]] = [door.getsockname()[:2] for door in doors]
-    strangers = [socket.create_connection(places[at % 2]) for at in range(160)]
-    for at, stranger in enumerate(strangers):
-        stranger.sendall([b"", b"k" * 7, b"x" * KEY + b"\2", key + b"\0", key + b"\7"][at % 5])
-    with ThreadPoolExecutor(3) as pool:
-        over = lambda: False  # noqa: E731
-        found = list(pool.map(lambda rank: connect_all(doors[rank], rank, places, key, 30, over), range(3)))
-    assert [sorted(each) for each in found] == [[1, 2], [0, 2], [0, 1]]
-    for rank, each in enumerate(found):
-        for other, peer in each.items():
-            peer.sendall(bytes([rank]))
-            assert found[other][rank].recv(1) == bytes([rank])
-            found[other][rank].sendall(b"!")
-            assert peer.recv(1) == b"!"
-    for one in [*strangers, *(peer for each in found for peer in each.values())]:
-        one.close()
-
-
-def test_nobody_waits_at_a_door_for_a_rank_that_has_ended() -> None:
-    with pytest.raises(RankEnded):
-        connect_all(open_door("127.0.0.1"), 0, [("127.0.0.1", 1)] * 2, b"k" * KEY, 60, lambda: True)
-    with pytest.raises(RankEnded):
-        connect_all(open_door("127.0.0.1"), 0, [("127.0.0.1", 1)] * 2, b"k" * KEY, 0.1, lambda: False)
-    with pytest.raises(RankEnded):
-        connect_all(open_door("127.0.0.1"), 1, [("127.0.0.1", free_port())] * 2, b"k" * KEY, 60, lambda: False)
 
 
 def test_who_never_comes_ends_the_start() -> None:

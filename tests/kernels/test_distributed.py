@@ -33,7 +33,7 @@ def parts(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor
 
 def collective(store: dist.Store, rank: int, count: int) -> DistributedCollective:
     group = dist.ProcessGroupGloo(store, rank, count, timedelta(seconds=60))
-    return DistributedCollective(group, rank, count, in_order=True)
+    return DistributedCollective(lambda: group, rank, count, in_order=True)
 
 
 def compute(group: DistributedCollective) -> list[Tensor]:
@@ -153,7 +153,7 @@ class _Broken:
 def test_what_a_gpus_library_says_is_not_taken_for_the_end_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL raises nothing for one that has ended: it waits, until it is aborted."""
     monkeypatch.setattr(Tensor, "is_cuda", True)
-    group = DistributedCollective(_Broken(), 0, 2, in_order=False)
+    group = DistributedCollective(_Broken, 0, 2, in_order=False)
     with pytest.raises(RuntimeError, match="unhandled system error"):
         group.sum(torch.ones(3))
     group.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,10 +14,7 @@ from torch import Tensor
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
-    pytest.mark.skipif(sys.platform != "linux", reason="needs files in memory"),
-]
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 CPU = torch.device("cpu")
 WIDTHS = {2: [5, 4], 3: [4, 0, 5], 4: [3, 3, 3, 2]}
 Found = TypeVar("Found")
@@ -28,10 +23,10 @@ Found = TypeVar("Found")
 def together(count: int, work: Callable[[DistributedCollective], Found], *, in_order: bool = True) -> list[Found]:
     """What `work` gives each of so many ranks."""
     found: dict[int, Found] = {}
-    memory = os.memfd_create("ranks")
+    store = dist.HashStore()
 
     def rank(number: int) -> None:
-        found[number] = work(join_ranks(memory, b"key", number, count, CPU, in_order=in_order))
+        found[number] = work(join_ranks(store, number, count, CPU, in_order=in_order))
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(count)]
     for thread in threads:

@@ -108,6 +108,18 @@ int sum_ranks(Collective& group, T* x, long size, int threads) {
 int sum_ranks_f32(Collective* group, float* x, long size, int threads) { return sum_ranks(*group, x, size, threads); }
 int sum_ranks_bf16(Collective* group, bf16* x, long size, int threads) { return sum_ranks(*group, x, size, threads); }
 
+// x [size] bytes = the first rank's x. Returns 1 if a rank has ended, else 0.
+int share_rank(Collective* group, char* x, long size) {
+  for (long begin = 0; begin < size; begin += group->capacity) {
+    const long n = size - begin < group->capacity ? size - begin : group->capacity;
+    ++group->steps;
+    if (!group->rank) std::memcpy(buffer(*group, 0), x + begin, n);
+    if (!exchange(*group)) return 1;
+    if (group->rank) std::memcpy(x + begin, buffer(*group, 0), n);
+  }
+  return 0;
+}
+
 // Puts the ranks' columns side by side: own [rows, starts[rank + 1] - starts[rank]] float32 to out [rows,
 // starts[count]], where it is not null. Returns 1 if a rank has ended, else 0. A row of the widest fits in a buffer.
 int gather_ranks(Collective* group, const float* own, float* out, long rows, const int64_t* starts) {
