@@ -18,11 +18,9 @@ from quire.engine.errors import ConfigError
 
 PREFIX = "QUIRE_"
 """Of environment variables that are settings."""
-NODE_SECRET = "QUIRE_NODE_SECRET"
-"""The variable of what machines that compute together must all know. No flag, which a list of processes would show."""
-OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS", NODE_SECRET}
-"""Not the engine's: kernels/cpu/native.py reads the first, requests copied from the playground the second, and the
-server the next two, which look like load_format and max_loras mistyped."""
+OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS"}
+"""Not the engine's: kernels/cpu/native.py reads the first, and the server the others, which look like load_format and
+max_loras mistyped."""
 _KUBERNETES = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )

@@ -19,8 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL, NODE_SECRET
-from quire.engine.nodes.member import Member
+from quire.engine.config import DEMO_MODEL
+from quire.engine.nodes import Member
 from quire.kernels.cpu.backend import Cpu
 from tests.e2e.server import Server, free_port
 from tests.e2e.streams import KINDS, answer, ask_until
@@ -48,8 +48,7 @@ class Machines:
         self._flags = ["--tensor-parallel-size", str(ranks), "--nnodes", "2", "--master-port", str(free_port())]
         self._flags += ["--threads", str(ranks // 2), "--tool-call-parser", "hermes"]
         self.join()
-        secret = {NODE_SECRET: "between us", "TEST_MARK": self.marks[0]}
-        self.server = Server(folder / "first", *self._flags, env=secret, wait=False)
+        self.server = Server(folder / "first", *self._flags, env={"TEST_MARK": self.marks[0]}, wait=False)
 
     def join(self) -> None:
         with self.second_log.open("ab") as log:
@@ -57,7 +56,7 @@ class Machines:
                 [QUIRE, "serve", *self._flags, "--node-rank", "1"],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {NODE_SECRET: "between us", "TEST_MARK": self.marks[1]},
+                env=os.environ | {"TEST_MARK": self.marks[1]},
             )
 
     def end(self) -> None:
@@ -163,7 +162,7 @@ async def test_the_other_machine_joins_a_server_that_was_started_again(machines:
     made.server.process.kill()
     made.server.process.wait()
     flags = [*made._flags]
-    again = Server(made.second_log.with_name("again"), *flags, env={NODE_SECRET: "between us"})
+    again = Server(made.second_log.with_name("again"), *flags)
     try:
         async with httpx.AsyncClient(base_url=again.url, timeout=280) as client:
             assert await answer(client, KINDS["seeded"]) == before
@@ -216,7 +215,7 @@ def test_a_rank_for_want_of_memory_is_not_taken_for_one_that_somebody_has_killed
 ) -> None:
     """Machine 0 cannot count what the kernel of another machine kills."""
     kills = count()
-    monkeypatch.setattr("quire.engine.nodes.member.oom_kills", lambda: next(kills) if kernel_kills else 3)
+    monkeypatch.setattr("quire.engine.nodes.oom_kills", lambda: next(kills) if kernel_kills else 3)
     settings = told()
     member = Member(member_config(settings))
     keeping = threading.Thread(target=member.keep, args=(0,), daemon=True)

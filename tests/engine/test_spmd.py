@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from quire.engine.worker import graphs, startup
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading import room
 from quire.engine.worker.ranks import meeting, rank, spmd
-from quire.engine.worker.ranks.follower import follow
+from quire.engine.worker.ranks.follower import follow, teller
 from quire.engine.worker.ranks.meeting import check_connection, in_order
 from quire.engine.worker.ranks.messages import Failed, Start, decode_from_rank, frame, read_frame
 from quire.engine.worker.ranks.spmd import SpmdRunner, for_others, visible_gpus
@@ -371,7 +372,7 @@ def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> Non
 
     def run() -> None:
         with os.fdopen(orders, "rb") as told, os.fdopen(answers, "wb") as said:
-            codes.append(follow(told, said))
+            codes.append(follow(partial(read_frame, told), teller(said)))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

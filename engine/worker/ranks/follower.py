@@ -1,8 +1,8 @@
 """`python -m quire.engine.worker.ranks.follower ANSWERS_FD`: a rank but the first, from its start to its end.
 
 It does what it reads from standard input, in turn, and ends when that does: the first rank holds the other end. With
-`--joined FD` the first rank is on another machine: FD is a socket of nodes/member.py's, which passes the connection,
-and standard input has what this machine knows better.
+`--joined` the first rank is on another machine: standard input has a line with what this machine knows better
+(engine/nodes.py), and orders come by the first rank's store.
 """
 
 from __future__ import annotations
@@ -10,29 +10,34 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
-import select
 import signal
-import socket
 import sys
 import threading
 import traceback
-from contextlib import suppress
+from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
+
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
 from quire.engine.replicas.cores import allowed_cores, node_cores
+from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import (
     Failed,
+    FromRank,
     Progress,
     Start,
     decode_to_rank,
+    encode,
     frame,
     read_frame,
 )
 from quire.engine.worker.ranks.rank import Here, Rank, StageRank, TensorRank
+from quire.engine.worker.ranks.remote import Joined, answers_of, orders_of
 from quire.engine.worker.ranks.stages import Inbox
 from quire.kernels.collective import RankEnded
 
@@ -40,6 +45,11 @@ _PR_SET_PDEATHSIG = 1
 """From Linux's sys/prctl.h: send this process a signal when its parent ends."""
 _GRACE_SECONDS = 2.0
 """For the first rank to end this one."""
+_NO_TIMEOUT = timedelta(days=365)
+"""Between two orders. That the first rank has ended is noticed otherwise."""
+
+Read = Callable[[], bytes | None]
+"""The next message; None where the first rank has ended."""
 
 
 def end_with_parent() -> None:
@@ -48,45 +58,37 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def follow(orders: BinaryIO, answers: BinaryIO, here: Here | None = None) -> int:
-    """Load, and then compute until the orders end. Returns the exit status."""
-    if (first := read_frame(orders)) is None:
+def follow(read: Read, say: Callable[[FromRank], None], here: Here | None = None) -> int:
+    """Load, and then compute until there is nothing more to `read`. Returns the exit status."""
+    if (first := read()) is None:
         return 0
     start = decode_to_rank(first)
     assert isinstance(start, Start)
-
-    def progress() -> None:
-        answers.write(frame(Progress()))
-        answers.flush()
-
+    config = EngineConfig.model_validate_json(start.config)
+    kind = StageRank if config.pipeline_parallel_size > 1 else TensorRank
     try:
-        config = EngineConfig.model_validate_json(start.config)
-        kind = StageRank if config.pipeline_parallel_size > 1 else TensorRank
-        rank: Rank = kind(config, start, progress, here)
+        rank: Rank = kind(config, start, lambda: say(Progress()), here)
     except QuireError as error:
-        answers.write(frame(Failed(error.message, error.param)))
-        answers.flush()
+        say(Failed(error.message, error.param))
         # The first rank reads this when it has loaded its own part. A process that ended before would end that one too.
-        while read_frame(orders) is not None:
+        while read() is not None:
             pass
         return 0
-    except RankEnded:
+    except ConnectionError:  # there is nobody to meet any more
         return 0
-    answers.write(frame(rank.loaded))
-    answers.flush()
-    inbox = Inbox(orders) if isinstance(rank, StageRank) else None
-    read = partial(read_frame, orders) if inbox is None else inbox.get
+    say(rank.loaded)
+    read = Inbox(read).get if isinstance(rank, StageRank) else read
     try:
         while (content := read()) is not None:
             if (answer := rank.do(content)) is not None:
-                answers.write(frame(answer))
-                answers.flush()
+                say(answer)
     except QuireError as error:
         print(f"quire: rank {start.rank}: {error.message}", file=sys.stderr, flush=True)
-        answers.write(frame(Failed(error.message, error.param)))
-        answers.flush()
+        say(Failed(error.message, error.param))
         # Mostly the first rank fails alike, and its error says more than that this one ended. Else it waits for this.
-        select.select([orders], [], [], _GRACE_SECONDS)
+        end = threading.Thread(target=read, daemon=True)
+        end.start()
+        end.join(_GRACE_SECONDS)
         return 1
     except (RankEnded, ConnectionError):
         rank.close()
@@ -95,24 +97,50 @@ def follow(orders: BinaryIO, answers: BinaryIO, here: Here | None = None) -> int
     return 0
 
 
-def join(passed: socket.socket, copies: Path) -> int:
-    """Follow the first rank over the connection that comes through `passed`; see Here. Returns the exit status."""
-    config = EngineConfig.model_validate_json(sys.stdin.buffer.readline())
+def teller(answers: BinaryIO) -> Callable[[FromRank], None]:
+    """What says something by a pipe."""
+
+    def say(answer: FromRank) -> None:
+        answers.write(frame(answer))
+        answers.flush()
+
+    return say
+
+
+def join() -> int:
+    """Follow the first rank of another machine. Returns the exit status."""
+    if not (line := sys.stdin.buffer.readline()):
+        return 0
+    joined = msgspec.json.decode(line, type=Joined)
+    config = EngineConfig.model_validate_json(joined.config)
     threading.Thread(target=_end_with_input, daemon=True).start()
     os.nice(config.niceness)
-    content, descriptors, _, _ = socket.recv_fds(passed, 1, 1)
-    if not descriptors:
+    all_cores = node_cores(config.ranks_here, allowed_cores())
+    return follow_joined(config, joined, all_cores[joined.place] if all_cores else set())
+
+
+def follow_joined(config: EngineConfig, joined: Joined, cores: set[int]) -> int:
+    settings = config.model_dump(include={"model", "revision", "threads"})
+    here = Here(settings, cores, joined.address, Path(joined.copies))
+    try:
+        orders, answers = find_store(joined.store), find_store(joined.store)
+    except ConnectionError:
         return 0
-    place, all_cores = content[0], node_cores(config.ranks_here, allowed_cores())
-    with (
-        socket.socket(fileno=descriptors[0]) as connection,
-        suppress(ConnectionError, TimeoutError),
-    ):
-        settings = config.model_dump(include={"model", "revision", "threads"})
-        here = Here(settings, all_cores[place] if all_cores else set(), connection.getsockname()[0], copies)
-        with connection.makefile("rb") as orders, connection.makefile("wb") as answers:
-            return follow(orders, answers, here)
-    return 0
+    orders.set_timeout(_NO_TIMEOUT)
+
+    def read() -> bytes | None:
+        try:
+            return orders.queue_pop(orders_of(joined.rank)) or None
+        except RuntimeError:  # the store has gone
+            return None
+
+    def say(answer: FromRank) -> None:
+        try:
+            answers.queue_push(answers_of(joined.rank), encode(answer))
+        except RuntimeError as error:
+            raise ConnectionError from error
+
+    return follow(read, say, here)
 
 
 def _end_with_input() -> None:
@@ -128,10 +156,10 @@ def main() -> None:
     status = 1
     try:
         if sys.argv[1] == "--joined":
-            status = join(socket.socket(fileno=int(sys.argv[2])), Path(sys.argv[3]))
+            status = join()
         else:
             with os.fdopen(int(sys.argv[1]), "wb") as answers:
-                status = follow(sys.stdin.buffer, answers)
+                status = follow(partial(read_frame, sys.stdin.buffer), teller(answers))
     except Exception:
         traceback.print_exc()
     finally:  # without taking anything down: NCCL would wait for decode graphs, or for ranks that have ended

@@ -36,11 +36,11 @@ def open_store(listener: socket.socket) -> dist.TCPStore:
 
 
 def find_store(place: tuple[str, int]) -> dist.TCPStore:
-    """Raises RankEnded where nobody has it."""
+    """Raises ConnectionError where nobody has it."""
     try:
         return dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=_STORE_SECONDS)
     except RuntimeError as error:
-        raise RankEnded from error
+        raise ConnectionError(str(error).partition("\n")[0]) from error
 
 
 def meet(start: Start, config: EngineConfig, chosen: Chosen, address: str) -> Collective:

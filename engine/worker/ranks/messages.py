@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO, Literal
+import struct
+from collections.abc import Callable
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor
 
 from quire.engine.batch import Batch, DraftRow
-from quire.engine.nodes.greeting import FRAME_LENGTH, Ended
 from quire.engine.types import Adapter
+
+FRAME_LENGTH = struct.Struct("<Q")
+"""Before each message in a pipe."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -126,7 +130,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A part of a stage's step is done."""
+    """A part of a stage's step is done; or the machine of a rank is there."""
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A rank on another machine has ended, with this return code, as subprocess says it."""
+
+    code: int
 
 
 FromRank = Loaded | Measured | Failed | Progress | Ended
@@ -139,14 +149,14 @@ class Passed(msgspec.Struct, frozen=True, tag=True):
     residual: Array
 
 
-_encode = msgspec.msgpack.Encoder().encode
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 decode_passed = msgspec.msgpack.Decoder(Passed).decode
 
 
 def frame(message: ToRank | FromRank | Passed) -> bytes:
-    encoded = _encode(message)
+    encoded = encode(message)
     return FRAME_LENGTH.pack(len(encoded)) + encoded
 
 

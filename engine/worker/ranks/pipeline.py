@@ -20,7 +20,7 @@ from quire.engine.worker.pending import PendingStep
 from quire.engine.worker.ranks.messages import Loaded, Picked, Step
 from quire.engine.worker.ranks.processes import Ranks
 from quire.engine.worker.ranks.spmd import for_others
-from quire.engine.worker.ranks.stages import Inbox, Stage, pass_to
+from quire.engine.worker.ranks.stages import Stage, of_pipe, pass_to
 from quire.engine.worker.runner import Begun, Runner
 
 
@@ -41,7 +41,7 @@ class Stages(Ranks):
         except BaseException:
             last.close()
             raise
-        self._passed = Inbox(last)
+        self._passed = of_pipe(last)
         """What the last of them passes on."""
         self._progress = progress
 

@@ -48,7 +48,7 @@ from quire.engine.worker.ranks.messages import (
     decode_to_rank,
 )
 from quire.engine.worker.ranks.pipeline import StageRunner
-from quire.engine.worker.ranks.stages import Inbox, Stage
+from quire.engine.worker.ranks.stages import Stage, of_pipe
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.sampling.grammar import SlotGrammars
 
@@ -172,7 +172,7 @@ class StageRank(Rank):
     def _load(self, load: Callable[..., LoadedModel], start: Start, progress: Callable[[], None]) -> LoadedModel:
         own, *before = start.descriptors
         self._next = os.fdopen(own, "wb")
-        inboxes = [Inbox(os.fdopen(each, "rb")) for each in before]
+        inboxes = [of_pipe(os.fdopen(each, "rb")) for each in before]
         loaded = load(progress, kind=Stage, stage=start.rank - 1)
         assert isinstance(loaded.model, Stage)
         for inbox in inboxes:

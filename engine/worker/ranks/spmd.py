@@ -45,6 +45,7 @@ from quire.engine.worker.runner import Runner
 from quire.kernels.collective import Collective
 from quire.kernels.distributed import join_ranks
 
+_CLOSE_SECONDS = 5.0
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CUMEM = "NCCL_CUMEM_ENABLE"
 """With 1, NCCL pays for what decode graphs hold of its calls with memory of its own, gigabytes with some drivers
@@ -66,14 +67,15 @@ class SpmdRanks(Ranks):
             os.environ.setdefault(_CUMEM, "0")
         gathering = Gathering(config) if config.nnodes > 1 else None
         remote = [] if gathering is None else gathering.wait()
-        host = "127.0.0.1" if gathering is None else gathering.host
         self._over = threading.Event()
         try:
-            self.group, memory, store = self._meet(local, chosen, host)
+            self.group, memory, store = self._meet(local, chosen, gathering)
             # NCCL waits in `close` until the GPU has stopped, and until no decode graph holds its calls any more. The
             # thread is there from the start: this may be let go of when a program ends, which begins no threads then.
-            threading.Thread(target=_close, args=(self._over, self.group), name="let-go", daemon=True).start()
-            weakref.finalize(self, self._over.set).atexit = False  # the process' end does it
+            closing = threading.Thread(target=_close, args=(self._over, self.group), name="let-go", daemon=True)
+            closing.start()
+            waits = chosen.device.type == "cpu"  # for the store's port, which the next engine listens at
+            weakref.finalize(self, _let_go, self._over, closing if waits else None).atexit = False
             super().__init__(local, [memory] * (config.ranks_here - 1), on_end, remote, store)
         except BaseException:
             for each in remote:
@@ -81,16 +83,16 @@ class SpmdRanks(Ranks):
             raise
 
     def _meet(
-        self, config: EngineConfig, chosen: Chosen, host: str
+        self, config: EngineConfig, chosen: Chosen, gathering: Gathering | None
     ) -> tuple[Collective, list[int], tuple[str, int] | None]:
         """The ranks as this one sees them, and by which descriptors or at which place the others find them."""
         count, device = config.tensor_parallel_size, chosen.device
         row = 4 * -(-chosen.spec.vocab_size // count)
-        memory = None if config.nnodes > 1 else chosen.backend.ranks_memory(count, row)
+        memory = None if gathering is not None else chosen.backend.ranks_memory(count, row)
         if memory is not None:
             return chosen.backend.collective(memory, 0, count), [memory], None
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        store = open_store(listener)
+        host = "127.0.0.1" if gathering is None else gathering.host
+        store = open_store(socket.create_server((host, 0))) if gathering is None else gathering.store
         group = join_ranks(store, 0, count, device, in_order=in_order(config, device), address=host)
         return group, [], (host, store.port)
 
@@ -209,6 +211,12 @@ class _Watched:
     def result(self) -> StepOutput:
         with self.ranks.watched():
             return self.own.result()
+
+
+def _let_go(over: threading.Event, closing: threading.Thread | None) -> None:
+    over.set()
+    if closing is not None:
+        closing.join(_CLOSE_SECONDS)
 
 
 def _close(over: threading.Event, group: Collective) -> None:

@@ -1,1 +1,0 @@
-"""Machines that compute one model together: how those but the first join it."""
