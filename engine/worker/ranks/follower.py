@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,7 @@ def join() -> int:
     return follow_joined(config, joined, all_cores[joined.place] if all_cores else set())
 
 
-def follow_joined(config: EngineConfig, joined: Joined, cores: set[int]) -> int:
+def follow_joined(config: EngineConfig, joined: Joined, cores: Set[int]) -> int:
     settings = config.model_dump(include={"model", "revision", "threads"})
     here = Here(settings, cores, joined.address, Path(joined.copies))
     try:
