@@ -76,9 +76,9 @@ def read_first_line() -> bytes:
 
 
 def join(config: EngineConfig) -> int:
-    """Compute with the first of several machines, in this process; see engine/nodes.py."""
+    """Compute with the first of several machines, in this process; see engine/nodes/member.py."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, a page long, each time that the first one ends
-    from quire.engine.nodes import run
+    from quire.engine.nodes.member import run
 
     return run(config)
 

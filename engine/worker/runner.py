@@ -208,11 +208,13 @@ class Runner:
         (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
         unmodified = logits[reported] if asked else None
         table = self._slots.token_ids
-        rows = [
-            SamplingRow(each.rules, each.admission.seed, length, each.admission.num_prompt, table, row.slot)
-            for row, each, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
-        ]
-        mask = self._grammars.mask(picks.rows)
+        rows, mask = [], None
+        if self._model.shard.rank == 0:  # the others hear what it picks
+            rows = [
+                SamplingRow(each.rules, each.admission.seed, length, each.admission.num_prompt, table, row.slot)
+                for row, each, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
+            ]
+            mask = self._grammars.mask(picks.rows)
         picked = self._sample(logits, rows, mask)
         table[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
         if unmodified is None:

@@ -2,7 +2,7 @@
 
 It does what it reads from standard input, in turn, and ends when that does: the first rank holds the other end. With
 `--joined` the first rank is on another machine: standard input has a line with what this machine knows better
-(engine/nodes.py), and orders come by the first rank's store.
+(engine/nodes/member.py), and orders come by the first rank's store.
 """
 
 from __future__ import annotations

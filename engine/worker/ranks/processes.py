@@ -267,7 +267,7 @@ def _watch(process: RankProcess, rank: int, ranks: weakref.ref[Ranks], closing: 
 
 def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, patience: float) -> None:
     """In a thread: kill those that stand stopped for so many seconds. All others would wait for one, as long as a step
-    may take; a machine's member (engine/nodes) does the same for its own."""
+    may take; a machine's member (engine/nodes/member.py) does the same for its own."""
     stopped, last = Stopped(), time.monotonic()
     while not closing.wait(_LOOK_SECONDS):
         last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _LOOK_SECONDS)

@@ -42,7 +42,7 @@ def _sample_once(
     """What the first rank picks, on all of them: no two can differ, and it alone has grammars, seeds and penalties."""
     if group.rank == 0:
         return group.share(sampler(logits, rows, mask))
-    return group.share(torch.empty(len(rows), dtype=torch.int64, device=logits.device))
+    return group.share(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None = None) -> Tensor:

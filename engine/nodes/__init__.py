@@ -1,0 +1,1 @@
+"""The command of a machine that computes with the first of several."""
