@@ -205,8 +205,10 @@ class Runner:
         if not picks.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden, picks.context)
-        (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
-        unmodified = logits[reported] if asked else None
+        unmodified = None
+        if asked:
+            (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
+            unmodified = logits[reported]
         table = self._slots.token_ids
         rows, mask = [], None
         if self._model.shard.rank == 0:  # the others hear what it picks
@@ -237,7 +239,7 @@ class Runner:
                 top = owner.rules.prompt_logprobs or 0
                 for first in range(0, len(following), _LOGIT_ROWS):
                     part = following[first : first + _LOGIT_ROWS]
-                    context = self._slots.context([row], np.array([len(part)]))
+                    context = self._slots.context(np.full(len(part), row.slot))
                     logits = self._model.logits(hidden[begin + first : begin + first + len(part)], context)
                     if self._model.shard.rank > 0:
                         continue  # the first rank alone has all of them
