@@ -273,6 +273,8 @@ def load(
     for text, source in reversed(sources):
         values |= source
         origins |= {key: text.format(key=key, dashed=key.replace("_", "-"), upper=key.upper()) for key in source}
+    for key, (variable, text) in _launched(values).items():
+        values[key], origins[key] = text, f"environment variable {variable}"
     for key, value in values.items():
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str) and not _encodable(text):
@@ -349,6 +351,20 @@ def _environment(model: type[BaseModel]) -> dict[str, Any]:
         if text is not None and not (name == "port" and text.startswith("tcp://")):  # Kubernetes
             found[name] = split(text) if is_list(field) else text
     return found
+
+
+def _launched(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Variables, and what they say, of settings that are not given: torchrun tells each machine who it is by these, as
+    other launchers of PyTorch do (https://docs.pytorch.org/docs/stable/elastic/run.html). They count only where several
+    machines are asked for: a program that torchrun has started may hold a model of its own."""
+    if str(values.get("nnodes", 1)) == "1":
+        return {}
+    variables = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "node_rank": "RANK"}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at that port
+        del variables["master_port"]
+    return {
+        key: (name, os.environ[name]) for key, name in variables.items() if key not in values and name in os.environ
+    }
 
 
 def _read_toml(config: str) -> dict[str, Any]:

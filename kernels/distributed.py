@@ -1,10 +1,10 @@
-"""What ranks compute together over a torch.distributed group: NCCL between GPUs, gloo between CPUs."""
+"""What ranks compute together over a group of torch.distributed's interface: NCCL between GPUs, connections of ours between
+CPUs (sockets.py)."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quire.kernels.collective import Collective, RankEnded
+from quire.kernels.sockets import SocketGroup
 
 Group = Any
 """A dist.ProcessGroup, or what it consists of, whose methods PyTorch's stubs lack."""
-_LOOK = timedelta(seconds=0.1)
-"""How often one that waits on a CPU looks whether it still has to."""
 _TIMEOUT = timedelta(minutes=10)
 """How long one waits for the others. That one has ended is noticed otherwise, and earlier."""
 
@@ -60,6 +59,7 @@ class DistributedCollective(Collective):
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def share(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
         if x.numel():
             self._do(lambda: self._group.broadcast([x], dist.BroadcastOptions()), x.is_cuda)  # from rank 0
         return x
@@ -67,7 +67,7 @@ class DistributedCollective(Collective):
     def close(self) -> None:
         self._closed.set()
         if self._group is not None:
-            self._group.abort()  # frees those that wait for NCCL; gloo does not know it
+            self._group.abort()  # frees those that wait
 
     def _all(self, x: Tensor) -> list[Tensor]:
         """The ranks' x, which is contiguous, in their order."""
@@ -81,14 +81,10 @@ class DistributedCollective(Collective):
         try:
             if self._group is None:
                 self._group = self._join()
-            work = begin()
-            while not on_gpu and not work.is_completed():
-                if self._closed.is_set():
+                if self._closed.is_set():  # by another thread, which saw no group yet
                     raise RankEnded
-                with suppress(RuntimeError):
-                    work.wait(_LOOK)  # raises too when so much time is over
-            work.wait()  # of a GPU its stream alone
-        except RuntimeError as error:
+            begin().wait()  # of a GPU its stream alone
+        except (OSError, RuntimeError) as error:
             if on_gpu and not self._closed.is_set():
                 raise  # a failure of this rank alone: for one that has ended NCCL waits, until it is aborted
             raise RankEnded from error
@@ -97,7 +93,7 @@ class DistributedCollective(Collective):
 def join_ranks(
     store: dist.Store, rank: int, count: int, device: torch.device, *, in_order: bool, address: str = "127.0.0.1"
 ) -> DistributedCollective:
-    """Over NCCL between GPUs, over gloo between CPUs. `store`: of the first rank, where all find each other; `address`:
+    """Over NCCL between GPUs, over sockets between CPUs. `store`: of the first rank, where all find each other; `address`:
     this machine's, at which the others reach it."""
 
     def join() -> Group:
@@ -105,9 +101,6 @@ def join_ranks(
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
             return dist.ProcessGroupNCCL(store, rank, count, options)
-        kind: Any = dist.ProcessGroupGloo
-        gloo = kind._Options()
-        gloo._devices, gloo._timeout = [kind.create_device(hostname=address)], _TIMEOUT
-        return kind(store, rank, count, gloo)
+        return SocketGroup(store, rank, count, address)
 
     return DistributedCollective(join, rank, count, in_order=in_order)

@@ -87,6 +87,12 @@ class Runner:
 
     def _begin(self, batch: Batch) -> Begun:
         """Take in what a batch says, and make its tensors."""
+        self._take_in(batch)
+        picks = self._slots.picks(batch)
+        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
+        return Begun(batch, picks, inputs)
+
+    def _take_in(self, batch: Batch) -> None:
         self._admit(batch)
         for copy in batch.copies:
             copy_page(self._pages, copy)
@@ -96,9 +102,6 @@ class Runner:
         self._slots.take_pages(batch.rows)
         if self._headroom is not None:
             self._headroom.use(page for row in batch.rows for page in row.new_blocks)
-        picks = self._slots.picks(batch)
-        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
-        return Begun(batch, picks, inputs)
 
     def _finish(self, begun: Begun) -> PendingStep:
         """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""

@@ -45,18 +45,23 @@ class Machines:
     def __init__(self, folder: Path, ranks: int = 2) -> None:
         self.marks = uuid.uuid4().hex, uuid.uuid4().hex
         self.second_log = folder / "second"
-        self._flags = ["--tensor-parallel-size", str(ranks), "--nnodes", "2", "--master-port", str(free_port())]
+        self._flags = ["--tensor-parallel-size", str(ranks), "--nnodes", "2"]
+        self._launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        """As torchrun says it; with RANK."""
         self._flags += ["--threads", str(ranks // 2), "--tool-call-parser", "hermes"]
         self.join()
-        self.server = Server(folder / "first", *self._flags, env={"TEST_MARK": self.marks[0]}, wait=False)
+        self.server = Server(folder / "first", *self._flags, env=self._variables(0), wait=False)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        return self._launched | {"RANK": str(rank), "TEST_MARK": self.marks[rank]}
 
     def join(self) -> None:
         with self.second_log.open("ab") as log:
             self.second = subprocess.Popen(
-                [QUIRE, "serve", *self._flags, "--node-rank", "1"],
+                [QUIRE, "serve", *self._flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"TEST_MARK": self.marks[1]},
+                env=os.environ | self._variables(1),
             )
 
     def end(self) -> None:

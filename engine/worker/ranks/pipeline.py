@@ -128,7 +128,8 @@ class StageRunner(Runner):
         """`picked`: by steps before, what later ones go on with. Raises BrokenPipeError where the next stage has
         ended."""
         for each in picked:
-            self._slots.token_ids[each.slots, each.positions] = torch.tensor(each.token_ids, dtype=torch.int32)
-        begun = self._begin(batch)
-        assert begun.inputs is not None
-        pass_to(self._after, *self._model.pass_on(begun.inputs.token_ids, begun.inputs.metadata, self._kv_cache))
+            at = torch.tensor([each.slots, each.positions], dtype=torch.int64)
+            self._slots.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)
+        self._take_in(batch)
+        inputs = self._slots.build(batch)
+        pass_to(self._after, *self._model.pass_on(inputs.token_ids, inputs.metadata, self._kv_cache))
