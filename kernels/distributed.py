@@ -1,4 +1,4 @@
-"""What ranks compute together over a group of torch.distributed's interface: NCCL between GPUs, connections of ours between
+"""What ranks compute together over a group of torch.distributed's interface: NCCL's between GPUs, one of ours between
 CPUs (sockets.py)."""
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class DistributedCollective(Collective):
 def join_ranks(
     store: dist.Store, rank: int, count: int, device: torch.device, *, in_order: bool, address: str = "127.0.0.1"
 ) -> DistributedCollective:
-    """Over NCCL between GPUs, over sockets between CPUs. `store`: of the first rank, where all find each other; `address`:
-    this machine's, at which the others reach it."""
+    """`store`: of the first rank, where all find each other; `address`: this machine's, at which the others reach
+    it."""
 
     def join() -> Group:
         if device.type == "cuda":

@@ -1,5 +1,5 @@
-"""Servers whose ranks meet over torch.distributed, as GPUs' do, here on a CPU over gloo: a rank's death is survived as
-an engine's is, and no rank outlives its server."""
+"""Servers whose ranks meet at a store, as GPUs' do, here on a CPU over connections: a rank's death is survived as an
+engine's is, and no rank outlives its server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch.distributed as dist
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import EngineError
@@ -27,7 +26,6 @@ from tests.engine.harness import request, run
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 STREAMS = 8

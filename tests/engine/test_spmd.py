@@ -1,5 +1,5 @@
-"""Ranks that meet over torch.distributed, as GPUs' do: here on a CPU, over gloo, with plain PyTorch's operations, and
-with steps launched ahead. They give the tokens of one process."""
+"""Ranks that meet at a store, as GPUs' do: here on a CPU, over connections, with plain PyTorch's operations, and with
+steps launched ahead. They give the tokens of one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ from tests.variants import nightly
 
 __all__ = ["fake_flash", "one_thread", "thread_ranks"]
 pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
     pytest.mark.skipif(sys.platform != "linux", reason="ranks that all run the same steps are GPUs', on Linux"),
     pytest.mark.usefixtures("one_thread"),
 ]

@@ -1,6 +1,6 @@
 """How the ranks of a model find each other, and what they compute together over: the memory of one machine where their
-backend has kernels for it, else torch.distributed, NCCL between GPUs and gloo between CPUs. Nothing else about ranks
-depends on what they run on."""
+backend has kernels for it, else a group of torch.distributed's interface: NCCL's between GPUs, one of ours between
+CPUs. Nothing else about ranks depends on what they run on."""
 
 from __future__ import annotations
 
