@@ -89,7 +89,7 @@ class SocketGroup:
         with socket.create_server(place[:2], family=family) as door:
             door.settimeout(_LOOK_SECONDS)
             key, (host, port, *_) = secrets.token_bytes(_KEY), door.getsockname()
-            self._store.set(_place_of(self._rank), key + f"{port} {host}".encode())
+            self._store.set(_place_of(self._rank), f"{host} {port} {key.hex()}")
             while len(found) < self._count - 1:
                 if self._over.is_set() or time.monotonic() > deadline:
                     raise TimeoutError("not all ranks have come")
@@ -107,10 +107,9 @@ class SocketGroup:
     def _reach(self, found: dict[int, socket.socket]) -> None:
         for rank in set(range(self._rank)) - found.keys():
             if self._store.check([_place_of(rank)]):
-                said = self._store.get(_place_of(rank))
-                port, host = said[_KEY:].decode().split()
+                host, port, key = self._store.get(_place_of(rank)).decode().split()
                 found[rank] = socket.create_connection((host, int(port)), _MEET_SECONDS)
-                found[rank].sendall(said[:_KEY] + bytes([self._rank]))
+                found[rank].sendall(bytes.fromhex(key) + bytes([self._rank]))
 
     def _let_in(self, door: socket.socket, key: bytes, found: dict[int, socket.socket]) -> None:
         """Whoever does not show the key is turned away."""

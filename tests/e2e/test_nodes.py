@@ -134,6 +134,20 @@ async def test_no_stream_notices_what_dies_on_either_machine(ranks: int, machine
     assert marked(made.marks[1]) == {}
 
 
+def test_all_ranks_are_back_in_the_rendezvous_within_ten_seconds(machines: Callable[..., Machines]) -> None:
+    """After each kind of death; where the machine is so busy that a start takes longer, within that."""
+    began = time.monotonic()
+    made = machines()
+    seconds = max(10.0, time.monotonic() - began)
+    for way in (kill_rank, kill_command, kill_engine):
+        wait_until(lambda: made.server.healthy() and bool(ranks_of(made.marks[1])), "no engine came after it")
+        joined, began = made.second_log.read_text().count("has joined"), time.monotonic()
+        way(made)
+        again = lambda before=joined: made.second_log.read_text().count("has joined") > before  # noqa: E731
+        wait_until(again, f"{way.__name__}: it did not join again")
+        assert time.monotonic() - began < seconds, way.__name__
+
+
 def test_a_rank_that_was_stopped_is_replaced_once_its_engine_has_gone(machines: Callable[..., Machines]) -> None:
     made = machines()
     (stopped,) = ranks_of(made.marks[1])

@@ -123,7 +123,7 @@ def test_a_stranger_at_the_door_is_no_rank(said: bytes) -> None:
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
     threads[0].start()
     store.wait(["sums/0"])
-    port, host = store.get("sums/0")[16:].decode().split()
+    host, port, _ = store.get("sums/0").decode().split()
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(said)
         threads[1].start()
