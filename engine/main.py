@@ -13,9 +13,13 @@ import os
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from quire.engine.client.exit_cause import FAULT_SIGNALS
 from quire.engine.client.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from quire.engine.config import EngineConfig
 
 _PR_SET_PDEATHSIG = 1
 """From Linux's sys/prctl.h: send this process a signal when its parent ends."""
@@ -69,6 +73,14 @@ def read_first_line() -> bytes:
     while not line.endswith(b"\n") and (byte := os.read(0, 1)):
         line += byte
     return line
+
+
+def join(config: EngineConfig) -> int:
+    """Compute with the first of several machines, in this process; see engine/nodes/member.py."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, a page long, each time that the first one ends
+    from quire.engine.nodes.member import run
+
+    return run(config)
 
 
 def main() -> None:

@@ -369,13 +369,13 @@ class Backend(Operations):
         many block tables has their metadata."""
 
     @abstractmethod
-    def ranks_memory(self, count: int, row_bytes: int) -> int:
-        """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
-        of the longest row that they will put side by side. Raises ValueError, in one line, where it cannot."""
+    def ranks_memory(self, count: int, row_bytes: int) -> int | None:
+        """What so many processes on one machine need to compute together in its memory: a descriptor that each must
+        get. row_bytes: of the longest row that they will put side by side. None where the backend has no such way."""
 
     @abstractmethod
     def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
-        """One such process's view of all; `descriptor` may then be closed. parent: what it ends with; 0: nothing."""
+        """One such process' view of all; `descriptor` may then be closed. parent: what it ends with; 0: nothing."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:

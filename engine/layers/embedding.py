@@ -61,9 +61,9 @@ class Embedding:
         assert self._table is not None, "weights are not loaded"
         if (own := self._cut.outs) is None:
             return self._table.look_up(token_ids)
-        elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
-        rows = self._table.look_up((token_ids - own.start).masked_fill_(elsewhere, 0))
-        return self._shard.sum(rows.masked_fill_(elsewhere[:, None], 0))
+        places = token_ids - own.start
+        here = places.clamp(0, len(own) - 1)
+        return self._shard.sum(self._table.look_up(here).masked_fill_((places != here)[:, None], 0))
 
     @property
     def head(self) -> Linear:

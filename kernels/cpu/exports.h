@@ -92,6 +92,7 @@ struct Collective {
 
 EXPORTED int sum_ranks_f32(Collective* group, float* x, long size, int threads);
 EXPORTED int sum_ranks_bf16(Collective* group, bf16* x, long size, int threads);
+EXPORTED int share_rank(Collective* group, char* x, long size);
 EXPORTED int gather_ranks(Collective* group, const float* own, float* out, long rows, const int64_t* starts);
 EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads);
 EXPORTED void compress(const uint16_t* packed, uint8_t* to, int in, int outs, int threads);

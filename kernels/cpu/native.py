@@ -175,6 +175,7 @@ _SINGLE = {
     "argmax_f32": [_POINTER, _POINTER, _LONG, _LONG, _INT],
     "draw_f32": [*[_POINTER] * 4, _LONG, _LONG, _INT],
     "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
+    "share_rank": [*[_POINTER] * 2, _LONG],
 }
 """Of the others. compressed_size gives the bytes of a packed bfloat16 matrix when compressed; 0: compressing does not
 pay, or this instruction set cannot (compress12.h)."""
