@@ -1,6 +1,6 @@
 """What a streamed token costs the API process: `python -m benchmarks.stream_cost`, from the repository's root.
 
-An engine process that computes nothing sends steps of one token for each stream, through ProcessClient and the HTTP
+An engine process that computes nothing sends steps of one token for each stream, through ProcessLink and the HTTP
 server, to a reader in a process of its own. With steps that are `--pause` apart the server's processor time per event
 is what counts, and with `--pause 0` the tokens per second. With `--api-server-count` several API processes share the
 engine through a hub, whose time is told apart. Starts and ends of streams are not measured.
@@ -27,12 +27,13 @@ from typing import cast
 import uvloop
 import zmq
 
+from quire.engine.client.client import EngineClient
 from quire.engine.client.heartbeat import Heartbeat
 from quire.engine.client.messages import Ready, Stepped, Submit, decode_to_engine, encode
 from quire.engine.client.process import EngineProcess
-from quire.engine.client.supervisor import ProcessClient
+from quire.engine.client.supervisor import ProcessLink
 from quire.engine.hub.hub import Hub
-from quire.engine.hub.remote import RemoteClient
+from quire.engine.hub.remote import HubLink
 from quire.engine.main import end_with_parent, read_first_line
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import EngineInfo, RequestOutput
@@ -55,7 +56,7 @@ class NullProcess(EngineProcess):
     PROGRAM = ("-m", "benchmarks.stream_cost", "--engine")
 
 
-class NullClient(ProcessClient):
+class NullLink(ProcessLink):
     def launch(self) -> None:
         self._process = NullProcess(self._config, self._replay.begin)
 
@@ -94,8 +95,8 @@ def serve(port: int, ready: Connection, hub: str | None = None, identity: str = 
 
     async def run() -> None:
         config = ServerConfig(served_model_name=[NAME], disable_access_log=True)
-        client = NullClient(config) if hub is None else RemoteClient(config, hub, identity)
-        client.launch()
+        client = EngineClient(NullLink(config) if hub is None else HubLink(config, hub, identity))
+        client.link.launch()
         app = make_app(client)
 
         def announce() -> None:
@@ -114,13 +115,13 @@ def share(hub: str, count: int, ready: Connection) -> None:
     """The process that has the engine, where several API processes share it."""
 
     async def run() -> None:
-        client = NullClient(ServerConfig())
-        client.launch()
+        client = EngineClient(NullLink(ServerConfig()))
+        client.link.launch()
         shared = Hub(client, hub)
         for number in range(count):
             shared.add(f"{number}".encode(), number)
         shared.listen()
-        shared.ready(await client.start())
+        shared.ready(await client.link.start())
         ready.send(os.getpid())
         gc.freeze()
         await asyncio.Event().wait()

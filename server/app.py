@@ -17,7 +17,7 @@ from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
 from quire.engine.client.weights import Weights
-from quire.engine.hub.remote import NoWeightsGroup, RemoteClient, RemoteWeights
+from quire.engine.hub.remote import HubLink, NoWeightsGroup
 from quire.engine.lora.modules import Modules
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo
@@ -109,7 +109,7 @@ def create_app(
     The model's token ids run from 0 to vocab_size - 1. generation_defaults has the temperature, top_p, top_k, min_p and
     repetition_penalty of generation_config.json; pooling: how the model makes vectors; modules: its modules that may
     have adapters; tenants: where other apps serve them too, whose limits count for all together. Raises ConfigError for
-    API keys and gateways that cannot be used; the lifespan what client.start(), open_store and adapters_of raise.
+    API keys and gateways that cannot be used; the lifespan what client.link.start(), open_store and adapters_of raise.
     """
     tenants, gateways = tenants or Tenants(config), Gateways(config)
     client.history.keep = config.request_history
@@ -126,9 +126,9 @@ def create_app(
         turns, background, beside = Turns(), Background(), ExitStack()
         try:
             store = open_store(config)
-            info = await client.start()
+            info = await client.link.start()
             served = beside.enter_context(adapters_of(config, modules, lambda: in_use(client), device=info.device))
-            app.state.model = model = _started(unstarted, info, client.weights_version, served)
+            app.state.model = model = _started(unstarted, info, client.link.weights_version, served)
             known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
             workers = WorkerPool(known, model.adapters)
             app.state.admission = admission = Admission(client, config, info.max_model_len, keyed=tenants.closed)
@@ -147,7 +147,7 @@ def create_app(
                 store.close()
             if workers is not None:
                 await workers.close()
-            await client.stop()
+            await client.link.stop()
             await group.close()
             beside.close()
             if spans is not None:
@@ -186,10 +186,10 @@ def _started(model: ServedModel, info: EngineInfo, version: str, adapters: Adapt
 
 def weights_group(app: FastAPI, client: EngineClient) -> WeightsGroup:
     """What changes the weights. Where another API process may have them changed, the app is told."""
-    if not isinstance(client, RemoteClient):
+    if not isinstance(client.link, HubLink):
         return WeightsGroup(Weights(client))
-    client.on_version.append(partial(_tell_version, app))
-    return NoWeightsGroup(RemoteWeights(client))
+    client.link.on_version.append(partial(_tell_version, app))
+    return NoWeightsGroup(client.link)
 
 
 def _tell_version(app: FastAPI, version: str) -> None:

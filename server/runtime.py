@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
-from quire.engine.client.weights import Weights
+from quire.engine.client.weights import WeightChanges
 from quire.engine.types import EngineInfo
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
@@ -30,7 +30,7 @@ from quire.server.workers.pool import WorkerPool
 class Runtime:
     config: ServerConfig
     client: EngineClient
-    weights: Weights
+    weights: WeightChanges
     weights_group: WeightsGroup
     info: EngineInfo
     """What the engine said when it was ready."""

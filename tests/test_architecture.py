@@ -90,6 +90,7 @@ ROOMS = {
             "types",
             "stats",
             "batch",
+            "beams",
             "advice",
             "config",
             "folder",
@@ -103,6 +104,15 @@ ROOMS = {
     ),
 }
 """The rooms (folders, and modules that stand beside them), each of which may import those before it and no other."""
+
+OTHERS_PRIVATE = {
+    "os._exit": "ends a process at once, which the standard library has no other name for",
+    "parser._option_string_actions": "argparse has no other list of its flags",
+    "renderer._call": "jinja2's",
+    "_asdict": "of every NamedTuple, which begins its methods with _ for the fields' sake",
+    "_replace": "the same",
+}
+"""What begins with _ and is used all the same: an expression, or an attribute of anything."""
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_MODULES = 400, 60, 16
 
@@ -282,6 +292,86 @@ def test_importing_is_light(module: str) -> None:
     assert done.stdout.split() == [], (
         f"`import {module}` loads {done.stdout.strip()}; `python -X importtime -c 'import {module}'` shows through whom"
     )
+
+
+@dataclass(frozen=True)
+class ClassOfOurs:
+    name: str
+    file: Path
+    bases: tuple[tuple[str, Path | None], ...]
+    """By name, each with the file that it is imported from; None: not one of ours."""
+    private: frozenset[str]
+    """Methods and attributes whose names begin with one _."""
+    methods: frozenset[str]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@cache
+def classes_of(path: Path) -> dict[str, ClassOfOurs]:
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    origins = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quire."):
+            stem = Path(*(node.module or "").split(".")[1:])
+            file = next(
+                (each for each in (stem.with_suffix(".py"), stem / "__init__.py") if (ROOT / each).exists()), None
+            )
+            origins |= {alias.asname or alias.name: file for alias in node.names}
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+            bases = [base.id for base in names if isinstance(base, ast.Name)]
+            defined = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+            written = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute) and of_self(each)}
+            declared = {
+                each.target.id
+                for each in node.body
+                if isinstance(each, ast.AnnAssign)
+                if isinstance(each.target, ast.Name)
+            }
+            found[node.name] = ClassOfOurs(
+                node.name,
+                path,
+                tuple((base, origins.get(base, path)) for base in bases),
+                frozenset(filter(is_private, defined | written | declared)),
+                frozenset(filter(is_private, defined)),
+            )
+    return found
+
+
+def of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def inherited(of: ClassOfOurs) -> Iterator[ClassOfOurs]:
+    """The classes that it inherits from, near and far, as far as they are ours."""
+    for name, file in of.bases:
+        if file is not None and (base := classes_of(file).get(name)) is not None and base is not of:
+            yield base
+            yield from inherited(base)
+
+
+def test_nothing_private_is_used_in_another_file() -> None:
+    wrong = []
+    for path in our_files():
+        if path.parts[0] not in ("engine", "server") or path.parent == Path("engine/worker/ranks"):  # which is remade
+            continue
+        own = {name for each in classes_of(path).values() for name in each.private}
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and is_private(node.attr) and not of_self(node) and node.attr not in own:
+                allowed = {node.attr, ast.unparse(node)} & OTHERS_PRIVATE.keys()
+                if not allowed and not ast.unparse(node).startswith("super()."):
+                    wrong.append(f"{path}:{node.lineno} {ast.unparse(node)}")
+        for each in classes_of(path).values():
+            for base in inherited(each):
+                for name in sorted(each.methods & base.private) if base.file != path else ():
+                    wrong.append(f"{path}: {each.name}.{name} overrides that of {base.name} in {base.file}")
+    advice = "A file's private names are its own. Make public what another one needs, or ask for it as an argument."
+    assert not wrong, "\n".join([*wrong, advice])
 
 
 def test_no_file_outgrows_a_reader() -> None:

@@ -32,7 +32,7 @@ class Replica:
             cores = max(1, int(ray.get_runtime_context().get_assigned_resources().get("CPU", 1)))
             config = config.model_copy(update={"threads": cores * config.ranks})
         client = processes(config)
-        client.launch()
+        client.link.launch()
         self._client = client
         self._running = AsyncExitStack()
         self._app = await self._running.enter_async_context(running_app(config, client))

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.engine.client.weights import Mode, Weights, to_its_end
+from quire.engine.client.weights import Mode, WeightChanges, to_its_end
 from quire.engine.errors import EngineError, InvalidRequest, QuireError
 
 _MEMORY = Path("/dev/shm")
@@ -49,7 +49,7 @@ class WeightsGroup:
     """One at a time for a server. All methods must be called from the client's event loop; one call follows another,
     and each is made to its end, even if nobody waits for it any more."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: WeightChanges) -> None:
         self.weights = weights
         self._process: Process | None = None
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Literal
+from typing import Literal, Protocol
 
 from quire.engine.batch import Batch
 from quire.engine.stats import Phase, StepRecord
@@ -109,6 +109,21 @@ class Timeline:
         self.finish_reason = reason
 
 
+class Recorder(Protocol):
+    """Is told what happens to the requests of a book."""
+
+    def submitted(self, request: Request) -> None: ...
+
+    def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
+        """Outputs came, of a step; without a record they come from adding or aborting requests."""
+
+    def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
+        """Its requests, all that are open or these, wait for another engine; with `for_good` they end with this one."""
+
+    def end(self, request_id: str, reason: str) -> None:
+        """End a request. Does nothing when it is not open."""
+
+
 class History:
     """Timelines of open requests and of those that ended last."""
 
@@ -158,7 +173,7 @@ class History:
         self._open[request.id] = Timeline(request.id, len(request.prompt_ids), now, [(now, "queued")])
 
     def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
-        """Take in the outputs of a step. Without a record they come from adding or aborting requests."""
+        """See Recorder."""
         if record is not None:
             self._take(outputs, record, replica)
         for output in outputs:
@@ -212,7 +227,7 @@ class History:
             listener(step)
 
     def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
-        """Its requests, all that are open or these, wait for another engine; with `for_good` they end with this one."""
+        """See Recorder."""
         self._engines[replica] = max(self._engines) + 1
         now = monotonic()
         had = self._open.values() if ids is None else [self._open[each] for each in ids if each in self._open]
@@ -223,7 +238,7 @@ class History:
                 timeline.enter("recovering", now)
 
     def end(self, request_id: str, reason: str) -> None:
-        """End a request. Does nothing when it is not open."""
+        """See Recorder."""
         timeline = self._open.pop(request_id, None)
         if timeline is None:
             return

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING
 
-from quire.engine.client.journal import merge
+import msgspec
+
 from quire.engine.errors import QuireError, SlowReader
 from quire.engine.types import RequestOutput
-
-if TYPE_CHECKING:
-    from quire.engine.client.client import EngineClient
 
 log = logging.getLogger("quire.client")
 
@@ -33,12 +30,15 @@ class OutputStream:
     A reader that waits here may be spared the wake-up: see `shortcut`.
     """
 
-    def __init__(self, client: EngineClient, ids: Iterable[str], tenant: str, call: str = "") -> None:
-        """call: the id of the API call that the requests belong to, as `EngineClient.cancel` takes it."""
+    def __init__(
+        self, abort: Callable[[str, str], None], ids: Sequence[str], tenant: str, call: str, weights_version: str
+    ) -> None:
+        """abort: tells the book that a request is no longer read, and the reason for its history."""
+        self.ids = ids
         self.tenant = tenant
         self.call = call
         self.submitted_at = monotonic()
-        self._client = client
+        self._abort = abort
         self._open = set(ids)
         """Requests that have not ended."""
         self._unread: dict[str, RequestOutput] = {}
@@ -49,12 +49,12 @@ class OutputStream:
         self._waiting_reader: asyncio.Future[None] | None = None
         """What the reader awaits; the next output resolves it. Cheaper than an asyncio.Event."""
         self._due = False
-        """Whether the client will call `hand_on`."""
+        """Whether `_hand_on` will be called at the end of this turn of the event loop."""
         self.shortcut: Callable[[list[RequestOutput]], bool] | None = None
         """Does what the reader would do with the outputs of an iteration, at once and while the reader waits on, or
         does nothing and returns False: then the reader gets them. What it raises is raised to the reader. It gets
         nothing behind the end of the last request: that the reader must see."""
-        self.weights_version = client.weights_version
+        self.weights_version = weights_version
         """Of the weights that computed the last token or vector, unread ones included."""
 
     def __aiter__(self) -> OutputStream:
@@ -76,25 +76,31 @@ class OutputStream:
             raise self._error
         raise StopAsyncIteration
 
-    def push(self, output: RequestOutput) -> None:
-        """Add an output for the reader. Called by the client."""
+    def push(self, output: RequestOutput, version: str) -> Callable[[], None] | None:
+        """Add an output for the reader: see Reader in client.py. A reader that has a shortcut waits until the turn of
+        the event loop ends, so that the outputs of several steps reach it together."""
         if output.id not in self._open:
-            return
+            return None
         if output.new_ids or output.vector is not None:
-            self.weights_version = self._client.weights_version
+            self.weights_version = version
         before = self._unread.get(output.id)
         self._unread[output.id] = output if before is None else merge(before, output)
         if output.finish_reason is not None:
             self._open.discard(output.id)
         self._backlog += len(output.new_ids) * (1 + (len(output.logprobs[0].top) if output.logprobs else 0))
-        if self._backlog > MAX_BACKLOG:
+        if self._backlog > MAX_BACKLOG and self._open:
             log.warning("request %s: %d tokens wait for a reader, and the answer is given up", output.id, self._backlog)
-            self._client.slow_readers += 1
-            self.give_up(SlowReader("the answer was not read in time, and was given up"))
-        self._wake()
+            raise SlowReader("the answer was not read in time, and was given up")
+        if self._waiting_reader is None or self._due:
+            return None
+        if self.shortcut is None:
+            self._wake()
+            return None
+        self._due = True
+        return self._hand_on
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, which the reader gets after the outputs before it. Called by the client."""
+        """End the stream with an error, which the reader gets after the outputs before it."""
         self._open.clear()
         self._error = error
         self._wake()
@@ -103,7 +109,7 @@ class OutputStream:
         """End one request of the group now; it gives no more outputs. `reason` is recorded in its history."""
         if request_id in self._open:
             self._open.discard(request_id)
-            self._client.abort(request_id, reason)
+            self._abort(request_id, reason)
             self._wake()
 
     def give_up(self, error: QuireError) -> bool:
@@ -123,25 +129,16 @@ class OutputStream:
             self.abort(request_id)
 
     def _wake(self) -> None:
-        if self._waiting_reader is None or self._due:
-            return
-        if self.shortcut is None:
-            self._wake_reader()
-        else:
-            self._due = True
-            self._client.hand_on_later(self)
-
-    def _wake_reader(self) -> None:
         if self._waiting_reader is not None and not self._waiting_reader.done():
             self._waiting_reader.set_result(None)
 
-    def hand_on(self) -> None:
-        """Give what has come to the shortcut or, where that is impossible, to the reader. Called by the client."""
+    def _hand_on(self) -> None:
+        """Give what has come to the shortcut or, where that is impossible, to the reader."""
         self._due = False
-        if self._waiting_reader is None:
+        if self._waiting_reader is None or self._waiting_reader.done():
             return
-        if self.shortcut is None or not self._open or not self._unread or self._waiting_reader.done():
-            return self._wake_reader()
+        if self.shortcut is None or not self._open or not self._unread:
+            return self._wake()
         try:
             taken = self.shortcut(list(self._unread.values()))
         except Exception as error:
@@ -151,8 +148,20 @@ class OutputStream:
         if taken:
             self._drop_unread()
         else:
-            self._wake_reader()
+            self._wake()
 
     def _drop_unread(self) -> None:
         self._unread.clear()
         self._backlog = 0
+
+
+def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """Merge two successive outputs of one request."""
+    has_logprobs = first.logprobs is not None or second.logprobs is not None
+    return msgspec.structs.replace(
+        second,
+        new_ids=first.new_ids + second.new_ids,
+        logprobs=(first.logprobs or []) + (second.logprobs or []) if has_logprobs else None,
+        prompt_logprobs=first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs,
+        cached_tokens=max(first.cached_tokens, second.cached_tokens),
+    )

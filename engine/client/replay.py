@@ -39,6 +39,10 @@ class Replay:
         self._lone_crashes: dict[str, int] = {}
         """By request: engines in a row that it has ended while it had them to itself."""
 
+    def __len__(self) -> int:
+        """How many open requests there are."""
+        return len(self._waiting) + len(self._submitted) + sum(map(len, self._suspects))
+
     @property
     def idle(self) -> bool:
         """Whether the engine has no request."""
@@ -52,8 +56,10 @@ class Replay:
         """The engine is about to compute these requests for the first time."""
         self._begun.update(request_id for request_id in request_ids if request_id in self._submitted)
 
-    def progress(self, request_id: str, tokens: int) -> None:
-        """The request got this many more tokens."""
+    def progress(self, request_id: str, tokens: int, *, ended: bool = False) -> None:
+        """The request got this many more tokens, its last ones where it has `ended`."""
+        if ended:
+            return self.end(request_id)
         given = self._submitted.get(request_id, TOKENS_TO_CLEAR)
         if given < TOKENS_TO_CLEAR:
             self._submitted[request_id] = given + tokens

@@ -1,42 +1,27 @@
 """Runs the engine in a process of its own and replaces that process when it ends; open streams continue.
 
-The API process keeps a journal of every open request: the request and the tokens that were handed out. When an engine
-process ends, each open request is submitted to the next one together with those tokens. As a token depends on nothing
-but its own request, the stream continues with the tokens that the first engine would have given.
+When an engine process ends, each of its requests is submitted to the next one, with the tokens that it has already.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 
-from quire.engine.client.client import EngineClient
+from quire.engine.client import messages
 from quire.engine.client.exit_cause import ExitCause
-from quire.engine.client.journal import Journal
-from quire.engine.client.messages import (
-    Abort,
-    Asleep,
-    Check,
-    Checked,
-    Failed,
-    Load,
-    Ready,
-    Refused,
-    Sleep,
-    SnapshotRequest,
-    SnapshotTaken,
-    Stepped,
-    Submit,
-)
+from quire.engine.client.link import EngineLink
 from quire.engine.client.process import EngineProcess, KilledDuringStart, engine_json, reset_prefix_cache
 from quire.engine.client.replay import Replay
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError, RequestQuarantined
-from quire.engine.stats import EngineStats
-from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.stats import EngineSnapshot, EngineStats
+from quire.engine.types import EngineInfo, Request
 
 log = logging.getLogger("quire.supervisor")
 
@@ -55,19 +40,21 @@ class _Change:
     done: asyncio.Future[None]
 
 
-class ProcessClient(EngineClient):
-    """An engine process, replaced when it ends.
+class ProcessLink(EngineLink):
+    """To an engine process, which is replaced when it ends.
 
     `launch()` starts the process and returns at once; `start()` waits until it is ready and supervises it from then on.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, number: int = 0, cores: Set[int] = frozenset()) -> None:
+        """It stays on these cores; none: on any."""
         super().__init__()
+        self.number = number
+        self._cores = cores
         self._config = config
         self._process: EngineProcess | None = None
-        self._ready = False
-        """Whether the process has started and accepts requests."""
-        self._journal = Journal()
+        self.ready = False
+        """Whether its engine can be sent requests."""
         self._replay = Replay()
         self._earlier_stats = EngineStats()
         """Counters added up over the engine processes before this one."""
@@ -79,39 +66,50 @@ class ProcessClient(EngineClient):
         self._fitted: dict[str, int] = {}
         """What the first engine found that the memory allows, by configuration key."""
         self._change: _Change | None = None
-        """The change under way; `_ready` is False meanwhile."""
+        """The change under way; `ready` is False meanwhile."""
         self._wakes = asyncio.Event()
         """Set when a change needs a process, and it sleeps without one."""
         self._ending = False
         """Whether the process was told to end, because it sleeps."""
+        self._snapshot: asyncio.Future[EngineSnapshot | None] | None = None
 
     def launch(self) -> None:
-        """Start the engine process. Raises EngineError when the system can start no process."""
         try:
             self._process = EngineProcess(self._config, self._replay.begin)
         except OSError as error:
             raise EngineError(f"no engine process could be started: {error.strerror}") from error
+        if self._cores:
+            with suppress(OSError):  # it has ended already, or has other cores by now
+                os.sched_setaffinity(self._process.pid, self._cores)
 
     @property
     def pid(self) -> int | None:
-        """The engine's process id."""
         return None if self._process is None else self._process.pid
 
     @property
     def responsive(self) -> bool:
         """Whether the engine has started and its last heartbeat is recent enough."""
         process = self._process
-        return self._ready and process is not None and process.silence < self._config.engine_heartbeat_timeout
+        return self.ready and process is not None and process.silence < self._config.engine_heartbeat_timeout
 
     @property
     def healthy(self) -> bool:
         if (process := self._process) is None:
-            return self.alive and self.asleep
-        told = self._ready or self.asleep or self._change is not None
-        return told and process.silence < self._config.engine_heartbeat_timeout
+            return self.failure is None and self.asleep
+        return (self.ready or self.changing) and process.silence < self._config.engine_heartbeat_timeout
+
+    @property
+    def changing(self) -> bool:
+        """Whether it sleeps, or is told to sleep or to take other weights."""
+        return self.asleep or self._change is not None
+
+    @property
+    def free(self) -> bool:
+        """Whether a request that it is given now is computed soon."""
+        return self.ready and not self._replay.isolating
 
     async def rest(self, level: int) -> None:
-        await self._exchange(Sleep(), self._config, self.weights_version)
+        await self._exchange(messages.Sleep(), self._config, self.weights_version)
         if level == 2 and self._process is not None:
             assert self._exit is not None
             self._ending = True
@@ -120,24 +118,29 @@ class ProcessClient(EngineClient):
 
     async def check(self, weights: str) -> None:
         if not self.asleep:
-            await self._exchange(Check(engine_json(self._with(weights))), self._config, self.weights_version)
+            await self._exchange(messages.Check(engine_json(self._with(weights))), self._config, self.weights_version)
+
+    async def shorten(self, max_model_len: int) -> None:
+        """Build the engine anew with a shorter context."""
+        self._fitted["max_model_len"] = max_model_len
+        await self.load(None, self.weights_version)
 
     async def load(self, weights: str | None, version: str) -> None:
         config = self._with(weights)
-        await self._exchange(Load(engine_json(config)), config, version)
+        await self._exchange(messages.Load(engine_json(config)), config, version)
 
     def _with(self, weights: str | None) -> EngineConfig:
         update = {} if weights is None else {"weights": weights, "load_format": "auto"}
         return self._config.model_copy(update=self._fitted | {"warmup_seconds": 0.0} | update)
 
-    async def _exchange(self, message: Sleep | Load | Check, config: EngineConfig, version: str) -> None:
+    async def _exchange(self, message: messages.ToEngine, config: EngineConfig, version: str) -> None:
         """Tell the engine of a change and wait until it is made. Raises what went wrong."""
-        if self._failure is not None:
-            raise self._failure
-        if not self._ready and not self.asleep:
+        if self.failure is not None:
+            raise self.failure
+        if not self.ready and not self.asleep:
             raise Overloaded("the engine is being replaced; please try again")
         self._change = change = _Change(config, version, asyncio.get_running_loop().create_future())
-        self._ready = False
+        self.ready = False
         if self._process is None or self._ending:
             self._wakes.set()
         else:
@@ -166,43 +169,52 @@ class ProcessClient(EngineClient):
             self._exit.cancel()
             await asyncio.gather(self._exit, return_exceptions=True)
         if self._process is not None:
-            process, self._process, self._ready = self._process, None, False
+            process, self._process, self.ready = self._process, None, False
             await process.stop()
-        self._fail("the engine was stopped")
+        self.die("the engine was stopped")
 
-    def _fail(self, message: str) -> None:
-        super()._fail(message)
+    def die(self, message: str) -> None:
+        super().die(message)
         self._give_up_change(EngineError(message))
+        self._answer_snapshot(None)
 
-    def _send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._journal.open(request)
             self._replay.add(request.id)
         self._submit_ready()
 
-    def _send_abort(self, request_id: str) -> None:
-        self._close_journal(request_id)
+    def leave(self) -> list[str]:
+        """Give the requests away that the engine does not have. Those that may have ended an engine stay until a new
+        one has cleared them, so that they end no other one."""
+        return self._replay.take_unsuspected()
+
+    def abort(self, request_id: str) -> None:
+        self._replay.end(request_id)
         if self._process is not None and self._process.connected:
-            self._process.send(Abort([request_id]))
+            self._process.send(messages.Abort([request_id]))
         self._submit_ready()
 
-    def _send_snapshot_request(self) -> None:
-        assert self._process is not None, "ask while it is responsive"
-        self._process.send(SnapshotRequest())
+    async def snapshot(self) -> EngineSnapshot | None:
+        if self._process is None or not self.ready:
+            return None
+        self._snapshot = answer = asyncio.get_running_loop().create_future()
+        self._process.send(messages.SnapshotRequest())
+        return await answer
+
+    def _answer_snapshot(self, snapshot: EngineSnapshot | None) -> None:
+        if self._snapshot is not None and not self._snapshot.done():
+            self._snapshot.set_result(snapshot)
 
     def reset_prefix_cache(self) -> None:
         reset_prefix_cache(self._process, self._config)
 
     def _submit_ready(self) -> None:
         """Submit the requests that may go to the engine now, each with the tokens it already has."""
-        if not self._ready or self._process is None:
+        if not self.ready or self._process is None:
             return
         if ready := self._replay.take_ready():
-            self._process.send(Submit([self._journal.request(request_id) for request_id in ready]))
-
-    def _close_journal(self, request_id: str) -> None:
-        if self._journal.close(request_id):
-            self._replay.end(request_id)
+            self._process.send(messages.Submit([self.owner.request(request_id) for request_id in ready]))
+        self.owner.changed(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:
         """Start engine processes until one is ready.
@@ -232,10 +244,10 @@ class ProcessClient(EngineClient):
         process.connect()
         self._exit = exited = asyncio.create_task(process.wait_for_exit())
         message = await process.first_message(exited)
-        if isinstance(message, Failed):
+        if isinstance(message, messages.Failed):
             raise ConfigError(message.message, param=message.param)
-        assert isinstance(message, Ready)
-        self._ready = True
+        assert isinstance(message, messages.Ready)
+        self.ready = True
         return message.info
 
     async def _discard_process(self) -> None:
@@ -253,10 +265,10 @@ class ProcessClient(EngineClient):
         except (ConfigError, EngineError) as error:
             log.error("the engine could not be brought back: %s", error)
             # Clients see this message, so it must not contain the engine's standard error, which has paths in it.
-            self._fail("the engine could not be brought back")
+            self.die("the engine could not be brought back")
         except Exception as error:
             log.exception("the supervisor failed")
-            self._fail(f"the engine's supervisor failed: {type(error).__name__}")
+            self.die(f"the engine's supervisor failed: {type(error).__name__}")
 
     async def _supervise(self) -> None:
         """Serve with one engine process after another. Raises an error when too many of them fail in a row."""
@@ -314,42 +326,45 @@ class ProcessClient(EngineClient):
         while True:
             message = await process.receive()
             match message:
-                case Stepped():
-                    outputs = [self._update_journal(output) for output in message.outputs]
+                case messages.Stepped():
+                    for output in message.outputs:
+                        ended = output.finish_reason is not None
+                        self._replay.progress(output.id, len(output.new_ids), ended=ended)
                     self._failures = 0
                     self._submit_ready()
-                    self._deliver(outputs, message.stats.after(self._earlier_stats), message.step)
-                case SnapshotTaken():
+                    self.stats = message.stats.after(self._earlier_stats)
+                    self.owner.deliver(message.outputs, message.step, self.number)
+                case messages.SnapshotTaken():
                     self.stats = message.view.stats.after(self._earlier_stats)
-                    self._on_snapshot(message.view)
-                case Asleep():
+                    self._answer_snapshot(message.view)
+                case messages.Asleep():
                     self._on_engine_gone(external=True)
                     self.asleep = True
                     self._changed()
-                case Ready():
+                case messages.Ready():
                     self._on_engine_gone(external=True)
-                    self._ready = True
+                    self.ready = True
                     if message.failure is None:
                         self._changed()
                     else:
                         self._give_up_change(ConfigError(f"{message.failure}; the weights before are back"))
                     self._submit_ready()
-                case Checked():
-                    self._ready = True
+                case messages.Checked():
+                    self.ready = True
                     self._changed()
                     self._submit_ready()
-                case Refused():
-                    self._ready = not self.asleep
+                case messages.Refused():
+                    self.ready = not self.asleep
                     self._give_up_change(ConfigError(message.message, param=message.param))
                     self._submit_ready()
-                case Failed():
+                case messages.Failed():
                     log.error("the engine could not be built anew: %s", message.message)
 
     def _changed(self) -> None:
         """The change under way was made."""
         change = self._change
         assert change is not None
-        if self._ready:
+        if self.ready:
             self._config, self.weights_version, self.asleep = change.config, change.version, False
         if not change.done.done():
             change.done.set_result(None)
@@ -358,42 +373,26 @@ class ProcessClient(EngineClient):
         if self._change is not None and not self._change.done.done():
             self._change.done.set_exception(error)
 
-    def _update_journal(self, output: RequestOutput) -> RequestOutput:
-        """Record an output in the journal; returns it as the client is to see it, with the first cached_tokens."""
-        output = self._journal.take(output)
-        if output.finish_reason is not None:
-            self._close_journal(output.id)
-        elif output.new_ids:
-            self._replay.progress(output.id, len(output.new_ids))
-        return output
-
     def _on_engine_exit(self, cause: ExitCause) -> None:
         """Update counters after an engine process has ended, and give up requests that have ended several."""
-        self._ready = False
+        self.ready = False
         self.deaths += 1
-        changing = self._change is not None or self.asleep
-        if not cause.external and not changing and self._replay.idle:
+        if not cause.external and not self.changing and self._replay.idle:
             self._failures += 1  # an engine that crashes with nothing to compute is as useless as one that cannot start
-        self._on_engine_gone(external=cause.external or changing)
-        self.replays += len(self._journal)
-        log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._journal))
+        self._on_engine_gone(external=cause.external or self.changing)
+        self.replays += len(self._replay)
+        log.warning("the engine %s; %d open requests go on with another", cause.description, len(self._replay))
         what = f"the engine {cause.description} before its weights had changed; please try again"
         self._give_up_change(Overloaded(what))
+        self.owner.changed(self.number)
 
     def _on_engine_gone(self, *, external: bool) -> None:
         """All that the engine had must go to another one. external: no request can be the cause."""
-        self._on_snapshot(None)
-        self.history.engine_died()
+        self._answer_snapshot(None)
         self._earlier_stats = self.stats = self.stats.without_gauges()
+        self.owner.lost(self.number)
         for request_id in self._replay.engine_exited(external=external):
-            self._quarantine(request_id)
-
-    def _quarantine(self, request_id: str) -> None:
-        """End the request's stream with an error; this aborts the other requests of its call."""
-        self.quarantined += 1
-        error = RequestQuarantined("this request ended the engine each time it was tried alone, and was given up")
-        log.error("request %s: %s", request_id, error)
-        self._give_up(request_id, error)
-
-    def _give_up(self, request_id: str, error: QuireError) -> None:
-        self._streams[request_id].give_up(error)
+            self.quarantined += 1
+            error = RequestQuarantined("this request ended the engine each time it was tried alone, and was given up")
+            log.error("request %s: %s", request_id, error)
+            self.owner.give_up(request_id, error)  # which aborts the other requests of its call, too

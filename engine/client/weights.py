@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from itertools import count
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from quire.engine.client.client import EngineClient
+from quire.engine.client.link import EngineLink
 from quire.engine.errors import InvalidRequest
 
 Mode = Literal["keep", "wait", "abort"]
@@ -29,13 +30,24 @@ _POLL_SECONDS = 0.01
 Result = TypeVar("Result")
 
 
+class WeightChanges(Protocol):
+    """Of the engine of a link, made here or by a hub."""
+
+    async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None: ...
+
+    async def wake_up(self) -> None: ...
+
+    async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str: ...
+
+
 class Weights:
     """Changes the weights of a client's engine. All methods must be called from the client's event loop."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._client = client
+        assert isinstance(client.link, EngineLink), "a hub changes the weights of its engine itself"
+        self._client, self._link = client, client.link
         self._changing = asyncio.Lock()
-        self._used = {client.weights_version}
+        self._used = {self._link.weights_version}
         """Versions that were served so far."""
 
     async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
@@ -49,9 +61,9 @@ class Weights:
         check_mode(mode)
 
         async def rest() -> None:
-            if not self._client.asleep:
+            if not self._link.asleep:
                 async with self._settled(mode):
-                    await self._client.rest(level)
+                    await self._link.rest(level)
             self._client.refusing = refuse
 
         await to_its_end(self._changing, rest())
@@ -61,8 +73,8 @@ class Weights:
         then it sleeps on."""
 
         async def wake() -> None:
-            if self._client.asleep:
-                await self._client.load(None, self._client.weights_version)
+            if self._link.asleep:
+                await self._link.load(None, self._link.weights_version)
             self._client.refusing = False
 
         await to_its_end(self._changing, wake())
@@ -74,7 +86,7 @@ class Weights:
         model's shape, and ConfigError for those that cannot be loaded: then the old weights go on.
         """
         found = absolute(path)
-        return await self.change(partial(self._client.load, found), mode, version, partial(self._client.check, found))
+        return await self.change(partial(self._link.load, found), mode, version, partial(self._link.check, found))
 
     async def change(
         self,
@@ -107,7 +119,7 @@ class Weights:
         try:
             if mode == "abort":
                 client.abort_all()
-            while mode == "wait" and not client.asleep and client.has_unheld:  # noqa: ASYNC110 - a poll is soon enough
+            while mode == "wait" and not self._link.asleep and client.has_unheld:  # noqa: ASYNC110 - a poll is soon enough
                 await asyncio.sleep(_POLL_SECONDS)
             yield
         finally:

@@ -1,16 +1,15 @@
-"""Lets several API processes share one client of an engine: `Hub` in the process that has the client, RemoteClient
-(remote.py) in each of the others.
+"""Lets several API processes share one engine: `Hub` in the process that has the engine's link, HubLink (remote.py) in
+each of the others.
 
-The hub keeps no text and no history. It knows which API process has which open request, hands the engine's outputs on,
-aborts the requests of an API process that has ended, and passes on what API processes ask each other.
+The hub keeps no text and no history. It knows which API process has which open request, sends it the engine's outputs,
+aborts the requests of an API process that has ended, and passes questions from one API process to the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Sequence
 from itertools import count
 from time import monotonic
 from typing import Any
@@ -49,20 +48,20 @@ from quire.engine.hub.messages import (
     decode_to_hub,
     encode,
 )
-from quire.engine.hub.relay import Channel, Relayed, RelayedHistory
+from quire.engine.hub.relay import Channel, Relayed
 from quire.engine.stats import EngineStats, StepRecord
-from quire.engine.types import EngineInfo
+from quire.engine.types import EngineInfo, Request, RequestOutput
 
 log = logging.getLogger("quire.hub")
 
 _TICK_SECONDS = 0.1
 """Time between two looks at how the engines are."""
 _TELL_SECONDS = 1.0
-"""So often it is told though nothing has changed: the hub's sign of life."""
+"""After so long the state is sent again though nothing has changed: it is the hub's sign of life."""
 _ANSWER_SECONDS = 2.0
 """How long an API process may take for an answer to another."""
 _REMEMBER_SECONDS = 5.0
-"""Time between two questions to all for what would be lost with them."""
+"""Time between two questions to all API processes for the counts that would be lost with them."""
 
 
 class Hub:
@@ -72,15 +71,15 @@ class Hub:
         """address: where API processes connect, as ZeroMQ writes it."""
         self._client = client
         self._weights = Weights(client)
-        client.history = RelayedHistory(self._on_step, self._on_death, client.history.replicas)
+        client.recorder = self  # what happened to a request is kept by the API process that has it
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, Channel] = {}
-        """By what the API process calls itself."""
+        """By the identity of the API process."""
         self._info: EngineInfo | None = None
         self._flushing = False
         self._state: State | None = None
-        """What was last told."""
+        """The last one that was sent."""
         self._numbers = count()
         self._asked: dict[tuple[bytes, int], asyncio.Future[bytes | None]] = {}
         """Answers that are awaited, by who was asked and the question's number."""
@@ -88,13 +87,13 @@ class Hub:
         """By number of the API process: its last answer to LASTING."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self.changed = asyncio.Event()
-        """Set when an API process says something of its start; each has a successor."""
+        """Set when an API process has started, or cannot; then another event takes its place."""
 
     def listen(self) -> None:
         """Begin to hear API processes. Raises EngineError where there can be no socket."""
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.set(option, 0)
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # last words come over a connection of their own
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a process that cannot start says so over another connection
         try:
             self._socket.bind(self._address)
         except zmq.ZMQError as error:
@@ -115,18 +114,18 @@ class Hub:
             self._welcome(identity, channel)
 
     def add(self, identity: bytes, number: int) -> Channel:
-        """An API process is about to come that calls itself so."""
+        """Expect an API process with this identity."""
         channel = Channel(number, lambda message: self._write(identity, message))
         self._channels[identity] = channel
         return channel
 
     def remove(self, identity: bytes) -> int:
-        """An API process has ended. Returns how many requests of its were aborted."""
+        """An API process has ended: abort its requests. Returns how many these were."""
         channel = self._channels.pop(identity)
         for (asked, _), answer in self._asked.items():
             if asked == identity and not answer.done():
                 answer.set_result(None)
-        return channel.close()
+        return self._client.drop(lambda reader: isinstance(reader, Relayed) and reader.channel is channel)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -143,15 +142,14 @@ class Hub:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the hub failed", exc_info=error)
-            self._client._fail(f"the hub failed: {type(error).__name__}")
+            self._client.fail(EngineError(f"the hub failed: {type(error).__name__}"))
 
     def _write(self, identity: bytes, message: FromHub) -> None:
         # The queue is unlimited, so this never blocks; for an API process that has ended it does nothing.
         self._socket.send_multipart([identity, encode(message)])
 
-    @property
     def _stats(self) -> list[EngineStats]:
-        return [each.stats for each in self._client.engines]
+        return [each.stats for each in self._client.link.engines]
 
     async def _receive(self) -> None:
         for number in count(1):
@@ -169,8 +167,7 @@ class Hub:
                 self._submit(channel, message)
             case Abort():
                 for request_id in message.ids:
-                    if (stream := channel.open.get(request_id)) is not None:
-                        stream.abort(request_id)
+                    self._client.abort(request_id)
             case Hello():
                 self._welcome(identity, channel)
             case Serving() | NotStarted():
@@ -180,7 +177,7 @@ class Hub:
             case SnapshotRequest():
                 self._begin(self._snapshot(channel))
             case ResetPrefixCache():
-                self._client.reset_prefix_cache()
+                self._client.link.reset_prefix_cache()
             case Change():
                 self._begin(self._change(channel, message))
             case Ask():
@@ -199,16 +196,19 @@ class Hub:
             self._write(identity, Welcome(self._info, self._now(), self._lasting.get(channel.number)))
 
     def _submit(self, channel: Channel, message: Submit) -> None:
-        stream = Relayed(self._client, message.requests, channel)
+        reader = Relayed(message.requests, channel, self._stats)
         try:
-            self._client.submit(message.requests, stream=stream)
-        except EngineError as error:
-            stream.fail(error)
+            self._client.add(message.requests, reader)
+        except QuireError as error:
+            reader.fail(error)
 
-    # From the engine
+    # From the engine: what a Recorder is told
 
-    def _on_step(self, record: StepRecord | None, replica: int) -> None:
-        version, first = self._client.weights_version, True
+    def submitted(self, request: Request) -> None:
+        """The API process has recorded it."""
+
+    def stepped(self, outputs: Sequence[RequestOutput], record: StepRecord | None, replica: int = 0) -> None:
+        version, first = self._client.link.weights_version, True
         for channel in self._channels.values():
             channel.begin(record, replica, version, counts=first)
             first = first and not channel.welcomed
@@ -217,16 +217,20 @@ class Hub:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing, stats = False, self._stats
+        self._flushing, stats = False, self._stats()
         for channel in self._channels.values():
             channel.flush(stats)
 
-    def _on_death(self, message: EngineDied) -> None:
-        self._tell(message)
-        asyncio.get_running_loop().call_soon(self._tell_state)
+    def engine_died(self, replica: int = 0, ids: Iterable[str] | None = None, *, for_good: bool = False) -> None:
+        if not for_good:  # then all readers fail, which each API process is told
+            self._tell(EngineDied(replica, None if ids is None else list(ids)))
+            asyncio.get_running_loop().call_soon(self._tell_state)
+
+    def end(self, request_id: str, reason: str) -> None:
+        """The API process records it."""
 
     def _tell(self, message: FromHub) -> None:
-        stats = self._stats
+        stats = self._stats()
         for channel in self._channels.values():
             if channel.welcomed:
                 channel.send(message, stats)
@@ -236,10 +240,8 @@ class Hub:
     async def _snapshot(self, channel: Channel) -> None:
         view = None
         if self._client.responsive:
-            pending = self._client.snapshot()
-            await asyncio.wait([pending])
-            view = None if pending.cancelled() else pending.result()
-        channel.send(SnapshotTaken(view), self._stats)
+            view = await self._client.snapshot()
+        channel.send(SnapshotTaken(view), self._stats())
 
     async def _change(self, channel: Channel, wanted: Change) -> None:
         fault = None
@@ -253,16 +255,17 @@ class Hub:
         except QuireError as error:
             fault = Fault.of(error)
         self._tell_state()
-        # An API process answers what was asked after what it was told: whoever gets our answer finds it true in all.
+        # Messages to an API process arrive in their order. When all have answered this question, all have been told of
+        # the change, and the one that asked for it can rely on that.
         await self._answers("", b"")
-        channel.send(Changed(wanted.number, self._client.weights_version, fault), self._stats)
+        channel.send(Changed(wanted.number, self._client.link.weights_version, fault), self._stats())
 
     async def _ask(self, identity: bytes, channel: Channel, asked: Ask) -> None:
         bodies = await self._answers(asked.topic, asked.body, but=identity)
         if asked.topic == LASTING:  # those that are being replaced
             there = {each.number for each in self._channels.values() if each.welcomed}
             bodies += [body for number, body in self._lasting.items() if number not in there]
-        channel.send(Answers(asked.number, bodies), self._stats)
+        channel.send(Answers(asked.number, bodies), self._stats())
 
     async def _answers(self, topic: str, body: bytes, *, but: bytes | None = None) -> list[bytes]:
         """What all API processes answer, or all but one."""
@@ -308,20 +311,18 @@ class Hub:
             self._tell(state)
 
     def _now(self) -> State:
-        client = self._client
-        failure = client._failure
-        tenants = Counter(stream.tenant for channel in self._channels.values() for stream in channel.open.values())
+        client, link = self._client, self._client.link
         return State(
-            engines=[EngineState(each.stats, each.responsive, each.asleep) for each in client.engines],
+            engines=[EngineState(each.stats, each.responsive, each.asleep) for each in link.engines],
             responsive=client.responsive,
             healthy=client.healthy,
-            asleep=client.asleep,
+            asleep=link.asleep,
             refusing=client.refusing,
-            weights_version=client.weights_version,
-            deaths=client.deaths,
-            replays=client.replays,
-            quarantined=client.quarantined,
-            failure=None if failure is None else Fault.of(failure),
-            open=dict(tenants),
+            weights_version=link.weights_version,
+            deaths=link.deaths,
+            replays=link.replays,
+            quarantined=link.quarantined,
+            failure=None if client.failure is None else Fault.of(client.failure),
+            open=dict(client.open_by_tenant),
             queued_tokens=client.queued_tokens,
         )

@@ -1,12 +1,10 @@
-"""A client whose engine another process has: the hub (hub.py), which several API processes share.
-
-What it has of its own are its streams and their history; how the engines are it is told, up to 0.1 s late.
+"""The link of an API process to an engine that it shares with others: it goes through the hub (hub.py) of the process
+that has the engine, which tells how the engine is up to 0.1 s late.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import count
 from time import monotonic
@@ -17,9 +15,9 @@ import zmq.asyncio
 
 from quire.engine.client.broadcast import Group, WeightsGroup
 from quire.engine.client.client import EngineClient
-from quire.engine.client.history import History
+from quire.engine.client.link import Link
 from quire.engine.client.process import MOST_IN_TURN
-from quire.engine.client.weights import Mode, Weights
+from quire.engine.client.weights import Mode
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.hub.messages import (
@@ -49,7 +47,7 @@ from quire.engine.hub.messages import (
     encode,
 )
 from quire.engine.replicas.together import total
-from quire.engine.stats import EngineStats
+from quire.engine.stats import EngineSnapshot, EngineStats
 from quire.engine.types import EngineInfo, Request
 
 _ALIVE_SECONDS = 1.0
@@ -60,13 +58,14 @@ _LINGER_MS = 1000
 Answering = Callable[[bytes], Awaitable[bytes | None]]
 
 
-class RemoteClient(EngineClient):
+class HubLink(Link):
     """`launch()` says hello to the hub and returns at once; `start()` waits until the engine is ready."""
+
+    owner: EngineClient
 
     def __init__(self, config: EngineConfig, address: str, identity: str) -> None:
         """address, identity: where the hub listens, and how it knows this process."""
         super().__init__()
-        self.history = History(replicas=config.data_parallel_size)
         self.answering: Mapping[str, Answering] = {}
         """What this process says to others' questions, by topic."""
         self.on_version: list[Callable[[str], None]] = []
@@ -82,13 +81,10 @@ class RemoteClient(EngineClient):
         self._responsive = self._healthy = False
         self._silence = 0.0
         """Seconds since the hub was last heard, without those in which we could not listen."""
-        self._others: Counter[str] = Counter()
-        """Open requests of other API processes, by tenant."""
-        self._others_queued = 0
-        """Their prompt tokens, which are in `queued_tokens` too."""
         self._numbers = count()
         self._asked: dict[int, asyncio.Future[list[bytes]]] = {}
         self._changing: dict[int, asyncio.Future[Changed]] = {}
+        self._snapshot: asyncio.Future[EngineSnapshot | None] | None = None
         self._unsent_aborts: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -111,7 +107,7 @@ class RemoteClient(EngineClient):
         return welcome.info
 
     async def stop(self) -> None:
-        self._fail("the engine was stopped")
+        self.die("the engine was stopped")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -125,33 +121,16 @@ class RemoteClient(EngineClient):
 
     @property
     def responsive(self) -> bool:
-        return self.alive and self._responsive and self._silence <= _SILENCE_SECONDS
+        return self._responsive and self._silence <= _SILENCE_SECONDS
 
     @property
     def healthy(self) -> bool:
-        return self.alive and self._healthy and self._silence <= _SILENCE_SECONDS
+        return self._healthy and self._silence <= _SILENCE_SECONDS
 
     @property
-    def engines(self) -> Sequence[EngineState]:  # type: ignore[override]
+    def engines(self) -> Sequence[EngineState]:
         """What is measured of each, and whether it works or sleeps."""
         return self._states
-
-    @property
-    def num_open(self) -> int:
-        """Those of all API processes."""
-        return len(self._streams) + self._others.total()
-
-    def num_open_of(self, tenant: str) -> int:
-        return super().num_open_of(tenant) + self._others[tenant]
-
-    async def rest(self, level: int) -> None:
-        raise NotImplementedError("RemoteWeights changes weights")
-
-    async def check(self, weights: str) -> None:
-        raise NotImplementedError("RemoteWeights changes weights")
-
-    async def load(self, weights: str | None, version: str) -> None:
-        raise NotImplementedError("RemoteWeights changes weights")
 
     def reset_prefix_cache(self) -> None:
         self._write(ResetPrefixCache())
@@ -166,23 +145,34 @@ class RemoteClient(EngineClient):
         finally:
             del self._asked[number]
 
-    async def change(self, **wanted: Any) -> str:
-        """Have the weights changed: the fields of `Change`. Returns their version; raises what Weights raises."""
-        number = next(self._numbers)
-        self._changing[number] = asyncio.get_running_loop().create_future()
-        self._write(Change(number, **wanted))
+    async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
+        """As Weights.sleep; the hub makes the changes of all API processes, one after another."""
+        await self._change(Change(next(self._numbers), "sleep", level=level, mode=mode, refuse=refuse))
+
+    async def wake_up(self) -> None:
+        """As Weights.wake_up."""
+        await self._change(Change(next(self._numbers), "wake_up"))
+
+    async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
+        """As Weights.update."""
+        return await self._change(Change(next(self._numbers), "update", path=path, mode=mode, version=version))
+
+    async def _change(self, wanted: Change) -> str:
+        """Have the weights changed. Returns their version; raises what Weights raises."""
+        self._changing[wanted.number] = asyncio.get_running_loop().create_future()
+        self._write(wanted)
         try:
-            changed = await self._changing[number]
+            changed = await self._changing[wanted.number]
         finally:
-            del self._changing[number]
+            del self._changing[wanted.number]
         if changed.fault is not None:
             raise changed.fault.error()
         return changed.version
 
-    def _send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[Request]) -> None:
         self._write(Submit(list(requests)))
 
-    def _send_abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         if not self._unsent_aborts:
             asyncio.get_running_loop().call_soon(self._send_aborts)
         self._unsent_aborts.append(request_id)
@@ -192,8 +182,10 @@ class RemoteClient(EngineClient):
         if self._socket is not None:
             self._write(Abort(ids))
 
-    def _send_snapshot_request(self) -> None:
+    async def snapshot(self) -> EngineSnapshot | None:
+        self._snapshot = answer = asyncio.get_running_loop().create_future()
         self._write(SnapshotRequest())
+        return await answer
 
     def _write(self, message: ToHub) -> None:
         if self._socket is None:
@@ -208,7 +200,7 @@ class RemoteClient(EngineClient):
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self._fail(f"the connection to the engine failed: {type(task.exception()).__name__}")
+            self.die(f"the connection to the engine failed: {type(task.exception()).__name__}")
 
     async def _live(self) -> None:
         last = monotonic()
@@ -222,7 +214,7 @@ class RemoteClient(EngineClient):
 
     def _give_up(self, error: QuireError) -> None:
         """What waits for the hub."""
-        self.end_all(error)
+        self.owner.end_all(error)
         waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *self._changing.values()]
         for each in waiting:
             if not each.done():
@@ -248,11 +240,13 @@ class RemoteClient(EngineClient):
             case State():
                 self._take_state(message)
             case Failed():
-                self._end_streams(message.ids, message.fault.error())
+                for request_id in message.ids:
+                    self.owner.give_up(request_id, message.fault.error())
             case EngineDied():
-                self.history.engine_died(message.replica, message.ids)
+                self.owner.lost(message.replica, message.ids)
             case SnapshotTaken():
-                self._on_snapshot(message.view)
+                if self._snapshot is not None and not self._snapshot.done():
+                    self._snapshot.set_result(message.view)
             case Question():
                 self._begin(self._answer(message))
             case Answers():
@@ -270,60 +264,34 @@ class RemoteClient(EngineClient):
     def _take_steps(self, message: Stepped) -> None:
         states = zip(self._states, message.stats, strict=True)
         self._states = [EngineState(stats, each.responsive, each.asleep) for each, stats in states]
-        stats = self._total()
+        self.stats = self._total()
         for part in message.parts:
             self.weights_version = part.weights_version
-            self.history.counts = part.counts
-            self._deliver(part.outputs, stats, part.record, part.replica)
+            self.owner.history.counts = part.counts
+            self.owner.deliver(part.outputs, part.record, part.replica)
 
     def _take_state(self, state: State) -> None:
         self._states = state.engines
         self.stats = self._total()
         self._responsive, self._healthy = state.responsive, state.healthy
-        self.asleep, self.refusing = state.asleep, state.refusing
+        self.asleep, self.owner.refusing = state.asleep, state.refusing
         self.deaths, self.replays, self.quarantined = state.deaths, state.replays, state.quarantined
         self.weights_version = state.weights_version
         if self._told_version != state.weights_version:
             self._told_version = state.weights_version
             for told in self.on_version:
                 told(state.weights_version)
-        # What is ours and on its way to the hub or back makes these inexact for a moment.
-        self._others = Counter(state.open) - self._open_by_tenant
-        queued = self.queued_tokens - self._others_queued
-        self._others_queued = max(0, state.queued_tokens - queued)
-        self.queued_tokens = queued + self._others_queued
+        self.owner.share(state.open, state.queued_tokens)
         if state.failure is not None:
-            self._fail(state.failure.message)
+            self.die(state.failure.message)
 
     def _total(self) -> EngineStats:
         return self._states[0].stats if len(self._states) == 1 else total([each.stats for each in self._states])
-
-    def _end_streams(self, ids: Sequence[str], error: QuireError) -> None:
-        streams = [stream for each in ids if (stream := self._streams.get(each)) is not None]
-        for stream in dict.fromkeys(streams):
-            stream.give_up(error)
 
     async def _answer(self, question: Question) -> None:
         answering = self.answering.get(question.topic)
         body = None if answering is None else await answering(question.body)
         self._write(Answer(question.number, body))
-
-
-class RemoteWeights(Weights):
-    """Those that the hub changes; changes of all API processes are made one after another."""
-
-    def __init__(self, client: RemoteClient) -> None:
-        super().__init__(client)
-        self._remote = client
-
-    async def sleep(self, level: int = 1, mode: Mode = "keep", *, refuse: bool = False) -> None:
-        await self._remote.change(do="sleep", level=level, mode=mode, refuse=refuse)
-
-    async def wake_up(self) -> None:
-        await self._remote.change(do="wake_up")
-
-    async def update(self, path: str, mode: Mode = "keep", version: str | None = None) -> str:
-        return await self._remote.change(do="update", path=path, mode=mode, version=version)
 
 
 class NoWeightsGroup(WeightsGroup):

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Unpack
 
-from quire.engine.client.vectors import Pooled, check_params, pool_all
 from quire.engine.client.weights import Mode, Weights
 from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.lora.offline import LoRARequest, adapters_for
@@ -22,6 +21,7 @@ from quire.engine.offline.model import Encoded, Message, Model, Prompt
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
+from quire.engine.offline.vectors import Pooled, check_params, pool_all
 from quire.engine.replicas.replicas import processes
 from quire.engine.types import EngineInfo, PoolingParams
 
@@ -55,7 +55,7 @@ class AsyncLLM:
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._ending: asyncio.Future[None] | None = None
         self._client = processes(config)
-        self._client.launch()
+        self._client.link.launch()
         self._weights = Weights(self._client)
 
     @classmethod
@@ -68,7 +68,7 @@ class AsyncLLM:
         if self._ending is not None:
             raise EngineError("this AsyncLLM was closed")
         if self._starting is None:
-            self._starting = asyncio.ensure_future(self._client.start())
+            self._starting = asyncio.ensure_future(self._client.link.start())
         return await asyncio.shield(self._starting)  # one of several that wait may be cancelled
 
     async def generate(
@@ -141,7 +141,7 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""
         await self.start()
-        self._client.reset_prefix_cache()
+        self._client.link.reset_prefix_cache()
         return True
 
     async def sleep(self, level: int = 1, mode: Mode = "keep") -> None:
@@ -157,7 +157,7 @@ class AsyncLLM:
         await self._weights.wake_up()
 
     async def is_sleeping(self) -> bool:
-        return self._client.asleep
+        return self._client.link.asleep
 
     async def update_weights(
         self, path: str | os.PathLike[str], mode: Mode = "keep", *, version: str | None = None
@@ -183,7 +183,7 @@ class AsyncLLM:
 
     def get_metrics(self) -> list[Metric]:
         """The engine's gauges and counters, each with vLLM's name."""
-        return metrics_of(self._client.stats)
+        return metrics_of(self._client.link.stats)
 
     async def close(self) -> None:
         """End the engine; open streams fail with EngineError. The object cannot be used afterwards."""
@@ -200,7 +200,7 @@ class AsyncLLM:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
-        await self._client.stop()
+        await self._client.link.stop()
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()

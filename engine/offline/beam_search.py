@@ -1,11 +1,11 @@
-"""Beam search for programs, by the rule of engine/client/beams.py."""
+"""Beam search for programs, by the rule of engine/beams.py."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from quire.engine.client.beams import Beam, Scores, continued
+from quire.engine.beams import Beam, Scores, continued
 from quire.engine.client.client import EngineClient
 from quire.engine.errors import EngineError
 from quire.engine.offline.model import Encoded

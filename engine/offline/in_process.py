@@ -12,25 +12,25 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from quire.engine.checkpoint.kv_folder import forget_pages
-from quire.engine.client.client import EngineClient
-from quire.engine.client.journal import Journal
+from quire.engine.client.link import EngineLink
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.stats import EngineStats
-from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.stats import EngineSnapshot, EngineStats
+from quire.engine.types import EngineInfo, Request
 
 if TYPE_CHECKING:
     from quire.engine.loop import Engine, Tensors
 
 
-class InProcessClient(EngineClient):
-    """Runs an engine in a task of the current event loop."""
+class InProcessLink(EngineLink):
+    """To an engine that runs in a task of the current event loop."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
         self._config = config
         self._engine: Engine | None = None
-        self._journal = Journal()
+        self._open: dict[str, None] = {}
+        """The ids of the requests that have not ended, in their order."""
         self._work = asyncio.Event()
         """Set when there may be something to compute."""
         self._task: asyncio.Task[None] | None = None
@@ -52,7 +52,7 @@ class InProcessClient(EngineClient):
 
     async def stop(self) -> None:
         await self._let_go()
-        self._fail("the engine was stopped")
+        self.die("the engine was stopped")
         gc.collect()  # the engine contains reference cycles: without this its memory would be freed much later
 
     async def rest(self, level: int) -> None:
@@ -84,8 +84,8 @@ class InProcessClient(EngineClient):
     async def _build(self, config: EngineConfig, version: str, tensors: Tensors | None = None) -> None:
         from quire.engine.loop import Engine, let_go
 
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         before = None if self.asleep or self._given else self._config
         self.asleep = True
         await self._let_go()
@@ -104,8 +104,8 @@ class InProcessClient(EngineClient):
         """Compute with this engine, and go on with what is open."""
         self._engine, self.asleep = engine, False
         self.stats = engine.stats.after(self._earlier_stats)
-        for request in self._journal.requests():
-            engine.add(request)
+        for request_id in self._open:
+            engine.add(self.owner.request(request_id))
         self._task = asyncio.create_task(self._run(engine))
 
     async def _let_go(self) -> None:
@@ -119,27 +119,25 @@ class InProcessClient(EngineClient):
         await asyncio.gather(task, return_exceptions=True)
         engine.close()
         del task, engine  # the task's frame holds the engine too
-        self._on_snapshot(None)
-        self.history.engine_died()
+        self.owner.lost()
         self._earlier_stats = self.stats = self.stats.without_gauges()
         let_go()
 
-    def _send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._journal.open(request)
+            self._open[request.id] = None
             if self._engine is not None:
                 self._engine.add(request)
         self._work.set()
 
-    def _send_abort(self, request_id: str) -> None:
-        self._journal.close(request_id)
+    def abort(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
         if self._engine is not None:
             self._engine.abort(request_id)
         self._work.set()
 
-    def _send_snapshot_request(self) -> None:
-        assert self._engine is not None, "ask while it is responsive"
-        self._on_snapshot(self._engine.snapshot())
+    async def snapshot(self) -> EngineSnapshot | None:
+        return None if self._engine is None else self._engine.snapshot()
 
     def reset_prefix_cache(self) -> None:
         if self._engine is not None:
@@ -149,11 +147,11 @@ class InProcessClient(EngineClient):
 
     @property
     def responsive(self) -> bool:
-        return self.alive and not self.asleep
+        return not self.asleep
 
     @property
     def healthy(self) -> bool:
-        return self.alive
+        return True
 
     async def _run(self, engine: Engine) -> None:
         while True:
@@ -161,18 +159,14 @@ class InProcessClient(EngineClient):
             try:
                 outputs = engine.step()
             except Exception as error:
-                self._fail(f"the engine failed: {type(error).__name__}: {error}")
+                self.die(f"the engine failed: {type(error).__name__}: {error}")
                 raise
-            self._deliver(
-                [self._taken(each) for each in outputs], engine.stats.after(self._earlier_stats), engine.last_step
-            )
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self._open.pop(output.id, None)
+            self.stats = engine.stats.after(self._earlier_stats)
+            self.owner.deliver(outputs, engine.last_step)
             if engine.busy:
                 await asyncio.sleep(0)
             else:
                 await self._work.wait()
-
-    def _taken(self, output: RequestOutput) -> RequestOutput:
-        output = self._journal.take(output)
-        if output.finish_reason is not None:
-            self._journal.close(output.id)
-        return output

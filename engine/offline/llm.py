@@ -19,19 +19,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from quire.engine.client.client import EngineClient
-from quire.engine.client.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
 from quire.engine.client.weights import Weights
 from quire.engine.errors import EngineError, InvalidRequest
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
 from quire.engine.offline.beam_search import beam_search
 from quire.engine.offline.engine_view import EngineView
 from quire.engine.offline.generate import generate
-from quire.engine.offline.in_process import InProcessClient
+from quire.engine.offline.in_process import InProcessLink
 from quire.engine.offline.metrics import Metric, metrics_of
 from quire.engine.offline.model import Encoded, Message, Model, Prompt, Task
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 from quire.engine.offline.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.engine.offline.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
 from quire.engine.replicas.replicas import Replicas
 from quire.engine.types import Adapter, PoolingParams, PoolingTask
 
@@ -65,11 +65,11 @@ class LLM:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
         self._thread.start()
-        self._client = InProcessClient(config) if config.data_parallel_size == 1 else Replicas(config)
+        self._client = EngineClient(InProcessLink(config) if config.data_parallel_size == 1 else Replicas(config))
         self.close = weakref.finalize(self, _end, self._client, self._loop, self._thread, self._pid)
         """Stop the engine; the object cannot be used afterwards. Also called when the object is collected or the
         interpreter exits."""
-        self.info = self._run(self._client.start())
+        self.info = self._run(self._client.link.start())
         self._weights = Weights(self._client)
 
     def generate(
@@ -149,20 +149,20 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """The engine's gauges and counters, each with vLLM's name."""
-        return metrics_of(self._client.stats)
+        return metrics_of(self._client.link.stats)
 
     def reset_prefix_cache(self) -> bool:
         """Let later prompts find no cached prefix. True: it always succeeds."""
-        self._run(_called(self._client.reset_prefix_cache))
+        self._run(_called(self._client.link.reset_prefix_cache))
         return True
 
     @property
     def weights_version(self) -> str:
         """Of the weights that the next token is computed with: "1", and counted up or named by each change."""
-        return self._client.weights_version
+        return self._client.link.weights_version
 
     def is_sleeping(self) -> bool:
-        return self._client.asleep
+        return self._client.link.asleep
 
     def sleep(self, level: int = 1) -> None:
         """Let weights and KV cache go, until `wake_up`. Both levels of vLLM are one here."""
@@ -181,10 +181,11 @@ class LLM:
         Raises ModelError for tensors that are missing, left over or of another shape, and whatever the iterator raises:
         then the weights before are back if a file has them, and if not the model sleeps until some are given.
         """
-        if not isinstance(self._client, InProcessClient):
+        link = self._client.link
+        if not isinstance(link, InProcessLink):
             message = "load_weights gives tensors to an engine in this process: not with a data_parallel_size"
             raise InvalidRequest(f"{message}, but update_weights takes a folder", param="data_parallel_size")
-        return self._run(self._weights.change(partial(self._client.load_tensors, tensors), version=version))
+        return self._run(self._weights.change(partial(link.load_tensors, tensors), version=version))
 
     def update_weights(self, path: str | os.PathLike[str], *, version: str | None = None) -> str:
         """The same with a folder of safetensors files, or a GGUF file. What is wrong by the files' headers raises
@@ -328,7 +329,7 @@ class LLM:
             return self._run(everything(done))
 
     def _check_all(self, prompts: Sequence[Encoded], room: int = 1) -> None:
-        if self._client.asleep:
+        if self._client.link.asleep:
             raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
         for index, (_, ids) in enumerate(prompts):
             self._model.check(ids, self.info, f"prompt {index}", room)
@@ -365,6 +366,6 @@ def _progress(doing: str, total: int, shown: bool) -> Iterator[Callable[[], None
 def _end(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
     if pid != os.getpid():  # a forked process has no engine, because threads are not forked
         return
-    asyncio.run_coroutine_threadsafe(client.stop(), loop).result()
+    asyncio.run_coroutine_threadsafe(client.link.stop(), loop).result()
     loop.call_soon_threadsafe(loop.stop)
     thread.join()

@@ -1,9 +1,9 @@
 """Decides which replica computes a request: the one that has the longest part of its prompt in its prefix cache, unless
 that one has too much to do; then the one that has the least.
 
-What a replica has cached is not asked: it is what was sent there lately. As the engines do (engine/blocks.py), prompts
-are hashed piece by piece, each hash standing for all tokens up to its piece's end. There is no clock, no input and no
-output here.
+A replica is not asked what it has cached: that is taken to be what was sent to it lately. As in the engines
+(engine/blocks.py), prompts are hashed piece by piece, and each hash stands for all tokens up to its piece's end. There
+is no clock, no input and no output here.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Router:
         return chosen
 
     def ended(self, replica: int) -> None:
-        """A request that was open there is so no more."""
+        """A request of this replica has ended."""
         self.open[replica] -= 1
         assert self.open[replica] >= 0
 
     def forget(self, replica: int) -> None:
-        """Its cache is empty; what is open there is so still."""
+        """Its cache is empty now. Its open requests stay open."""
         self._sent[replica].clear()
 
     def cached(self, replica: int, pieces: Iterable[bytes]) -> int:

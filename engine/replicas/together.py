@@ -1,4 +1,4 @@
-"""What several engines say of themselves, as if they were one."""
+"""The figures and snapshots of several engines, added up as those of one."""
 
 from __future__ import annotations
 

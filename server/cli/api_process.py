@@ -14,9 +14,10 @@ import msgspec
 import uvloop
 import zmq
 
+from quire.engine.client.client import EngineClient
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.hub.messages import Fault, NotStarted, encode
-from quire.engine.hub.remote import RemoteClient
+from quire.engine.hub.remote import HubLink
 from quire.engine.main import end_with_parent, read_first_line
 from quire.server.cli.api_processes import Setup
 from quire.server.cli.environment import end_on_signals, show_threads_on_signal
@@ -30,12 +31,12 @@ _LINGER_MS = 1000
 class ApiService(Service):
     """Tells its parent what is to be announced."""
 
-    def __init__(self, config: ServerConfig, client: RemoteClient, listener: socket.socket, started: float) -> None:
-        super().__init__(config, OneModel(config, client), listener, started)
-        self._remote = client
+    def __init__(self, config: ServerConfig, link: HubLink, listener: socket.socket, started: float) -> None:
+        super().__init__(config, OneModel(config, EngineClient(link)), listener, started)
+        self._link = link
 
-    def _show(self, announcement: str) -> None:
-        self._remote.tell_serving(announcement)
+    def show(self, announcement: str) -> None:
+        self._link.tell_serving(announcement)
 
 
 def main() -> int:
@@ -48,8 +49,8 @@ def main() -> int:
     logging.getLogger("quire.server.cli.serve").setLevel(logging.WARNING)  # the parent says that all drain
     try:
         with bind(setup) as listener:
-            client = RemoteClient(config, setup.hub, setup.identity)
-            return uvloop.run(ApiService(config, client, listener, setup.started).run())
+            link = HubLink(config, setup.hub, setup.identity)
+            return uvloop.run(ApiService(config, link, listener, setup.started).run())
     except QuireError as error:
         tell(setup, error)
         return 1

@@ -105,7 +105,7 @@ class ApiProcesses:
 
         for number in numbers:
             signal.signal(number, handle)
-        self._client.launch()
+        self._client.link.launch()
         try:
             with closing(SocketFolder()) as folder:
                 self._hub_address = f"ipc://{folder.hub}"
@@ -113,7 +113,7 @@ class ApiProcesses:
         except asyncio.CancelledError:
             return 0
         finally:
-            await self._client.stop()
+            await self._client.link.stop()
             for number in numbers:
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else _end_now)
 
@@ -143,7 +143,7 @@ class ApiProcesses:
 
     async def _start(self, hub: Hub) -> None:
         """Wait for the engine and for all API processes, and say so."""
-        hub.ready(await self._client.start())
+        hub.ready(await self._client.link.start())
         texts: list[str] = []
         while len(texts) < self._config.api_server_count:
             await hub.changed.wait()
@@ -171,7 +171,8 @@ class ApiProcesses:
                 raise channel.started.fault.error()
             if failures == MOST_FAILURES:
                 raise EngineError(f"API process {number} {said} before it served, {failures} times in a row")
-            log.warning("API process %d %s; %d open requests of its are aborted, another starts", number, said, aborted)
+            what = "API process %d %s; its %d open requests were aborted, and another process starts"
+            log.warning(what, number, said, aborted)
             await asyncio.sleep(_BACKOFF_SECONDS * failures)
 
     async def _spawn(self, identity: str) -> Process:

@@ -23,10 +23,11 @@ from starlette.types import ASGIApp
 from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.client.client import EngineClient
 from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, Overloaded
 from quire.engine.lora.modules import adaptable_modules
-from quire.engine.replicas.replicas import Processes, processes
+from quire.engine.replicas.replicas import processes
 from quire.engine.text.no_tokenizer import load_tokenizer
 from quire.server.access.admission import SHUTTING_DOWN
 from quire.server.access.tenants import Tenants
@@ -150,7 +151,7 @@ def _lacks_key(certfile: Path) -> bool:
 
 @asynccontextmanager
 async def running_app(
-    config: ServerConfig, client: Processes, tenants: Tenants | None = None
+    config: ServerConfig, client: EngineClient, tenants: Tenants | None = None
 ) -> AsyncIterator[FastAPI]:
     """The app, with the engine of a launched client ready; both end with the block. `tenants`: see create_app.
 
@@ -163,10 +164,10 @@ async def running_app(
         async with app.router.lifespan_context(app):
             yield app
     finally:
-        await client.stop()
+        await client.link.stop()
 
 
-def build_app(config: ServerConfig, client: Processes, tenants: Tenants | None = None) -> FastAPI:
+def build_app(config: ServerConfig, client: EngineClient, tenants: Tenants | None = None) -> FastAPI:
     """Read the model files that the app needs, while the engine loads the weights. Raises ModelError.
 
     Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
@@ -200,7 +201,7 @@ def local_server(config: ServerConfig) -> Iterator[str]:
     # The socket is in a directory that only this user can read, so no keys are needed.
     config = config.model_copy(update=PRIVATE_SERVER)
     client = processes(config)
-    client.launch()
+    client.link.launch()
     with closing(SocketFolder()) as folder, socket(AF_UNIX) as listener:
         path = str(folder.http)
         listener.bind(path)
@@ -211,14 +212,14 @@ def local_server(config: ServerConfig) -> Iterator[str]:
             ready.result()
             yield path
         finally:
-            if not ready.done() and client.pid is not None:  # interrupted while the engine starts
-                os.kill(client.pid, signal.SIGTERM)
+            if not ready.done() and client.link.pid is not None:  # interrupted while the engine starts
+                os.kill(client.link.pid, signal.SIGTERM)
             with suppress(Exception):
                 ready.result().should_exit = True
             thread.join()
 
 
-def _host(config: ServerConfig, client: Processes, listener: socket, ready: Future[HttpServer]) -> None:
+def _host(config: ServerConfig, client: EngineClient, listener: socket, ready: Future[HttpServer]) -> None:
     """Start the engine, serve on `listener`, stop both. Runs in a thread; `ready` gets the server or the error."""
 
     async def host() -> None:

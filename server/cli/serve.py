@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
+from quire.engine.client.client import EngineClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.hub.remote import RemoteClient
-from quire.engine.replicas.replicas import Processes, processes
+from quire.engine.replicas.replicas import processes
 from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import raise_file_limit
 from quire.server.cli.models.pull import pull_missing
@@ -123,7 +123,7 @@ def bind(host: str, port: int) -> socket.socket:
 class OneModel:
     """What a server serves: a model, from its engine's launch to its end."""
 
-    def __init__(self, config: ServerConfig, client: Processes | RemoteClient | None = None) -> None:
+    def __init__(self, config: ServerConfig, client: EngineClient | None = None) -> None:
         """client: one that reaches an engine of another process; None: the engine is to be started."""
         self._config = config
         self._client = client or processes(config)
@@ -145,7 +145,7 @@ class OneModel:
 
     def launch(self) -> None:
         self._machine = this_machine(gpu=self._config.device != "cpu")
-        self._client.launch()
+        self._client.link.launch()
 
     @asynccontextmanager
     async def running(self, hosting: Any) -> AsyncIterator[ASGIApp]:
@@ -155,7 +155,7 @@ class OneModel:
             yield self._app
 
     async def stop(self) -> None:
-        await self._client.stop()
+        await self._client.link.stop()
 
     def announcement(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
         assert self._app is not None
@@ -244,11 +244,11 @@ class Service:
         host, port = self._listener.getsockname()[:2]
         seconds = time.perf_counter() - self._started
         base = url(host, port, tls=tls is not None)
-        self._show(self._models.announcement(base, seconds, tls))
+        self.show(self._models.announcement(base, seconds, tls))
         gc.freeze()  # exempts what lives as long as the process from every later collection
         gc.set_threshold(*_GC_THRESHOLDS)
 
-    def _show(self, announcement: str) -> None:
+    def show(self, announcement: str) -> None:
         with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
             print(announcement, flush=True)
 

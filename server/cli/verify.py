@@ -18,7 +18,8 @@ from rich.table import Table
 
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.client.client import EngineClient
-from quire.engine.client.supervisor import ProcessClient
+from quire.engine.client.link import Link
+from quire.engine.client.supervisor import ProcessLink
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.types import EngineInfo, Request, SamplingParams
@@ -26,7 +27,7 @@ from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.settings import add_flags, parse
 
 Tokens = dict[str, list[int]]
-MakeClient = Callable[[EngineConfig], EngineClient]
+MakeLink = Callable[[EngineConfig], Link]
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -81,7 +82,7 @@ def main(argv: Sequence[str], started: float) -> int:
     if config.data_parallel_size > 1:
         raise ConfigError("data_parallel_size: what is verified is one engine, and replicas compute as it does")
     pull_missing(config)
-    info, checks = uvloop.run(Verification(config, args.requests, ProcessClient).run())
+    info, checks = uvloop.run(Verification(config, args.requests, ProcessLink).run())
     passed = all(check.passed for check in checks)
     if args.json:
         report = {"mode": mode(info), "passed": passed, "checks": [asdict(check) for check in checks]}
@@ -113,10 +114,10 @@ def show(info: EngineInfo, checks: Sequence[Check]) -> None:
 class Verification:
     """Runs the same requests on engines with different configurations, none of which may change a token."""
 
-    def __init__(self, config: EngineConfig, count: int, make_client: MakeClient) -> None:
+    def __init__(self, config: EngineConfig, count: int, make_link: MakeLink) -> None:
         self._config = config
         self._count = count
-        self._make_client = make_client
+        self._make_link = make_link
         self._requests: list[Request] = []
         self._alone: Tokens = {}
 
@@ -137,35 +138,36 @@ class Verification:
     @asynccontextmanager
     async def _engine(self, **options: Any) -> AsyncIterator[tuple[EngineClient, EngineInfo]]:
         settings = {"num_kv_blocks": None, "kv_cache_memory": self._config.kv_cache_memory} | options
-        client = self._make_client(self._config.model_copy(update=settings))
+        client = EngineClient(self._make_link(self._config.model_copy(update=settings)))
         try:
-            yield client, await client.start()
+            yield client, await client.link.start()
         finally:
-            await client.stop()
+            await client.link.stop()
 
     async def _cached_and_respawned(self, longest: int) -> list[Check]:
         async with self._engine(enable_prefix_caching=True, max_model_len=longest) as (client, _):
             await generate(client, self._requests)
-            before = client.stats.prefix_hits
+            before = client.link.stats.prefix_hits
             tokens = await generate(client, self._requests)
-            hits = client.stats.prefix_hits - before
+            hits = client.link.stats.prefix_hits - before
             checks = [self._check("prefix-hit", f"{hits:,} prompt tokens cached", hits > 0, tokens)]
-            tokens = await generate(client, self._requests, kill=isinstance(client, ProcessClient))
-            what = f"engine killed {client.deaths} times, {client.replays} requests replayed"
-            return [*checks, self._check("respawned", what, client.replays > 0, tokens)]
+            tokens = await generate(client, self._requests, kill=True)
+            what = f"engine killed {client.link.deaths} times, {client.link.replays} requests replayed"
+            return [*checks, self._check("respawned", what, client.link.replays > 0, tokens)]
 
     async def _chunked(self, longest: int) -> Check:
         sizes = {"max_num_batched_tokens": CHUNK, "max_num_seqs": CHUNK}
         async with self._engine(enable_prefix_caching=False, max_model_len=longest, **sizes) as (client, _):
             tokens = await generate(client, self._requests)
-            return self._check("chunked", f"at most {CHUNK} tokens a step, {client.stats.steps:,} steps", True, tokens)
+            what = f"at most {CHUNK} tokens a step, {client.link.stats.steps:,} steps"
+            return self._check("chunked", what, True, tokens)
 
     async def _preempted(self, block_size: int, longest: int) -> Check:
         needed = max(len(each.prompt_ids) + MAX_OUTPUT for each in self._requests)
         blocks = max(-(-needed // block_size) + 1, 3)
         async with self._engine(num_kv_blocks=blocks, max_model_len=min(longest, blocks * block_size)) as (client, _):
             tokens = await generate(client, self._requests)
-            count = client.stats.preemptions
+            count = client.link.stats.preemptions
             return self._check("preempted", f"{blocks} pages in all, {count} preemptions", count > 0, tokens)
 
     def _check(self, name: str, what: str, exercised: bool, tokens: Tokens) -> Check:
@@ -201,7 +203,7 @@ async def generate(client: EngineClient, requests: Sequence[Request], *, kill: b
                 raise EngineError(output.error)
             found[output.id] += output.new_ids
             outputs += 1
-        if kill and outputs >= KILL_AFTER and isinstance(client, ProcessClient) and client.pid is not None:
-            os.kill(client.pid, signal.SIGKILL)
+        if kill and outputs >= KILL_AFTER and client.link.pid is not None:
+            os.kill(client.link.pid, signal.SIGKILL)
             kill = False
     return found

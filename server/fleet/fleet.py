@@ -19,8 +19,9 @@ from fastapi import FastAPI
 
 from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.safetensors import read_stored_weights
+from quire.engine.client.client import EngineClient
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelNotFound, Overloaded, QuireError
-from quire.engine.replicas.replicas import Processes, processes
+from quire.engine.replicas.replicas import processes
 from quire.server.adapters import named_adapters
 from quire.server.config import ServerConfig
 from quire.server.fleet.config import FleetConfig, ModelEntry
@@ -29,7 +30,7 @@ from quire.server.served_model import not_served
 log = logging.getLogger(__name__)
 
 State = Literal["unloaded", "loading", "awake", "sleeping"]
-OpenApp = Callable[[ServerConfig, Processes], AbstractAsyncContextManager[FastAPI]]
+OpenApp = Callable[[ServerConfig, EngineClient], AbstractAsyncContextManager[FastAPI]]
 """The app of one model, whose client is launched, until the block ends."""
 
 _OVERHEAD = 256 * 2**20
@@ -65,7 +66,7 @@ class Member:
     def state(self) -> State:
         if self.app is None:
             return "loading" if self.loading else "unloaded"
-        return "sleeping" if self.app.state.runtime.client.asleep else "awake"
+        return "sleeping" if self.app.state.runtime.client.link.asleep else "awake"
 
     @property
     def names(self) -> Sequence[str]:
@@ -270,7 +271,7 @@ class Fleet:
         """Its app, from the load to `ending`."""
         client = processes(member.entry.config)
         try:
-            client.launch()
+            client.link.launch()
             async with self._open_app(member.entry.config, client) as app:
                 app.state.runtime.workers.start()
                 member.app = app
@@ -284,7 +285,7 @@ class Fleet:
                 started.set_exception(error)
         finally:
             member.app = None
-            await client.stop()
+            await client.link.stop()
 
     async def _unload(self, member: Member) -> None:
         member.ending.set()

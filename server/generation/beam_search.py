@@ -1,6 +1,6 @@
 """Beam search over the engine client: each step asks for one more token of every beam, with its alternatives.
 
-engine/client/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
+engine/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
 one token per beam.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 
-from quire.engine.client.beams import Beam, Scores, continued
+from quire.engine.beams import Beam, Scores, continued
 from quire.engine.client.client import EngineClient
 from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import EngineError, Timeout
@@ -42,14 +42,14 @@ class BeamSearch(Generation):
         self._context_length = context_length
         ends = () if spec.params.ignore_eos else tokenizer.eos_token_ids
         self._ends = frozenset((*spec.params.stop_token_ids, *ends))
-        self._version = client.weights_version
+        self._version = client.link.weights_version
         self._call = client.begin_call(spec.answer_id, spec.tenant)
         self._cancelled: set[int] = set()
         """Indices of prompts whose search was cancelled through `EngineClient.cancel`."""
         self._streams: set[OutputStream] = set()
 
     @property
-    def _reasoning_tokens(self) -> int | None:
+    def reasoning_tokens(self) -> int | None:
         """Beam search does not count them."""
         return None
 

@@ -95,11 +95,11 @@ class Generation(ABC):
             prompt_tokens=self._spec.prompt_tokens,
             completion_tokens=sum(choice.completion_tokens for choice in self._choices),
             cached_tokens=sum(choice.cached_tokens for choice in first_of_prompts),
-            reasoning_tokens=self._reasoning_tokens,
+            reasoning_tokens=self.reasoning_tokens,
         )
 
     @property
-    def _reasoning_tokens(self) -> int | None:
+    def reasoning_tokens(self) -> int | None:
         if self._spec.message is None or self._spec.message.reasoning is None:
             return None
         return sum(choice.reasoning_tokens for choice in self._choices)

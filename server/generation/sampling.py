@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 import msgspec
 
@@ -35,7 +36,6 @@ class Sampling(Generation):
             for request_id, choice in self._by_id.items()
         ]
         self._stream = client.submit(requests, spec.answer_id)
-        self._sink: Sink | None = None
         self._turns = turns
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
@@ -56,13 +56,11 @@ class Sampling(Generation):
 
     def shorten(self, sink: Sink) -> None:
         if self._spec.params.prompt_logprobs is None:
-            self._sink = sink
-            self._stream.shortcut = self._pass_on
+            self._stream.shortcut = partial(self._pass_on, sink)
 
-    def _pass_on(self, outputs: list[RequestOutput]) -> bool:
+    def _pass_on(self, sink: Sink, outputs: list[RequestOutput]) -> bool:
         """Give the sink what these outputs make, if it can take it."""
-        sink = self._sink
-        if sink is None or not sink.ready():
+        if not sink.ready():
             return False
         if step := self._pushed(outputs):
             sink.take(step)
@@ -115,9 +113,7 @@ class Sampling(Generation):
     def close(self) -> None:
         self._deadlines.cancel()
         self._stream.close()
-        self._sink = self._stream.shortcut = (
-            None  # no circle: the spec goes with its last reference, not at a collection
-        )
+        self._stream.shortcut = None  # no circle: the spec goes with its last reference, not at a collection
         self._cut_off(self._deadlines.passed or "abort")
 
 

@@ -81,15 +81,15 @@ class LiveView:
         return {
             "now": now,
             "responsive": client.responsive,
-            "asleep": client.asleep,
-            "weights_version": client.weights_version,
+            "asleep": client.link.asleep,
+            "weights_version": client.link.weights_version,
             "open": client.num_open,
-            "deaths": client.deaths,
-            "replays": client.replays,
-            "quarantined": client.quarantined,
+            "deaths": client.link.deaths,
+            "replays": client.link.replays,
+            "quarantined": client.link.quarantined,
             "resident_bytes": resident_bytes(),
-            "stats": msgspec.structs.asdict(client.stats)
-            | {"tiers": [msgspec.structs.asdict(tier) for tier in client.stats.tiers]},
+            "stats": msgspec.structs.asdict(client.link.stats)
+            | {"tiers": [msgspec.structs.asdict(tier) for tier in client.link.stats.tiers]},
             "history": [each.as_dict() for each in self._rolling.since(int(now) - OVERLAP_SECONDS)],
             "engine": None if snapshot is None else self._engine(snapshot),
         }

@@ -278,7 +278,7 @@ class EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
-        stats = [each.stats for each in self._client.engines]
+        stats = [each.stats for each in self._client.link.engines]
         for name, text, field in GAUGES:
             yield self._family(GaugeMetricFamily, name, text, [getattr(each, field) for each in stats])
         # Who waits here waits for a slot or for pages; nothing else holds a request back.
@@ -286,7 +286,7 @@ class EngineCollector(Collector):
         name, text = "vllm:num_requests_waiting_by_reason", "Requests waiting, by why."
         yield _by(self._model_name, GaugeMetricFamily, name, text, "reason", reasons)
         for name, text, field in STATES:
-            states = [float(getattr(each, field)) for each in self._client.engines]
+            states = [float(getattr(each, field)) for each in self._client.link.engines]
             yield self._family(GaugeMetricFamily, name, text, states)
         used = [each.used_blocks / each.total_blocks if each.total_blocks else 0.0 for each in stats]
         yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "KV cache in use; 1 is all.", used)
@@ -296,7 +296,7 @@ class EngineCollector(Collector):
         yield from self._tiers([each.tiers for each in stats])
         for name, text, field in SUPERVISION:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model_name], getattr(self._client, field))
+            counter.add_metric([self._model_name], getattr(self._client.link, field))
             yield counter
 
     def _tiers(self, tiers: Sequence[Sequence[TierStats]]) -> Iterable[Metric]:

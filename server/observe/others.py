@@ -11,7 +11,7 @@ import msgspec
 from quire.engine.client.client import EngineClient
 from quire.engine.client.history import History
 from quire.engine.hub.messages import LASTING
-from quire.engine.hub.remote import RemoteClient
+from quire.engine.hub.remote import HubLink
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.encoding import encode_json
@@ -32,7 +32,7 @@ class Others:
         self._client = client
         self._metrics = metrics
         self._log = log
-        self._remote = client if isinstance(client, RemoteClient) else None
+        self._remote = client.link if isinstance(client.link, HubLink) else None
         if self._remote is not None:
             self._remote.answering = {
                 LASTING: self._say_counts,

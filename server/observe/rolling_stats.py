@@ -82,7 +82,7 @@ class RollingStats:
         """Times between tokens that are to be counted in `_gaps_bin`."""
         self._gaps_bin = Bin(0)
         self._bins: deque[Bin] = deque()
-        self._generated, self._prompt = client.stats.generation_tokens, client.stats.prompt_tokens
+        self._generated, self._prompt = client.link.stats.generation_tokens, client.link.stats.prompt_tokens
 
     def since(self, second: int) -> list[Bin]:
         """The complete bins since `second` of the Unix clock, oldest first."""
@@ -112,7 +112,7 @@ class RollingStats:
             self._bins.append(Bin(second))
             while self._bins[0].second < second - KEPT_SECONDS:
                 self._bins.popleft()
-        current, stats = self._bins[-1], self._client.stats
+        current, stats = self._bins[-1], self._client.link.stats
         # The engine's own counters stay right when its outputs are merged on their way.
         current.generated += stats.generation_tokens - self._generated
         current.prompt += stats.prompt_tokens - self._prompt

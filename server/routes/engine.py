@@ -180,5 +180,5 @@ def _fitting(tensors: Sequence[BroadcastTensor], weight_bytes: int) -> list[Tens
 
 def _state(request: Request) -> Response:
     client = runtime_of(request).client
-    told = {"is_sleeping": client.asleep, "weights_version": client.weights_version}
+    told = {"is_sleeping": client.link.asleep, "weights_version": client.link.weights_version}
     return Response(encode_json(told), media_type="application/json")

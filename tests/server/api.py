@@ -12,6 +12,8 @@ import httpx
 from fastapi import FastAPI
 from openai import AsyncOpenAI
 
+from quire.engine.client.client import EngineClient
+from quire.engine.client.link import Link
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from tests.server.fake import FakeEngine
@@ -52,11 +54,11 @@ def parse_events(text: str) -> list[Any]:
 
 
 def make_app(
-    engine: FakeEngine, *, defaults: dict[str, float] | None = None, chat_template: str | None = CHATML, **options: Any
+    engine: Link, *, defaults: dict[str, float] | None = None, chat_template: str | None = CHATML, **options: Any
 ) -> FastAPI:
     config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
-    tokenizer = byte_level_tokenizer(chat_template).tokenizer
-    return create_app(config, engine, tokenizer, vocab_size=VOCAB_SIZE, generation_defaults=defaults or {})
+    client, tokenizer = EngineClient(engine), byte_level_tokenizer(chat_template).tokenizer
+    return create_app(config, client, tokenizer, vocab_size=VOCAB_SIZE, generation_defaults=defaults or {})
 
 
 @asynccontextmanager

@@ -10,6 +10,7 @@ from itertools import count
 import msgspec
 
 from quire.engine.client.client import EngineClient
+from quire.engine.client.link import EngineLink
 from quire.engine.stats import EngineSnapshot, EngineStats, SequenceSnapshot
 from quire.engine.types import Cause, EngineInfo, FinishReason, Request, RequestOutput, TokenLogprob
 
@@ -31,12 +32,14 @@ def scripted(ids: Sequence[int], eos: int) -> Script:
     return lambda request, position: ids[position] if position < len(ids) else eos
 
 
-class FakeEngine(EngineClient):
+class FakeEngine(EngineLink):
     """Honours max_tokens, stop ids, eos, abort and logprobs.
 
     `fail_at` makes it fail requests at that position, for `cause`; `burst` steps come at once, as to a slow reader.
     `sent` is set by the first step.
     """
+
+    owner: EngineClient
 
     def __init__(
         self,
@@ -91,10 +94,7 @@ class FakeEngine(EngineClient):
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-        self._fail("the engine was stopped")
-
-    def die(self) -> None:
-        self._fail("the engine died")
+        self.die("the engine was stopped")
 
     def reset_prefix_cache(self) -> None:
         """It has no cache."""
@@ -108,9 +108,9 @@ class FakeEngine(EngineClient):
     async def load(self, weights: str | None, version: str) -> None:
         self.asleep, self.weights_version = False, version
         waiting, self.waiting = self.waiting, []
-        self._send([request for request in waiting if request.id in self._streams])
+        self.send([request for request in waiting if request.id not in self.aborted])
 
-    def _send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[Request]) -> None:
         if self.asleep:
             self.waiting += requests
             return
@@ -120,16 +120,23 @@ class FakeEngine(EngineClient):
             self.positions[request.id] = 0
         self._work.set()
 
-    def _send_abort(self, request_id: str) -> None:
+    def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
         self.running.pop(request_id, None)
 
-    def _send_snapshot_request(self) -> None:
+    async def snapshot(self) -> EngineSnapshot:
         self.looks += 1
-        if not self.silent:
-            self._on_snapshot(
-                EngineSnapshot(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0)
-            )
+        if self.silent:
+            await asyncio.Event().wait()
+        return EngineSnapshot(self.stats, [self._seen(each) for each in self.running.values()], b"", 0, 0.0)
+
+    @property
+    def responsive(self) -> bool:
+        return True
+
+    @property
+    def healthy(self) -> bool:
+        return True
 
     def _seen(self, request: Request) -> SequenceSnapshot:
         return SequenceSnapshot(
@@ -157,7 +164,8 @@ class FakeEngine(EngineClient):
                     self.running.pop(output.id, None)
             self.generated += sum(len(output.new_ids) for output in outputs)
             stats = EngineStats(running=len(self.running), used_blocks=25, total_blocks=100)
-            self._deliver(outputs, msgspec.structs.replace(stats, generation_tokens=self.generated))
+            self.stats = msgspec.structs.replace(stats, generation_tokens=self.generated)
+            self.owner.deliver(outputs)
             self.sent.set()
             if step % self.burst == 0:
                 await asyncio.sleep(self.step_seconds)

@@ -69,5 +69,5 @@ async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Port]:
 async def idle(engine: FakeEngine) -> None:
     """Wait until the engine was asked for something, and all of it has ended."""
     async with asyncio.timeout(60):
-        while not engine.seen or engine.running or engine.num_open:  # noqa: ASYNC110
+        while not engine.seen or engine.running or engine.owner.num_open:  # noqa: ASYNC110
             await asyncio.sleep(0.005)

@@ -52,11 +52,11 @@ class ScriptedEngine(FakeEngine):
     def _answer(self, request: Request) -> bytes:
         return self._turns[min(turns_in(request.prompt_ids) - 1, len(self._turns) - 1)]
 
-    def _send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._hits[request.id] = max((alike(request.prompt_ids, known) for known in self._known), default=0)
             self._known.append([*request.prompt_ids, *self._answer(request)])
-        super()._send(requests)
+        super().send(requests)
 
     def _step(self, request: Request) -> RequestOutput:
         return msgspec.structs.replace(super()._step(request), cached_tokens=self._hits[request.id])

@@ -331,7 +331,7 @@ async def test_an_overloaded_server_says_when_to_come_back(api: Api) -> None:
     def refuse(requests: object) -> None:
         raise Overloaded("too many requests are waiting")
 
-    api.engine._send = refuse
+    api.engine.send = refuse
     for stream in (False, True):
         response = await api.http.post(CHAT, json={"messages": USER, "stream": stream})
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
@@ -344,7 +344,7 @@ async def test_an_engine_that_dies() -> None:
         call = asyncio.create_task(api.http.post(CHAT, json={"messages": USER, "stream": True}))
         await engine.sent.wait()
         await asyncio.sleep(0.05)
-        engine.die()
+        engine.die("the engine died")
         assert parse_events((await call).text)[-1]["error"]["code"] == "engine_error"
         await api.post(*completion(), 500)
         assert (await api.http.get("/health")).status_code == 503
@@ -356,7 +356,7 @@ async def test_the_unexpected_shows_nothing_of_its_cause(caplog: pytest.LogCaptu
 
     page = "https://a.example"
     async with open_api(FakeEngine(hashed(b"abc")), allowed_origins=[page]) as api:
-        api.engine._send = trip
+        api.engine.send = trip
         headers = {"X-Request-Id": "mine", "Origin": page}
         response = await api.http.post(COMPLETIONS, json={"prompt": "x"}, headers=headers)
     assert (response.status_code, response.headers.get_list("x-request-id")) == (500, ["mine"])

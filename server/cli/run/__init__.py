@@ -331,7 +331,7 @@ async def answer(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with closing(Output(output)) as out:
         client = processes(config)
-        client.launch()
+        client.link.launch()
         async with running_app(config, client) as app:
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:

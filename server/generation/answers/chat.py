@@ -28,7 +28,7 @@ class ChatWriter(ChunkWriter):
         delta = b'[{"index":%d,"token_ids":null,"delta":{"role":"assistant","content":""'
         return b"".join([opening + delta % index + self._running for index in range(self._spec.num_choices)])
 
-    def _events(self, delta: ChoiceDelta) -> bytes:
+    def events(self, delta: ChoiceDelta) -> bytes:
         """Reasoning, content and each call are events of their own: some clients read only one of them in an event."""
         if delta.reasoning or delta.calls:
             rest = msgspec.structs.replace(delta, text="") if delta.calls else delta
@@ -58,7 +58,7 @@ class ChatWriter(ChunkWriter):
         fields = self._fields("chat.completion")
         return encode_json({**fields, "choices": choices, "usage": usage.as_dict(), **self._prompt(answers[0])})
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
+    def logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return chat_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)
 
 

@@ -18,7 +18,7 @@ class CompletionWriter(ChunkWriter):
     AFTER_TEXT = b""
     UNFINISHED = b',"logprobs":null,"finish_reason":null,"stop_reason":null'
 
-    def _events(self, delta: ChoiceDelta) -> bytes:
+    def events(self, delta: ChoiceDelta) -> bytes:
         opening = self._opening_of(delta.index)
         if self._spec.token_ids:
             about = self._opening, delta.index, encode_json(delta.prompt_ids), encode_json(delta.token_ids)
@@ -29,5 +29,5 @@ class CompletionWriter(ChunkWriter):
         choices = [self._choice(answer, {"text": answer.text}) | self._prompt(answer) for answer in answers]
         return encode_json({**self._fields(self.CHUNK), "choices": choices, "usage": usage.as_dict()})
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
+    def logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]:
         return completion_logprobs(tokens, self._tokenizer, as_token_ids=self._spec.tokens_as_token_ids)

@@ -87,7 +87,7 @@ class ChunkWriter(AnswerWriter):
         self._running = self.AFTER_TEXT + self.UNFINISHED + close
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
-        return self._events(deltas[0]) if len(deltas) == 1 else b"".join(map(self._events, deltas))
+        return self.events(deltas[0]) if len(deltas) == 1 else b"".join(map(self.events, deltas))
 
     def last(self, usage: Usage) -> bytes:
         if not self._spec.include_usage:
@@ -96,11 +96,11 @@ class ChunkWriter(AnswerWriter):
         return self._opening + end + DONE
 
     @abstractmethod
-    def _events(self, delta: ChoiceDelta) -> bytes:
+    def events(self, delta: ChoiceDelta) -> bytes:
         """The events of one choice in a step."""
 
     @abstractmethod
-    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]: ...
+    def logprobs(self, tokens: Sequence[TokenText]) -> dict[str, object]: ...
 
     def _opening_of(self, index: int) -> bytes:
         """The begin of a choice's chunk without token ids, up to the text."""
@@ -117,7 +117,7 @@ class ChunkWriter(AnswerWriter):
         return b'%b%b,"logprobs":%b,"finish_reason":%b,"stop_reason":%b%b' % (
             event,
             self.AFTER_TEXT,
-            encode_json(self._logprobs(delta.tokens) if delta.tokens else None),
+            encode_json(self.logprobs(delta.tokens) if delta.tokens else None),
             encode_json(delta.finish_reason),
             encode_json(delta.stop_reason),
             close,
@@ -132,7 +132,7 @@ class ChunkWriter(AnswerWriter):
         return {
             "index": answer.index,
             **shown,
-            "logprobs": self._logprobs(answer.tokens) if self._spec.logprobs else None,
+            "logprobs": self.logprobs(answer.tokens) if self._spec.logprobs else None,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
             "token_ids": answer.token_ids if self._spec.token_ids else None,

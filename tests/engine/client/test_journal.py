@@ -1,4 +1,4 @@
-"""ProcessClient with fake engine processes that end at random moments: no token is lost, repeated or changed."""
+"""ProcessLink with fake engine processes that end at random moments: no token is lost, repeated or changed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.client.supervisor import ProcessClient
+from quire.engine.client.client import EngineClient
+from quire.engine.client.supervisor import ProcessLink
 from quire.engine.config import EngineConfig
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import KILLED, LENGTH, Caller, FakeProcess, settle, token
@@ -27,11 +28,11 @@ ACTIONS = st.one_of(
 
 
 async def run(actions: list[tuple[str, int]]) -> None:
-    client = ProcessClient(EngineConfig())
-    await client.start()
+    client = EngineClient(ProcessLink(EngineConfig()))
+    await client.link.start()
     callers: list[Caller] = []
     for number, (action, value) in enumerate(actions):
-        process = client._process
+        process = client.link._process
         match action:
             case "submit" | "submit killers":
                 name = "killer" if action == "submit killers" else "good"
@@ -47,8 +48,8 @@ async def run(actions: list[tuple[str, int]]) -> None:
     for _ in range(2000):
         if not client.num_open:
             break
-        if isinstance(client._process, FakeProcess):
-            client._process.step(9)
+        if isinstance(client.link._process, FakeProcess):
+            client.link._process.step(9)
         else:
             await asyncio.sleep(0.005)  # after engines that crashed with nothing to compute, the next one starts later
         await settle()
@@ -56,10 +57,10 @@ async def run(actions: list[tuple[str, int]]) -> None:
     for caller in callers:
         caller.check()
     assert client.alive
-    assert not client._journal
-    assert client._replay.idle
-    assert client._replay.take_ready() == []
-    await client.stop()
+    assert not client.num_open
+    assert client.link._replay.idle
+    assert client.link._replay.take_ready() == []
+    await client.link.stop()
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -80,29 +81,29 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: py
             seconds.append(config.warmup_seconds)
 
     monkeypatch.setattr("quire.engine.client.supervisor.EngineProcess", Noted)
-    client = ProcessClient(EngineConfig(warmup_seconds=20.0))
-    await client.start()
+    client = EngineClient(ProcessLink(EngineConfig(warmup_seconds=20.0)))
+    await client.link.start()
     for _ in range(2):
-        assert isinstance(client._process, Noted)
-        client._process.exit(KILLED)
+        assert isinstance(client.link._process, Noted)
+        client.link._process.exit(KILLED)
         await settle()
         for _ in range(200):
-            if client.alive and client._ready:
+            if client.alive and client.link.ready:
                 break
             await asyncio.sleep(0.005)
-    await client.stop()
+    await client.link.stop()
     assert seconds == [20.0, 0.0, 0.0]
 
 
 async def test_steps_that_came_together_reach_a_reader_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a server that is behind its engine sends fewer and larger chunks."""
     monkeypatch.setattr("quire.engine.client.supervisor.EngineProcess", FakeProcess)
-    client = ProcessClient(EngineConfig())
-    await client.start()
+    client = EngineClient(ProcessLink(EngineConfig()))
+    await client.link.start()
     params = SamplingParams(max_tokens=LENGTH)
     stream = client.submit([Request(id="a", prompt_ids=[1], params=params, seed=0)])
     await settle()
-    process = client._process
+    process = client.link._process
     assert isinstance(process, FakeProcess)
     for _ in range(4):
         process.step(1)
@@ -111,4 +112,4 @@ async def test_steps_that_came_together_reach_a_reader_together(monkeypatch: pyt
     process.step(1)
     (second,) = await anext(stream)
     assert second.new_ids == [token("a", 4)]
-    await client.stop()
+    await client.link.stop()

@@ -6,24 +6,24 @@ import asyncio
 
 import pytest
 
+from quire.engine.client.client import EngineClient
 from quire.engine.client.output_stream import OutputStream
 from quire.engine.config import EngineConfig
-from quire.engine.offline.in_process import InProcessClient
-from quire.engine.stats import EngineStats
+from quire.engine.offline.in_process import InProcessLink
 from quire.engine.types import FinishReason, RequestOutput
 from tests.engine.harness import request
 
 PROMPT = [3, 4, 5]
 
 
-class Client(InProcessClient):
+class Client(EngineClient):
     """Has no engine: the test delivers."""
 
     def __init__(self) -> None:
-        super().__init__(EngineConfig(model="none"))
+        super().__init__(InProcessLink(EngineConfig(model="none")))
 
     def step(self, *ids: str, token: int = 1, ends: FinishReason | None = None) -> None:
-        self._deliver([RequestOutput(each, [token], finish_reason=ends) for each in ids], EngineStats())
+        self.deliver([RequestOutput(each, [token], finish_reason=ends) for each in ids])
 
 
 class Reader:

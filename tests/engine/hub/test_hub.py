@@ -20,7 +20,7 @@ from quire.engine.hub import remote as remotes
 from quire.engine.hub.hub import Hub
 from quire.engine.hub.messages import LASTING, Fault, FromHub, Stepped
 from quire.engine.hub.relay import Channel, Relayed
-from quire.engine.hub.remote import NoWeightsGroup, RemoteClient, RemoteWeights
+from quire.engine.hub.remote import HubLink, NoWeightsGroup
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import Request, RequestOutput, SamplingParams
 from tests.server.fake import FakeEngine, hashed
@@ -32,27 +32,27 @@ PICK = hashed(range(10, 90))
 class Shared:
     engine: FakeEngine
     hub: Hub
-    clients: list[RemoteClient]
+    clients: list[EngineClient]
 
 
 @asynccontextmanager
 async def shared(folder: Path, count: int = 2, **options: float) -> AsyncIterator[Shared]:
     engine = FakeEngine(PICK, **options)  # type: ignore[arg-type]
-    hub = Hub(engine, f"ipc://{folder}/hub")
-    clients = [RemoteClient(EngineConfig(), f"ipc://{folder}/hub", str(number)) for number in range(count)]
+    hub = Hub(EngineClient(engine), f"ipc://{folder}/hub")
+    clients = [EngineClient(HubLink(EngineConfig(), f"ipc://{folder}/hub", str(number))) for number in range(count)]
     try:
         hub.listen()
         for number, client in enumerate(clients):
             hub.add(str(number).encode(), number)
-            client.launch()
+            client.link.launch()
         hub.ready(await engine.start())
         async with asyncio.timeout(60):
-            assert all([(await client.start()).model == "fake" for client in clients])
+            assert all([(await client.link.start()).model == "fake" for client in clients])
             await until(lambda: all(client.responsive for client in clients))
             yield Shared(engine, hub, clients)
     finally:
         for client in clients:
-            await client.stop()
+            await client.link.stop()
         await engine.stop()
         await hub.close()
 
@@ -86,7 +86,7 @@ async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
         await until(lambda: one.num_open == two.num_open == 0)
         assert server.engine.generated == 48
         await until(
-            lambda: one.stats.generation_tokens == 48
+            lambda: one.link.stats.generation_tokens == 48
         )  # what the last step says of itself comes behind its tokens
         assert [each.id for each in one.history.ended] == ["a", "b", "d"]
 
@@ -95,12 +95,11 @@ def test_a_step_is_one_message_for_all_streams_of_an_api_process() -> None:
     written: list[FromHub] = []
     channel = Channel(0, written.append)
     channel.welcomed = True
-    engine = FakeEngine(PICK)
-    streams = [Relayed(engine, [request(f"s{n}")], channel) for n in range(100)]
+    streams = [Relayed([request(f"s{n}")], channel, list) for n in range(100)]
     for step in range(3):
         channel.begin(None, 0, "1", counts=True)
         for number, stream in enumerate(streams):
-            stream.push(RequestOutput(f"s{number}", [step]))
+            stream.push(RequestOutput(f"s{number}", [step]), "1")
     channel.begin(None, 0, "1", counts=True)  # of others alone
     channel.flush([EngineStats()])
     channel.flush([EngineStats()])
@@ -125,11 +124,11 @@ async def test_one_that_comes_later_is_served(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         server.hub.remove(b"1")
         server.hub.add(b"1.1", 1)
-        late = RemoteClient(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1")
-        late.launch()
-        assert (await late.start()).model == "fake"
+        late = EngineClient(HubLink(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
+        late.link.launch()
+        assert (await late.link.start()).model == "fake"
         assert len((await tokens_of(late, request("x")))["x"]) == 12
-        await late.stop()
+        await late.link.stop()
 
 
 async def test_an_aborted_request_is_aborted_in_the_engine(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ async def test_the_engines_end_is_told_to_all(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
         asked = [asyncio.create_task(tokens_of(client, request(str(client), tokens=400))) for client in server.clients]
         await until(lambda: len(server.engine.running) == 2)
-        server.engine.die()
+        server.engine.die("the engine died")
         for task in asked:
             with pytest.raises(EngineError, match="the engine died"):
                 await task
@@ -166,7 +165,7 @@ async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path, monkeypa
             task.cancel()
         server.engine.asleep = True
         asked = asyncio.create_task(tokens_of(client, request("a")))
-        changed = asyncio.create_task(RemoteWeights(client).wake_up())
+        changed = asyncio.create_task(client.link.wake_up())
         for task in (asked, changed):
             with pytest.raises(Overloaded, match="no sign of life"):
                 await asyncio.wait_for(task, 30)
@@ -179,7 +178,7 @@ async def test_one_call_that_is_given_up_ends_alone(tmp_path: Path) -> None:
         given_up = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=400), request("b", tokens=400)))
         stays = asyncio.create_task(tokens_of(server.clients[0], request("c", tokens=30)))
         await until(lambda: len(server.engine.running) == 3)
-        server.engine._streams["a"].give_up(errors.RequestQuarantined("it ends engines"))
+        server.engine.owner.give_up("a", errors.RequestQuarantined("it ends engines"))
         with pytest.raises(errors.RequestQuarantined, match="it ends engines"):
             await given_up
         assert len((await stays)["c"]) == 30
@@ -204,31 +203,31 @@ async def test_the_queue_is_that_of_all(tmp_path: Path) -> None:
 async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_path: Path) -> None:
     async with shared(tmp_path, 3) as server:
 
-        def answering(client: RemoteClient, number: int) -> None:
+        def answering(client: EngineClient, number: int) -> None:
             async def say(body: bytes) -> bytes | None:
                 return None if number == 2 else body + str(number).encode()
 
             async def count(body: bytes) -> bytes:
                 return f"count {number}".encode()
 
-            client.answering = {"name": say, LASTING: count}
+            client.link.answering = {"name": say, LASTING: count}
 
         for number, client in enumerate(server.clients):
             answering(client, number)
         one, two, three = server.clients
-        assert await one.ask("name", b"I am ") == [b"I am 1"]
-        assert await three.ask("name", b"I am ") == [b"I am 0", b"I am 1"]
-        assert await one.ask("unknown") == []
-        assert sorted(await one.ask(LASTING)) == [b"count 1", b"count 2"]
+        assert await one.link.ask("name", b"I am ") == [b"I am 1"]
+        assert await three.link.ask("name", b"I am ") == [b"I am 0", b"I am 1"]
+        assert await one.link.ask("unknown") == []
+        assert sorted(await one.link.ask(LASTING)) == [b"count 1", b"count 2"]
         server.hub.remove(b"1")
-        await two.stop()
-        assert sorted(await one.ask(LASTING)) == [b"count 1", b"count 2"]
+        await two.link.stop()
+        assert sorted(await one.link.ask(LASTING)) == [b"count 1", b"count 2"]
         server.hub.add(b"1.1", 1)
-        heir = RemoteClient(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1")
-        heir.launch()
-        await heir.start()
-        assert heir.inherited == b"count 1"
-        await heir.stop()
+        heir = EngineClient(HubLink(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
+        heir.link.launch()
+        await heir.link.start()
+        assert heir.link.inherited == b"count 1"
+        await heir.link.stop()
 
 
 async def test_steps_are_known_to_all_and_counted_by_one(tmp_path: Path) -> None:
@@ -238,7 +237,7 @@ async def test_steps_are_known_to_all_and_counted_by_one(tmp_path: Path) -> None
             client.history.listeners.append(lambda step, steps=steps: steps.append(step.counts))  # type: ignore[misc]
         for number in range(5):
             record = StepRecord(number, 0.0, 0.0, 0.0, 0.0, 1, 1, [], [])
-            server.engine._deliver([], EngineStats(steps=number), record)
+            server.engine.owner.deliver([], record)
         await until(lambda: [len(steps) for steps in seen] == [5, 5])
         assert sorted(seen) == [[False] * 5, [True] * 5]
 
@@ -247,7 +246,7 @@ async def test_an_engines_death_is_seen_in_explanations(tmp_path: Path) -> None:
     async with shared(tmp_path, step_seconds=0.01) as server:
         asked = asyncio.create_task(tokens_of(server.clients[0], request("a", tokens=30)))
         await until(lambda: bool(server.engine.running))
-        server.engine.history.engine_died()
+        server.engine.owner.lost()
         await asked
         timeline = server.clients[0].history.find("a")
         assert timeline is not None
@@ -258,19 +257,19 @@ async def test_weights_change_for_all(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         one, two = server.clients
         versions: list[str] = []
-        two.on_version.append(versions.append)
-        await RemoteWeights(one).sleep(refuse=True)
-        await until(lambda: two.asleep and two.refusing)
+        two.link.on_version.append(versions.append)
+        await one.link.sleep(refuse=True)
+        await until(lambda: two.link.asleep and two.refusing)
         with pytest.raises(InvalidRequest, match="level must be 1 or 2") as error:
-            await RemoteWeights(two).sleep(3)
+            await two.link.sleep(3)
         assert error.value.param == "level"
-        await RemoteWeights(two).wake_up()
-        await until(lambda: not one.asleep)
-        assert await RemoteWeights(one).update(str(tmp_path), version="next") == "next"
-        assert one.weights_version == "next"
+        await two.link.wake_up()
+        await until(lambda: not one.link.asleep)
+        assert await one.link.update(str(tmp_path), version="next") == "next"
+        assert one.link.weights_version == "next"
         await until(lambda: versions == ["next"])
         with pytest.raises(InvalidRequest, match="--api-server-count"):
-            await NoWeightsGroup(RemoteWeights(one)).join(None)  # type: ignore[arg-type]
+            await NoWeightsGroup(one.link).join(None)  # type: ignore[arg-type]
 
 
 async def test_snapshots_and_resets_reach_the_engine(tmp_path: Path) -> None:

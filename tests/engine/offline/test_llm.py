@@ -170,7 +170,7 @@ def test_options_that_are_none_are_named() -> None:
 
 def test_a_closed_one_says_so_and_holds_no_engine_any_more() -> None:
     llm = LLM(num_kv_blocks=64, max_model_len=64, threads=1)
-    engine = weakref.ref(llm._client._engine)
+    engine = weakref.ref(llm._client.link._engine)
     llm.close()
     assert engine() is None
     with pytest.raises(EngineError, match="closed"):

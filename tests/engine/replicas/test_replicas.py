@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.engine.client.client import EngineClient
 from quire.engine.client.exit_cause import ExitCause
 from quire.engine.client.messages import Failed, Load, Ready, ToEngine
-from quire.engine.client.supervisor import ProcessClient
+from quire.engine.client.supervisor import ProcessLink
 from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, Overloaded
-from quire.engine.replicas.replica import Replica
-from quire.engine.replicas.replicas import Replicas, processes
+from quire.engine.replicas.replicas import processes
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import CRASHED, INFO, KILLED, LENGTH, Caller, FakeProcess, settle
 from tests.variants import examples
@@ -45,31 +45,30 @@ def fakes() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-async def started(count: int = N) -> Replicas:
+async def started(count: int = N) -> EngineClient:
     client = processes(EngineConfig(data_parallel_size=count))
-    assert isinstance(client, Replicas)
-    await client.start()
+    await client.link.start()
     return client
 
 
-def process_of(client: Replicas, number: int) -> FakeProcess | None:
-    process = client._replicas[number]._process
+def process_of(client: EngineClient, number: int) -> FakeProcess | None:
+    process = client.link._replicas[number]._process
     assert process is None or isinstance(process, FakeProcess)
     return process
 
 
-def kill(client: Replicas, number: int, cause: ExitCause = KILLED) -> None:
+def kill(client: EngineClient, number: int, cause: ExitCause = KILLED) -> None:
     process = process_of(client, number)
     assert process is not None
     process.exit(cause)
 
 
-async def compute(client: Replicas, *numbers: int) -> None:
+async def compute(client: EngineClient, *numbers: int) -> None:
     """Until these replicas have nothing left, or all of them where none is named."""
     for _ in range(2000):
         if not client.num_open:
             break
-        for number in numbers or range(len(client._replicas)):
+        for number in numbers or range(len(client.link._replicas)):
             if (process := process_of(client, number)) is not None:
                 process.step(9)
         await asyncio.sleep(0.001)  # after engines that crashed with nothing to compute, the next one starts later
@@ -98,14 +97,13 @@ async def run(actions: list[tuple[str, int, int]]) -> None:
     for caller in callers:
         caller.check()
     assert client.alive
-    assert client._router.open == [0] * N
-    assert not client._places
-    assert not client._unplaced
-    for each in client._replicas:
-        assert not each._journal
+    assert client.link._router.open == [0] * N
+    assert not client.link._places
+    assert not client.link._unplaced
+    for each in client.link._replicas:
         assert each._replay.idle
         assert each._replay.take_ready() == []
-    await client.stop()
+    await client.link.stop()
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -120,7 +118,7 @@ async def test_a_death_moves_streams_at_once() -> None:
         client = await started(2)
         callers = [Caller(client, [f"good-{i}"]) for i in range(6)]
         await settle()
-        assert client._router.open == [3, 3]
+        assert client.link._router.open == [3, 3]
         for number in (0, 1):
             process = process_of(client, number)
             assert process is not None
@@ -129,17 +127,17 @@ async def test_a_death_moves_streams_at_once() -> None:
         kill(client, 0)
         for _ in range(50):
             await asyncio.sleep(0)
-            if client._router.open == [0, 6]:
+            if client.link._router.open == [0, 6]:
                 break
-        assert client._router.open == [0, 6], "they are with the other, whether or not the first is back"
+        assert client.link._router.open == [0, 6], "they are with the other, whether or not the first is back"
         await compute(client, 1)
         for each in callers:
             each.check()
             assert not each.aborted
-        assert (client.deaths, client.replays) == (1, 3)
+        assert (client.link.deaths, client.link.replays) == (1, 3)
         history = [client.history.find(f"good-{i}") for i in range(6)]
         assert sum(each is not None and each.count("recovering") == 1 for each in history) == 3
-        await client.stop()
+        await client.link.stop()
 
 
 async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
@@ -153,15 +151,15 @@ async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
         bad.check()
         for each in good:
             each.check()
-        assert client.quarantined == 1
-        assert sorted(each.deaths > 0 for each in client._replicas) == [False, True]
-        await client.stop()
+        assert client.link.quarantined == 1
+        assert sorted(each.deaths > 0 for each in client.link._replicas) == [False, True]
+        await client.link.stop()
 
 
 async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back() -> None:
     with fakes():
         client = await started(2)
-        for each in client._replicas:
+        for each in client.link._replicas:
             each._failures = 1  # so that they wait a moment before they start
         kill(client, 0)
         kill(client, 1)
@@ -171,11 +169,11 @@ async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back()
         assert client.alive
         caller = Caller(client, ["good"])
         await settle()
-        assert len(client._unplaced) == 1
+        assert len(client.link._unplaced) == 1
         await compute(client)
         await settle()
         caller.check()
-        await client.stop()
+        await client.link.stop()
 
 
 class Unstartable(FakeProcess):
@@ -183,9 +181,9 @@ class Unstartable(FakeProcess):
         self._sent.put_nowait(Failed("there is no room"))
 
 
-async def until_gone(client: Replicas, number: int) -> None:
+async def until_gone(client: EngineClient, number: int) -> None:
     for _ in range(2000):
-        if not client._replicas[number].alive:
+        if client.link._replicas[number].failure is not None:
             return
         await asyncio.sleep(0.001)
     raise AssertionError("it was not given up")
@@ -195,7 +193,7 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
     with fakes() as patch:
         client = await started(2)
         patch.setattr("quire.engine.client.supervisor.EngineProcess", Unstartable)
-        for each in client._replicas:
+        for each in client.link._replicas:
             each._config = each._config.model_copy(update={"max_engine_starts": 1})
         good = [Caller(client, ["good-0"]), Caller(client, ["good-1"])]
         bad = Caller(client, ["killer"])  # the first, which it ends, has it and good-0
@@ -212,7 +210,7 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
         assert not client.alive
         with pytest.raises(EngineError, match="could not be brought back"):
             client.submit([Request(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
-        await client.stop()
+        await client.link.stop()
 
 
 async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
@@ -227,20 +225,20 @@ async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
             process.step(9)
         await settle()
         await weights.sleep()
-        assert client.asleep
-        assert all(each.asleep for each in client._replicas)
+        assert client.link.asleep
+        assert all(each.asleep for each in client.link._replicas)
         assert not client.responsive
         assert client.healthy
         callers.append(Caller(client, ["later"]))
         await settle()
-        assert len(client._unplaced) == 1, "nobody can compute it"
+        assert len(client.link._unplaced) == 1, "nobody can compute it"
         await weights.wake_up()
-        assert not client.asleep
+        assert not client.link.asleep
         await compute(client)
         await settle()
         for each in callers:
             each.check()
-        await client.stop()
+        await client.link.stop()
 
 
 async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
@@ -251,32 +249,32 @@ async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
         change = asyncio.create_task(weights.update("/"))
         for _ in range(50):
             await asyncio.sleep(0)
-            under_way = client._replicas[0]._change
+            under_way = client.link._replicas[0]._change
             if under_way is not None and under_way.version == "2":  # and not the check before it
                 break
         kill(client, 0, CRASHED)
         assert await change == "2"
-        assert [each.weights_version for each in client._replicas] == ["2", "2"]
-        client._replicas[0]._failures = 1  # so that it waits a moment before it starts
+        assert [each.weights_version for each in client.link._replicas] == ["2", "2"]
+        client.link._replicas[0]._failures = 1  # so that it waits a moment before it starts
         kill(client, 0)
         await settle()
         with pytest.raises(Overloaded, match="being replaced"):
             await weights.sleep()
-        assert not any(each.asleep for each in client._replicas)
-        await client.stop()
+        assert not any(each.asleep for each in client.link._replicas)
+        await client.link.stop()
 
 
 async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
     with fakes():
         client = await started(2)
         forgotten: list[int] = []
-        client._router.forget = forgotten.append  # type: ignore[method-assign]
+        client.link._router.forget = forgotten.append  # type: ignore[method-assign]
         kill(client, 1)
         await settle()
         assert forgotten == [1]
-        client.reset_prefix_cache()
+        client.link.reset_prefix_cache()
         assert forgotten == [1, 0, 1]
-        await client.stop()
+        await client.link.stop()
 
 
 async def test_all_have_the_shortest_context() -> None:
@@ -295,11 +293,11 @@ async def test_all_have_the_shortest_context() -> None:
     with fakes() as patch:
         patch.setattr("quire.engine.client.supervisor.EngineProcess", Fitted)
         client = processes(EngineConfig(data_parallel_size=3))
-        info = await client.start()
+        info = await client.link.start()
         assert info.max_model_len == 80
         assert loaded == [80, 80]
         assert client.responsive
-        await client.stop()
+        await client.link.stop()
 
 
 async def test_a_replica_that_cannot_start_ends_the_start() -> None:
@@ -307,12 +305,11 @@ async def test_a_replica_that_cannot_start_ends_the_start() -> None:
         patch.setattr("quire.engine.client.supervisor.EngineProcess", Unstartable)
         client = processes(EngineConfig(data_parallel_size=2))
         with pytest.raises(ConfigError, match="there is no room"):
-            await client.start()
+            await client.link.start()
         assert not client.alive
 
 
 def test_one_engine_needs_no_replicas() -> None:
     client = processes(EngineConfig())
-    assert isinstance(client, ProcessClient)
-    assert not isinstance(client, Replica)
+    assert isinstance(client.link, ProcessLink)
     assert LENGTH > 4, "so that requests are cleared before they end"

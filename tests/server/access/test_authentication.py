@@ -196,7 +196,7 @@ async def test_reserved_tokens_that_were_not_used_are_returned() -> None:
         assert refused.headers["x-should-retry"] == "false"
         assert (await ask(api, "second", max_tokens=3)).headers["x-ratelimit-remaining-tokens"] == "55"
         assert refused.headers["x-ratelimit-remaining-tokens"] == "50"
-        api.engine.die()
+        api.engine.die("the engine died")
         assert (await ask(api, "second", max_tokens=40)).status_code == 500
         assert (await ask(api, "second", max_tokens=40)).status_code == 500, (
             "the tokens of the first request were returned"
@@ -228,7 +228,7 @@ class SlowEngine(FakeEngine):
 
 
 async def open_requests(api: Api, count: int) -> None:
-    while api.engine.num_open < count:  # noqa: ASYNC110
+    while api.engine.owner.num_open < count:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -241,7 +241,7 @@ async def test_the_prompt_tokens_in_the_queue_are_limited() -> None:
         assert "300 of 100" in refused.json()["error"]["message"]
         api.engine.go.set()
         assert (await calls[0]).status_code == 200
-        assert api.engine.queued_tokens == 0
+        assert api.engine.owner.queued_tokens == 0
         api.engine.go.clear()
     async with open_api(SlowEngine(), max_queued_tokens=100) as api:
         calls = [asyncio.create_task(ask(api, "", prompt="x" * 30)) for _ in range(3)]
@@ -251,22 +251,28 @@ async def test_the_prompt_tokens_in_the_queue_are_limited() -> None:
         await asyncio.gather(calls[0], return_exceptions=True)
         calls.append(asyncio.create_task(ask(api, "", prompt="x" * 11)))
         await open_requests(api, 3)
-        assert api.engine.queued_tokens == 71
+        assert api.engine.owner.queued_tokens == 71
         api.engine.go.set()
         assert [(await call).status_code for call in calls[1:]] == [200] * 3
-        assert (api.engine.queued_tokens, api.engine.num_open, api.engine.num_open_of("")) == (0, 0, 0)
+        assert (api.engine.owner.queued_tokens, api.engine.owner.num_open, api.engine.owner.num_open_of("")) == (
+            0,
+            0,
+            0,
+        )
 
 
 async def test_a_key_with_many_requests_leaves_room_in_the_queue() -> None:
     async with open_api(SlowEngine(), api_key=KEYS, max_num_seqs=2, max_queued_requests=9) as api:
         greedy = [asyncio.create_task(ask(api, "first")) for _ in range(20)]
-        while sum(call.done() for call in greedy) + api.engine.num_open < 20:  # noqa: ASYNC110
+        while sum(call.done() for call in greedy) + api.engine.owner.num_open < 20:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert api.engine.num_open == 7, "two run, and five wait: half of the nine places in the queue, rounded up"
+        assert api.engine.owner.num_open == 7, (
+            "two run, and five wait: half of the nine places in the queue, rounded up"
+        )
         others = [asyncio.create_task(ask(api, "second")) for _ in range(20)]
-        while sum(call.done() for call in others) + api.engine.num_open_of("key-2") < 20:  # noqa: ASYNC110
+        while sum(call.done() for call in others) + api.engine.owner.num_open_of("key-2") < 20:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert api.engine.num_open_of("key-2") >= 2
+        assert api.engine.owner.num_open_of("key-2") >= 2
         api.engine.go.set()
         statuses = [(await call).status_code for call in greedy + others]
         assert statuses.count(200) == 7 + statuses[20:].count(200)

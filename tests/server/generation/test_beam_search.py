@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quire.engine.config import EngineConfig
-from quire.engine.offline.in_process import InProcessClient
+from quire.engine.offline.in_process import InProcessLink
 from quire.engine.types import Request, RequestOutput, TokenLogprob
 from tests.server.api import VOCAB_SIZE, Api, make_app, open_api
 from tests.server.fake import FakeEngine, hashed
@@ -107,7 +107,7 @@ async def test_beams_are_those_of_transformers(width: int, length_penalty: float
         length_penalty=length_penalty,
         pad_token_id=0,
     )
-    app = make_app(InProcessClient(EngineConfig(model=str(path), dtype="float32", num_kv_blocks=100)))
+    app = make_app(InProcessLink(EngineConfig(model=str(path), dtype="float32", num_kv_blocks=100)))
     body = {"prompt": prompt, "n": width, "max_tokens": 8, "use_beam_search": True, "length_penalty": length_penalty}
     async with (
         app.router.lifespan_context(app),
@@ -134,7 +134,7 @@ async def test_a_cancelled_search_answers_what_it_has(second_first: bool) -> Non
         if second_first:  # one beam of the second prompt's search, which ends it
             while not (beams := [each for each in engine.running if each.startswith(f"{name}-1-")]):  # noqa: ASYNC110
                 await asyncio.sleep(0)
-            assert engine.cancel(beams[0]) == 1
+            assert engine.owner.cancel(beams[0]) == 1
             last = beams[0].split("-")[-2]
             while any(each.startswith(f"{name}-1-") for each in engine.running):  # noqa: ASYNC110
                 await asyncio.sleep(0)
@@ -155,9 +155,9 @@ async def test_a_search_that_is_cancelled_at_once_has_nothing_to_answer() -> Non
     async with open_api(engine) as api:
         body = {"prompt": "x", "n": 2, "max_tokens": 9, "use_beam_search": True}
         asking = asyncio.create_task(api.post(COMPLETIONS, body))
-        while not engine.num_open:  # noqa: ASYNC110
+        while not engine.owner.num_open:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert engine.cancel(engine.seen[0].id) == 1
+        assert engine.owner.cancel(engine.seen[0].id) == 1
         answer = await asking
         assert [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]] == [("", "abort")] * 2
         assert answer["usage"]["completion_tokens"] == 0

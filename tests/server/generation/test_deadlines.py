@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.client.client import EngineClient
 from quire.engine.errors import Timeout
 from quire.engine.types import Request, SamplingParams
 from tests.server.api import Api, open_api, parse_events
@@ -23,7 +24,7 @@ CALLS = [
 class Stuck(FakeEngine):
     """Takes requests and never begins."""
 
-    def _send(self, requests: Sequence[Request]) -> None:
+    def send(self, requests: Sequence[Request]) -> None:
         self.seen += requests
 
 
@@ -83,8 +84,9 @@ async def test_deadlines_that_are_met_change_nothing(path: str, body: dict[str, 
 
 async def test_an_answer_that_only_waits_to_be_read_is_in_time() -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
+    client = EngineClient(engine)
     await engine.start()
-    stream = engine.submit([Request(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
+    stream = client.submit([Request(id="a", prompt_ids=[1], params=SamplingParams(), seed=0)])
     await engine.sent.wait()
     await asyncio.sleep(0.05)
     assert not engine.running

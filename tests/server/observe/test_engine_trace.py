@@ -138,8 +138,8 @@ def test_an_idle_engine_has_a_trace_too() -> None:
 
 
 async def test_a_trace_is_made_beside_the_streams_of_what_was_then(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on = api.engine.submit([Request(id="cmpl-a-0", prompt_ids=[1], params=SamplingParams(), seed=0)])
-    (timeline,) = api.engine.history.open
+    going_on = api.engine.owner.submit([Request(id="cmpl-a-0", prompt_ids=[1], params=SamplingParams(), seed=0)])
+    (timeline,) = api.engine.owner.history.open
     plain = tracing.trace
 
     def meanwhile(steps: Any, timelines: Any, *times: float) -> Any:

@@ -15,7 +15,8 @@ def test_each_engine_has_its_own_figures() -> None:
     two = EngineStats(running=1, waiting=3, total_blocks=10)
     states = [SimpleNamespace(stats=one, asleep=False, responsive=True)]
     states.append(SimpleNamespace(stats=two, asleep=False, responsive=False))
-    client: Any = SimpleNamespace(engines=states, deaths=1, replays=2, quarantined=0, slow_readers=4)
+    link = SimpleNamespace(engines=states, deaths=1, replays=2, quarantined=0)
+    client: Any = SimpleNamespace(link=link, slow_readers=4)
     collectors = [EngineCollector(client, "m"), RefusalCollector(client, "m", {"asleep": 3})]
     samples = [sample for each in collectors for family in each.collect() for sample in family.samples]
 

@@ -57,11 +57,11 @@ async def test_only_the_last_are_kept() -> None:
         names = [(await api.post("/v1/completions", BODY))["id"] for _ in range(4)]
         codes = [(await api.http.get(f"/v1/requests/{name}/explain")).status_code for name in names]
         assert codes == [404, 404, 200, 200]
-        assert len(api.engine.history.ended) == 2
+        assert len(api.engine.owner.history.ended) == 2
     async with open_api(FakeEngine(hashed(b"abc")), request_history=0) as api:
         name = (await api.post("/v1/completions", BODY))["id"]
         assert (await api.http.get(f"/v1/requests/{name}/explain")).status_code == 404
-        assert api.engine.history.ended == api.engine.history.open == []
+        assert api.engine.owner.history.ended == api.engine.owner.history.open == []
 
 
 async def test_tenants_see_their_own_alone() -> None:

@@ -115,7 +115,7 @@ async def test_a_silent_or_dead_engine_is_told_of(api: Api) -> None:
     await anext(events)
     state = parse(await anext(events))[1]
     assert (state["engine"], state["responsive"]) == (None, True)
-    api.engine.die()
+    api.engine.die("the engine died")
     while state["responsive"]:
         state = parse(await anext(events))[1]
     assert state["engine"] is None

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from quire.engine.client.client import EngineClient
 from quire.server.observe.metrics import ENGINE, TOKEN_SECONDS, Metrics, SpanCollector
 from tests.server.fake import FakeEngine
 
@@ -34,7 +35,7 @@ def test_spans_are_shown_as_prometheus_own_histogram_shows_them(batches: list[li
 
 
 def test_spans_that_wait_to_be_counted_are_in_what_is_read() -> None:
-    client = FakeEngine(lambda request, position: 1)
+    client = EngineClient(FakeEngine(lambda request, position: 1))
     metrics = Metrics(client, "m", 64, {})
     metrics.next_token(0.03)
     metrics.next_token(0.5)

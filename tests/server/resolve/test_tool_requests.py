@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai import BadRequestError
 
+from quire.engine.client.client import EngineClient
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import SamplingParams
 from quire.server.app import create_app
@@ -384,7 +385,7 @@ async def served(tokenizer: Tokenizer, ids: list[int]) -> AsyncIterator[httpx.As
     """A server whose model answers with these tokens."""
     engine = FakeEngine(scripted(ids, tokenizer.eos_token_ids[0]), eos=tokenizer.eos_token_ids, max_model_len=2048)
     config = ServerConfig(served_model_name=["m"])
-    app = create_app(config, engine, tokenizer, vocab_size=tokenizer.vocab_size, generation_defaults={})
+    app = create_app(config, EngineClient(engine), tokenizer, vocab_size=tokenizer.vocab_size, generation_defaults={})
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://q") as http:
         yield http

@@ -64,7 +64,7 @@ async def test_health_and_version(api: Api) -> None:
         assert (response.status_code, response.content) == (200, b"")
     assert (await api.http.head("/health")).status_code == 200
     assert set((await api.http.get("/version")).json()) == {"version"}
-    api.engine.die()
+    api.engine.die("the engine died")
     assert (await api.http.get("/health")).status_code == 503
 
 
@@ -124,9 +124,9 @@ async def test_answers_of_503_are_counted_by_their_reason() -> None:
         running = asyncio.create_task(api.post("/v1/completions", {"prompt": "xyz", "max_tokens": 400}))
         await api.engine.sent.wait()
         await api.post("/v1/completions", {"prompt": "x", "n": 2}, 503)
-        api.engine.queued_tokens = 5  # as of requests that have no token yet
+        api.engine.owner.share({}, 5)  # as of requests that have no token yet
         await api.post("/v1/completions", {"prompt": "xyz"}, 503)
-        api.engine.queued_tokens = 0
+        api.engine.owner.share({}, 0)
         admission_of(SimpleNamespace(app=api.app)).drain()  # type: ignore[arg-type]
         await api.post("/v1/completions", {"prompt": "x"}, 503)
         await api.post("/v1/chat/completions", {"messages": []}, 503)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from transformers import AutoTokenizer
 
+from quire.engine.client.client import EngineClient
 from quire.engine.config import DEMO_MODEL
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
@@ -26,7 +27,7 @@ TALK = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "So
 async def told(tokenizer: Tokenizer, **options: Any) -> dict[str, Any]:
     app = create_app(
         ServerConfig(**options),
-        FakeEngine(hashed(b"a")),
+        EngineClient(FakeEngine(hashed(b"a"))),
         tokenizer,
         vocab_size=tokenizer.vocab_size,
         generation_defaults={},
