@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.activation import GELU
+from quire.kernels.backend import AttentionMetadata, Softmax
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
+from quire.kernels.rotation import Rope
 from tests.kernels.ragged import attend, error, page, random_part
 
 reference = Reference()
@@ -55,9 +57,9 @@ def test_layer_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, genera
 @pytest.mark.parametrize("shape", [(1, 1536), (7, 37), (300, 704)])
 def test_gelu_alone(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
     x = (torch.randn(shape, generator=generator) * 4).to(dtype)
-    assert error(cpu.gelu(x.clone()), reference.gelu(x.double())) < TOLERANCE[dtype]
-    rows = torch.cat([cpu.gelu(row.clone()[None]) for row in x])
-    assert torch.equal(rows, cpu.gelu(x.clone())), "a row's bits do not depend on the others"
+    assert error(cpu.activate(x.clone(), GELU), reference.activate(x.double(), GELU)) < TOLERANCE[dtype]
+    rows = torch.cat([cpu.activate(row.clone()[None], GELU) for row in x])
+    assert torch.equal(rows, cpu.activate(x.clone(), GELU)), "a row's bits do not depend on the others"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.families import STACKED
+from quire.engine.checkpoint.families import ENCODERS, STACKED
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
 from quire.engine.checkpoint.quantization import is_aside, weight_formats
@@ -24,6 +24,7 @@ from quire.engine.layers.schemes.gguf import Gguf
 from quire.engine.layers.schemes.mixed import Mixed
 from quire.engine.worker.loading.experts import experts_apart
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_types
+from quire.engine.worker.loading.layout import Arrangement
 from quire.engine.worker.loading.loader import Tensors, TensorStream, safetensors_stream
 from quire.kernels.backend import Backend
 
@@ -65,7 +66,9 @@ def open_weights(
         weights = Weights(Unquantized(backend, dtype), stream)
     elif path.is_dir():
         formats = weight_formats(given)
-        scheme = Mixed(backend, dtype, formats_of(formats, read_tensor_headers(path)))
+        arrangement = Arrangement(model_config)
+        headers = arrangement.headers(read_tensor_headers(path))
+        scheme = Mixed(backend, dtype, formats_of(formats, headers, arrangement.stored))
         needed = ((name, tensor) for name, tensor in stream if not is_aside(name))
         return _with_table(config, Weights(scheme, needed, formats.said), backend, dtype)
     else:
@@ -82,7 +85,10 @@ def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
 
 def as_linears(model_config: ModelConfig, stream: TensorStream) -> TensorStream:
     """The tensors of a checkpoint of this family, each that of one linear."""
-    return experts_apart(stream) if model_config.model_type in STACKED else stream
+    if model_config.model_type in ENCODERS:
+        return stream
+    apart = experts_apart(stream) if model_config.model_type in STACKED else stream
+    return Arrangement(model_config).arranged(apart)
 
 
 def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype: torch.dtype) -> Weights:
@@ -96,10 +102,12 @@ def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype:
 
 def _gguf(path: Path, model_config: ModelConfig, backend: Backend, dtype: torch.dtype, said: str) -> Weights:
     header = read_gguf(path)
-    types = linear_types(header, model_config)
+    arrangement = Arrangement(model_config)
+    found = linear_types(header, model_config)
+    types = {own: kind for name, kind in found.items() for own in arrangement.modules(name)}
     stored = {name: Gguf(kind) for name, kind in types.items()}
     scheme = Mixed(backend, dtype, stored.get, stored.get("model.embed_tokens"))
-    return Weights(scheme, gguf_stream(header, model_config), said)
+    return Weights(scheme, as_linears(model_config, gguf_stream(header, model_config)), said)
 
 
 def held_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, loaded: int) -> int:
