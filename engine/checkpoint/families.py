@@ -52,6 +52,11 @@ FAMILIES = {
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 """Those of them that have mixtures of experts."""
+WITHOUT_GATES = (
+    *("apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "phi"),
+    "starcoder2",
+)
+"""Those whose MLPs have two matrices, not three."""
 STACKED = ("gpt_oss",)
 """Those whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {

@@ -314,3 +314,13 @@ def stored_module(kind: str, name: str) -> str:
         if inside == own or (isinstance(own, tuple) and inside in own):
             return f"model.layers.{place[1]}.{stored}"
     return name
+
+
+def own_modules(kind: str, name: str) -> tuple[str, ...]:
+    """What a module of a family's checkpoints is here."""
+    layout = LAYOUTS.get(kind, Layout())
+    if (place := LAYER.fullmatch(name)) is None:
+        known = layout.outside.get(PREFIX.sub("", name))
+        return (name if known is None else known if known == "lm_head" else f"model.{known}",)
+    inside = layout.inside.get(place[2], place[2])
+    return tuple(f"model.layers.{place[1]}.{each}" for each in ((inside,) if isinstance(inside, str) else inside))

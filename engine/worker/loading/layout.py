@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import LAYER, LAYOUTS, PREFIX, Layout, head_order, stored_module
+from quire.engine.checkpoint.layouts import LAYER, LAYOUTS, Layout, head_order, own_modules, stored_module
 from quire.engine.checkpoint.safetensors import TensorHeader
 from quire.engine.errors import ModelError
 from quire.engine.worker.loading.loader import TensorStream
@@ -66,14 +66,9 @@ class Arrangement:
             for own, tensor in self._apart(name, torch.empty(header.shape, dtype=torch.uint8, device="meta"))
         }
 
-    def modules(self, name: str) -> list[str]:
+    def modules(self, name: str) -> tuple[str, ...]:
         """What a checkpoint's module is here."""
-        if (place := LAYER.fullmatch(name)) is None:
-            bare = PREFIX.sub("", name)
-            known = self._layout.outside.get(bare)
-            return [name if known is None else known if known == "lm_head" else f"model.{known}"]
-        inside = self._layout.inside.get(place[2], place[2])
-        return [f"model.layers.{place[1]}.{each}" for each in ((inside,) if isinstance(inside, str) else inside)]
+        return own_modules(self._config.model_type, name)
 
     def stored(self, linear: str) -> str:
         """What the checkpoint calls a linear of a layer, or what it is part of."""
@@ -88,7 +83,7 @@ class Arrangement:
         module, _, kind = name.rpartition(".")
         modules, place = self.modules(module), LAYER.fullmatch(module)
         if place is None:
-            skipped = self._layout.before_positions if modules == ["model.embed_positions"] else 0
+            skipped = self._layout.before_positions if modules == ("model.embed_positions",) else 0
             yield f"{modules[0]}.{kind}", tensor[skipped:] if skipped else tensor
         elif f"{place[2]}.{kind}" not in self._layout.unused:
             if kind == "weight" and place[2] in self._layout.transposed:
