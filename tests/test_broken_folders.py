@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.client.supervisor import ProcessClient
+from quire.engine.client.client import EngineClient
+from quire.engine.client.supervisor import ProcessLink
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
@@ -33,7 +34,7 @@ TRIED = (
 def read_model(folder: str) -> None:
     """What the server reads before an engine is ready."""
     config = ServerConfig(model=folder)
-    build_app(config, ProcessClient(config))
+    build_app(config, EngineClient(ProcessLink(config)))
 
 
 def read_all(folder: str) -> None:

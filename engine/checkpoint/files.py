@@ -189,7 +189,7 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
     if content.get("model_type") and (reason := family_not_served(content)) is not None:
         raise ModelError(f"model: {label}: model_type: {reason}; served: {', '.join(FAMILIES)}, and encoders")
-    if content.get("model_type") in WITH_IMAGES:
+    if str(content.get("model_type")) in WITH_IMAGES:
         content = _text_config(content, label)
     raw = checked(named_alike(content), ServedFields, label)
     if (quantized := raw.get("quantization_config")) and files.folder is not None:
@@ -248,8 +248,8 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     the outer keys of the same name.
     """
     part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config")
-    kind = {"model_type": WITH_IMAGES[str(raw["model_type"])]} if raw.get("model_type") in WITH_IMAGES else {}
-    return named_alike({**raw, **kind, **(part if isinstance(part, Mapping) else {})})
+    kind = WITH_IMAGES.get(str(raw.get("model_type")), raw.get("model_type"))
+    return named_alike({**raw, "model_type": kind, **(part if isinstance(part, Mapping) else {})})
 
 
 def _text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:

@@ -21,7 +21,8 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
     spec: DecoderSpec = import_module(f"quire.engine.models.{FAMILIES[config.model_type]}").spec(config)
     activations = {each.activation for each in spec.parts(MlpSpec)} or {"silu"}
+    named = activation_of(config)
     # Old Gemma files say gelu but mean its tanh form.
-    if (named := activation_of(config)) not in activations and (named, activations) != ("gelu", {"gelu_tanh"}):
+    if named not in {*activations, None} and (named, activations) != ("gelu", {"gelu_tanh"}):
         raise ModelError(f"model: hidden_act {config.raw.get('hidden_act')!r} is not supported")
     return spec

@@ -16,9 +16,9 @@ _KINDS = {
 }
 
 
-def activation_of(config: ModelConfig) -> str:
-    """MlpSpec.activation as config.json names it; silu where it names none. Raises ModelError."""
-    name = config.raw.get("hidden_activation") or config.raw.get("hidden_act") or "silu"
-    if name not in _KINDS:
+def activation_of(config: ModelConfig) -> str | None:
+    """MlpSpec.activation as config.json names it; None where it names none. Raises ModelError."""
+    name = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
+    if name is not None and name not in _KINDS:
         raise ModelError(f"model: hidden_act {name!r} is not supported")
-    return _KINDS[name]
+    return None if name is None else _KINDS[name]

@@ -1,6 +1,7 @@
 """What families with LayerNorms begin with."""
 
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
@@ -15,5 +16,8 @@ def layer_norm_spec(config: ModelConfig, *, bias: bool = True) -> DecoderSpec:
 
 def plain_spec(config: ModelConfig, *, bias: bool, norm_bias: bool = True) -> DecoderSpec:
     """The same with MLPs without gates. bias: of all linears of the layers."""
+    activation = activation_of(config)
+    if activation in (None, "silu"):
+        raise ModelError(f"model: hidden_act {config.raw.get('hidden_act')!r} is not supported without a gate")
     base = layer_norm_spec(config, bias=norm_bias).having(AttentionSpec, qkv_bias=bias, out_bias=bias)
-    return base.having(MlpSpec, gated=False, activation=activation_of(config), bias=bias)
+    return base.having(MlpSpec, gated=False, activation=activation, bias=bias)
