@@ -36,6 +36,8 @@ class Layout:
     """Rows of the table of positions that no position has."""
 
 
+JOINED = {"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP}
+"""What GGUF files of any family may have in one, by the names of engine/gguf/names.py."""
 _GPT2_NAMES = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"}
 _GPT2_BUFFERS = ("attn.bias", "attn.masked_bias")
 _GPT2_INSIDE = {
@@ -136,7 +138,7 @@ LAYOUTS: Mapping[str, Layout] = {
         outside={"final_layernorm": "norm"},
         inside={"self_attn.dense": "self_attn.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
-    "phi3": Layout(inside={"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP}),
+    "phi3": Layout(inside=JOINED),
     "starcoder2": Layout(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
 }
 """By config.json's model_type; a family that is not here has Llama's names."""
@@ -305,20 +307,24 @@ def head_order(rope: Mapping[str, Any], head_dim: int, *, neighbours: bool) -> l
     return None if order == sorted(order) else order
 
 
-def stored_module(kind: str, name: str) -> str:
-    """What checkpoints of a family call a linear of a layer, or what it is part of, by its name here."""
+def layout_of(kind: str, *, gguf: bool = False) -> Layout:
+    """Of a family's checkpoints, or of its GGUF files, whose tensors come by the names here but for what is joined."""
+    layout = LAYOUTS.get(kind, Layout())
+    return Layout(inside=JOINED, neighbours=layout.neighbours) if gguf else layout
+
+
+def stored_module(layout: Layout, name: str) -> str:
+    """What a checkpoint calls a linear of a layer, or what it is part of, by its name here."""
     if (place := LAYER.fullmatch(name)) is None:
         return name
-    layout, inside = LAYOUTS.get(kind, Layout()), place[2]
     for stored, own in layout.inside.items():
-        if inside == own or (isinstance(own, tuple) and inside in own):
+        if place[2] == own or (isinstance(own, tuple) and place[2] in own):
             return f"model.layers.{place[1]}.{stored}"
     return name
 
 
-def own_modules(kind: str, name: str) -> tuple[str, ...]:
-    """What a module of a family's checkpoints is here."""
-    layout = LAYOUTS.get(kind, Layout())
+def own_modules(layout: Layout, name: str) -> tuple[str, ...]:
+    """What a checkpoint's module is here."""
     if (place := LAYER.fullmatch(name)) is None:
         known = layout.outside.get(PREFIX.sub("", name))
         return (name if known is None else known if known == "lm_head" else f"model.{known}",)

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.engine.checkpoint.families import WITH_EXPERTS, WITHOUT_GATES, sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import named_alike, stored_module
+from quire.engine.checkpoint.layouts import layout_of, named_alike, stored_module
 from quire.engine.errors import ConfigError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -20,7 +20,7 @@ def adaptable_modules(model: ModelConfig) -> Modules:
     several linears may be one module."""
     found: dict[str, tuple[int, int]] = {}
     for name, (inner, outs) in adapted_linears(model).items():
-        stored = stored_module(model.model_type, name)
+        stored = stored_module(layout_of(model.model_type), name)
         found[stored] = inner, outs + (found[stored][1] if stored in found else 0)
     return found
 

@@ -24,5 +24,5 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
     named = activation_of(config)
     # Old Gemma files say gelu but mean its tanh form.
     if named not in {*activations, None} and (named, activations) != ("gelu", {"gelu_tanh"}):
-        raise ModelError(f"model: hidden_act {config.raw.get('hidden_act')!r} is not supported")
+        raise ModelError(f"model: hidden_act {named!r} is not supported in a {config.model_type!r}")
     return spec

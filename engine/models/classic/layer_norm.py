@@ -18,6 +18,6 @@ def plain_spec(config: ModelConfig, *, bias: bool, norm_bias: bool = True) -> De
     """The same with MLPs without gates. bias: of all linears of the layers."""
     activation = activation_of(config)
     if activation in (None, "silu"):
-        raise ModelError(f"model: hidden_act {config.raw.get('hidden_act')!r} is not supported without a gate")
+        raise ModelError(f"model: hidden_act {activation!r} is not supported in a {config.model_type!r}")
     base = layer_norm_spec(config, bias=norm_bias).having(AttentionSpec, qkv_bias=bias, out_bias=bias)
     return base.having(MlpSpec, gated=False, activation=activation, bias=bias)

@@ -53,7 +53,7 @@ def open_weights(
     if tensors is not None and not path.is_dir():
         raise ConfigError("model: tensors cannot take the place of a GGUF file's", param="model")
     stored = _stored(path, model_config) if tensors is None else iter(tensors)
-    stream = as_linears(model_config, stored)
+    stream = as_linears(model_config, stored, gguf=not path.is_dir())
     dummy = config.load_format == "dummy"
     if config.quantization is not None and not dummy and given:
         raise ConfigError("quantization: the checkpoint's weights are quantized already", param="quantization")
@@ -83,12 +83,12 @@ def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
     return safetensors_stream(path) if path.is_dir() else gguf_stream(read_gguf(path), model_config)
 
 
-def as_linears(model_config: ModelConfig, stream: TensorStream) -> TensorStream:
-    """The tensors of a checkpoint of this family, each that of one linear."""
+def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
+    """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear."""
     if model_config.model_type in ENCODERS:
         return stream
     apart = experts_apart(stream) if model_config.model_type in STACKED else stream
-    return Arrangement(model_config).arranged(apart)
+    return Arrangement(model_config, gguf=gguf).arranged(apart)
 
 
 def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype: torch.dtype) -> Weights:
@@ -102,12 +102,12 @@ def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype:
 
 def _gguf(path: Path, model_config: ModelConfig, backend: Backend, dtype: torch.dtype, said: str) -> Weights:
     header = read_gguf(path)
-    arrangement = Arrangement(model_config)
+    arrangement = Arrangement(model_config, gguf=True)
     found = linear_types(header, model_config)
     types = {own: kind for name, kind in found.items() for own in arrangement.modules(name)}
     stored = {name: Gguf(kind) for name, kind in types.items()}
     scheme = Mixed(backend, dtype, stored.get, stored.get("model.embed_tokens"))
-    return Weights(scheme, as_linears(model_config, gguf_stream(header, model_config)), said)
+    return Weights(scheme, arrangement.arranged(gguf_stream(header, model_config)), said)
 
 
 def held_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, loaded: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import LAYER, LAYOUTS, Layout, head_order, own_modules, stored_module
+from quire.engine.checkpoint.layouts import LAYER, Layout, head_order, layout_of, own_modules, stored_module
 from quire.engine.checkpoint.safetensors import TensorHeader
 from quire.engine.errors import ModelError
 from quire.engine.worker.loading.loader import TensorStream
@@ -46,10 +46,10 @@ class _Piece:
 class Arrangement:
     """How one model's checkpoint is arranged."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self._config, self._layout = config, LAYOUTS.get(config.model_type, Layout())
+    def __init__(self, config: ModelConfig, *, gguf: bool = False) -> None:
+        self._config, self._layout = config, layout_of(config.model_type, gguf=gguf)
         self._order = head_order(config.rope, config.head_dim, neighbours=self._layout.neighbours)
-        self._is_ours = config.model_type not in LAYOUTS and self._order is None
+        self._is_ours = self._layout == Layout() and self._order is None
         self._pieces: dict[str, list[_Piece | None]] = {}
         """By the stored name of a layer's module, of each linear that it is; None: all of it."""
 
@@ -68,11 +68,11 @@ class Arrangement:
 
     def modules(self, name: str) -> tuple[str, ...]:
         """What a checkpoint's module is here."""
-        return own_modules(self._config.model_type, name)
+        return own_modules(self._layout, name)
 
     def stored(self, linear: str) -> str:
         """What the checkpoint calls a linear of a layer, or what it is part of."""
-        return stored_module(self._config.model_type, linear)
+        return stored_module(self._layout, linear)
 
     def outputs(self, module: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A tensor whose first axis is a stored module's outputs, by the linears that the module is."""
