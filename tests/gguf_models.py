@@ -137,7 +137,7 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     """
     config = json.loads((folder / "config.json").read_text())
     config |= {name: config[other] for other, name in _GPT2.items() if other in config}
-    config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
     kind = config["model_type"]
     arch = _ARCHS.get(kind, kind)
     writer = gguf.GGUFWriter(str(out), arch)

@@ -74,7 +74,7 @@ ENCODERS = {
 """The same of models that only read, to the modules of engine/encoders."""
 WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 """Families with image input whose text part, in text_config, is served; and what that is where it does not say."""
-ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "su", "yarn")
+ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
 _SLIDING = dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {"granite_swa": 128}
@@ -136,5 +136,13 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
         found.append(reason)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling")
     parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one for each kind of layer
-    kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in parts if isinstance(part, Mapping)}
-    return found + [f"Quire does not compute the rope_type {each} yet" for each in sorted(kinds.difference(ROPE_TYPES))]
+    kinds = {_unserved_rope(raw, part) for part in parts if isinstance(part, Mapping)}
+    return found + [f"Quire does not compute the rope_type {each} yet" for each in sorted(kinds - {""})]
+
+
+def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
+    """Its rope_type, where it is not computed; else ""."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    of_phi, dynamic = raw.get("model_type") == "phi3", bool(rope.get("alpha"))
+    served = {"dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
+    return "" if served else kind

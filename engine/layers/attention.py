@@ -97,7 +97,9 @@ class Attention(Part):
         norms = self._norms.parameters() | self._head_norms.parameters()
         table = norms | self._qkv.parameters() | self._out.parameters()
         if self._spec.sinks:
-            table[f"{self._prefix}.sinks"] = Parameter((self._heads,), torch.float32, self._put_sinks)
+            sinks, own = (self._spec.num_heads,), self._making.shard.span(self._spec.num_heads)
+            cut = partial(torch.narrow, dim=0, start=own.start, length=len(own))
+            table[f"{self._prefix}.sinks"] = Parameter(sinks, torch.float32, self._put_sinks, cut)
         return table
 
     def _put_sinks(self, sinks: Tensor) -> None:
