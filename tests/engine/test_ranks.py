@@ -48,7 +48,8 @@ SMALL = {"num_kv_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 24
 """Prompts come in chunks, and sequences are preempted."""
 
 
-SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3"]
+SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "phi3", "gptj", "gpt2", "bloom", "granite_swa"]
+SHAPES += ["hunyuan_v1_dense", "apertus", "cohere", "falcon-newer"]
 """More key-value heads than ranks, as many, and fewer."""
 
 
@@ -275,6 +276,7 @@ def test_each_rank_holds_its_part(tmp_path: Path) -> None:
     [
         ("llama", 3, "the model's 4 heads cannot be divided among 3 ranks"),
         ("llama", 8, "the model's 4 heads cannot be divided among 8 ranks"),
+        ("olmo2", 2, "the norm of all heads' queries and keys cannot be divided among ranks"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(family: str, ranks: int, wrong: str, tmp_path: Path) -> None:
