@@ -135,8 +135,8 @@ def create_app(
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
             )
-            if not (config.disable_log_stats or isinstance(client, RemoteClient)):
-                telling = asyncio.create_task(tell_throughput(client))
+            if not (config.disable_log_stats or isinstance(client.link, HubLink)):
+                telling = asyncio.create_task(tell_throughput(client.link))
             yield
         finally:
             if telling is not None:
