@@ -180,8 +180,7 @@ async def test_the_other_machine_joins_a_server_that_was_started_again(machines:
         before = await answer(client, KINDS["seeded"])
     made.server.process.kill()
     made.server.process.wait()
-    flags = [*made._flags]
-    again = Server(made.second_log.with_name("again"), *flags)
+    again = Server(made.second_log.with_name("again"), *made._flags, env=made._variables(0))
     try:
         async with httpx.AsyncClient(base_url=again.url, timeout=280) as client:
             assert await answer(client, KINDS["seeded"]) == before
