@@ -27,6 +27,7 @@ from typing import cast
 import uvloop
 import zmq
 
+from quire.engine.client.child import end_with_parent, read_configuration
 from quire.engine.client.client import EngineClient
 from quire.engine.client.heartbeat import Heartbeat
 from quire.engine.client.messages import Ready, Stepped, Submit, decode_to_engine, encode
@@ -34,7 +35,6 @@ from quire.engine.client.process import EngineProcess
 from quire.engine.client.supervisor import ProcessLink
 from quire.engine.hub.hub import Hub
 from quire.engine.hub.remote import HubLink
-from quire.engine.main import end_with_parent, read_first_line
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import EngineInfo, RequestOutput
 from quire.server.cli.hosting import HttpServer
@@ -63,7 +63,7 @@ class NullLink(ProcessLink):
 
 def compute_nothing(address: str, descriptor: int) -> None:
     """The engine process: waits for as many requests as there are to be streams, and answers all in the same steps."""
-    read_first_line()
+    read_configuration()
     Heartbeat(descriptor)
     end_with_parent()
     streams, steps, pause = (int(os.environ[name]) for name in ("NULL_STREAMS", "NULL_STEPS", "NULL_PAUSE_US"))

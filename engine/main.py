@@ -7,7 +7,6 @@ process when the parent is gone; one distinguishes signals sent by other process
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -15,31 +14,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+from quire.engine.client.child import end_with_parent, read_configuration
 from quire.engine.client.exit_cause import FAULT_SIGNALS
 from quire.engine.client.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from quire.engine.config import EngineConfig
-
-_PR_SET_PDEATHSIG = 1
-"""From Linux's sys/prctl.h: send this process a signal when its parent ends."""
-
-
-def end_with_parent() -> None:
-    """End this process when its parent ends.
-
-    The parent holds the other end of our standard input, which closes with it. On Linux the kernel also kills us, which
-    works even when the thread that reads standard input cannot run because a step hangs.
-    """
-
-    def wait() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def block_fault_signals() -> None:
@@ -67,14 +47,6 @@ def report_fault_signals(heartbeat: Heartbeat) -> None:
         threading.Thread(target=wait, name="fault-signal-reporter", daemon=True).start()
 
 
-def read_first_line() -> bytes:
-    """Read one line of standard input and not a byte more: `end_with_parent` reads what follows."""
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        line += byte
-    return line
-
-
 def join(config: EngineConfig) -> int:
     """Compute with the first of several machines, in this process; see engine/nodes/member.py."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, a page long, each time that the first one ends
@@ -87,7 +59,7 @@ def main() -> None:
     address, descriptor = sys.argv[1], int(sys.argv[2])
     faulthandler.register(signal.SIGUSR1)  # to the server's standard error, as all that is written there
     block_fault_signals()
-    line = read_first_line()
+    line = read_configuration()
     heartbeat = Heartbeat(descriptor)
     report_fault_signals(heartbeat)
     end_with_parent()

@@ -122,7 +122,6 @@ def create_app(
         group = weights_group(app, client)
         workers: WorkerPool | None = None
         store: Store | None = None
-        telling: asyncio.Task[None] | None = None
         turns, background, beside = Turns(), Background(), ExitStack()
         try:
             store = open_store(config)
@@ -136,11 +135,9 @@ def create_app(
                 config, info, model, admission, client, group, workers, turns, background, store, gateways, served
             )
             if not (config.disable_log_stats or isinstance(client.link, HubLink)):
-                telling = asyncio.create_task(tell_throughput(client.link))
+                beside.callback(asyncio.create_task(tell_throughput(client)).cancel)
             yield
         finally:
-            if telling is not None:
-                telling.cancel()
             await background.close()
             turns.close()
             if store is not None:
@@ -154,14 +151,12 @@ def create_app(
                 await asyncio.to_thread(spans.close)
 
     app = _application(lifespan)
-    errors.install(app)
     _add_middleware(app, config, tenants, gateways, spans)
-    _add_routes(app)
     return app
 
 
 def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    return FastAPI(
+    app = FastAPI(
         title="Quire",
         version=VERSION,
         lifespan=lifespan,
@@ -170,6 +165,9 @@ def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]
         docs_url=None,  # server/routes/page.py has it; FastAPI's own pages load what they show from elsewhere
         redoc_url=None,
     )
+    errors.install(app)
+    _add_routes(app)
+    return app
 
 
 def _started(model: ServedModel, info: EngineInfo, version: str, adapters: Adapters | None) -> ServedModel:

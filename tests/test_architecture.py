@@ -91,7 +91,6 @@ ROOMS = {
             "types",
             "stats",
             "batch",
-            "beams",
             "advice",
             "config",
             "folder",

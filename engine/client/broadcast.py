@@ -8,14 +8,14 @@ import json
 import os
 import shutil
 import socket
-import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any, NamedTuple
 
+from quire.engine.client.child import Child, module
 from quire.engine.client.weights import Mode, WeightChanges, to_its_end
 from quire.engine.errors import EngineError, InvalidRequest, QuireError
 
@@ -51,7 +51,7 @@ class WeightsGroup:
 
     def __init__(self, weights: WeightChanges) -> None:
         self.weights = weights
-        self._process: Process | None = None
+        self._process: Child | None = None
         self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._group: Group | None = None
         self._turn = asyncio.Lock()
@@ -169,19 +169,10 @@ class WeightsGroup:
         await self._end()
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = await asyncio.create_subprocess_exec(  # -P: see process.py
-                *(
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "quire.engine.worker.receiver",
-                    str(theirs.fileno()),
-                    str(self._folder()),
-                ),
-                pass_fds=(theirs.fileno(),),
-                stdin=DEVNULL,
+            self._process = Child(
+                [*module("quire.engine.worker.receiver"), str(theirs.fileno()), str(self._folder())],
+                descriptors=[theirs.fileno()],
                 stdout=DEVNULL,  # gloo tells there who has come
-                start_new_session=True,  # the terminal's Ctrl-C is the server's alone
             )
         self._connection = await asyncio.open_connection(sock=ours)
 
@@ -190,9 +181,7 @@ class WeightsGroup:
             self._connection[1].close()
             self._connection = None
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+            await self._process.kill()
             self._process = None
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, ClassVar
 
 import zmq
-import zmq.asyncio
 
 from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.client.child import Child, module
 from quire.engine.client.exit_cause import FAULT_SIGNALS, ExitCause, exit_cause
 from quire.engine.client.heartbeat import Alive, FaultSignal, RequestsBegan, decode_heartbeat
 from quire.engine.client.messages import (
@@ -38,18 +38,19 @@ from quire.engine.client.messages import (
 )
 from quire.engine.client.procfs import RunnableClock, is_stopped, oom_kills
 from quire.engine.client.socket_folder import SocketFolder
+from quire.engine.client.wire import Wire
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError
 
 STDERR_LINES = 20
 """How many of the last lines of the engine's standard error are kept, to show them when it fails."""
-MOST_IN_TURN = 16
-"""Messages that are received before others get a turn."""
 _KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cpu"
 _STOP_SECONDS = 5.0
 """How long `stop` waits for the process to end by itself before it kills it."""
 _CHECK_SECONDS = 0.25
 """Time between two checks of whether the engine still works."""
+_LAST_MESSAGE_SECONDS = 0.5
+"""How long the message may take with which a process says why it cannot start."""
 _INSPECT_SECONDS = 1.0
 """From so long without a heartbeat or progress on, the engine's threads are inspected too: see RunnableClock."""
 
@@ -66,17 +67,14 @@ class EngineProcess:
     EngineError when there is no place for its socket.
     """
 
-    # `-m` would search the current directory first, and a random.py there would replace Python's: -P prevents it.
-    PROGRAM: ClassVar[tuple[str, ...]] = ("-P", "-m", "quire.engine.main")
+    PROGRAM: ClassVar[tuple[str, ...]] = module("quire.engine.main")
 
     def __init__(self, config: EngineConfig, on_begun: Callable[[Sequence[str]], None]) -> None:
         self._config = config
         self._on_begun = on_begun
         self._folder = SocketFolder()
         self._address = f"ipc://{self._folder.engine}"
-        self._socket: zmq.asyncio.Socket | None = None
-        self._in_turn = 0
-        """Messages received in this turn of the event loop."""
+        self._wire: Wire | None = None
         self._stderr_lines: deque[str] = deque(maxlen=STDERR_LINES)
         self._ready = False
         """Whether no engine is being built in the process, which may keep its threads from running."""
@@ -87,18 +85,14 @@ class EngineProcess:
         self._heartbeats, engine_end = os.pipe()
         self._partial_line = b""
         os.set_blocking(self._heartbeats, False)
-        # In a session of its own the engine does not get the terminal's Ctrl-C: the parent does, and lets the engine
-        # finish the open requests.
         try:
             with _fault_signals_blocked():
-                self._process = subprocess.Popen(
-                    [sys.executable, *self.PROGRAM, self._address, str(engine_end)],
-                    stdin=subprocess.PIPE,
+                self._child = Child(
+                    [*self.PROGRAM, self._address, str(engine_end)],
+                    engine_json(config).encode(),
+                    descriptors=[engine_end],
+                    environment=_environment(),
                     stderr=subprocess.PIPE,
-                    pass_fds=(engine_end,),
-                    start_new_session=True,
-                    env=_environment(),
-                    cwd=_directory(),
                 )
         except OSError:
             os.close(self._heartbeats)
@@ -106,12 +100,9 @@ class EngineProcess:
             raise
         finally:
             os.close(engine_end)
-        assert self._process.stdin is not None
-        assert self._process.stderr is not None
-        with suppress(BrokenPipeError):  # the process has ended already, which `wait_for_exit` will report
-            self._process.stdin.write(engine_json(config).encode() + b"\n")
-            self._process.stdin.flush()
-        self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(self._process.stderr,), daemon=True)
+        stderr = self._child.process.stderr
+        assert stderr is not None
+        self._stderr_thread = threading.Thread(target=self._copy_stderr, args=(stderr,), daemon=True)
         self._stderr_thread.start()
         self._clock = RunnableClock(self.pid)
         self._last_heartbeat = self._last_check = time.monotonic()
@@ -122,12 +113,12 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._child.pid
 
     @property
     def connected(self) -> bool:
         """Whether messages may be sent; the process reads them once it has started."""
-        return self._socket is not None
+        return self._wire is not None
 
     @property
     def silence(self) -> float:
@@ -139,31 +130,19 @@ class EngineProcess:
         return "\n".join(self._stderr_lines)
 
     def connect(self) -> None:
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, 0)
-        try:
-            self._socket.bind(self._address)
-        except zmq.ZMQError as error:
-            raise EngineError(f"TMPDIR: no socket can be made in it: {error.strerror}") from None
+        self._wire = Wire(zmq.PAIR)
+        self._wire.bind(self._address)
 
     def send(self, message: ToEngine) -> None:
-        assert self._socket is not None
+        assert self._wire is not None
         if isinstance(message, Sleep | Load | Check):
             self._ready = False
-        # The socket's queue is unlimited (SNDHWM 0), so send never blocks and the future it returns is already done.
-        self._socket.send(encode(message))
+        self._wire.send(encode(message))
 
     async def receive(self) -> FromEngine:
-        """The next message. Those that are there together are taken in one turn of the loop, some at most: so a server
-        that is behind its engine sends the tokens of several steps together."""
-        assert self._socket is not None
-        self._in_turn += 1
-        if self._in_turn == MOST_IN_TURN or not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._in_turn = 0
-            await asyncio.sleep(0)  # receiving what is there already would give nobody else a turn
-        message = decode_from_engine(await self._socket.recv())
+        assert self._wire is not None
+        (encoded,) = await self._wire.receive()
+        message = decode_from_engine(encoded)
         if not isinstance(message, Stepped | SnapshotTaken):  # these may be of the engine before
             self._ready = True
         return message
@@ -174,6 +153,8 @@ class EngineProcess:
         received = asyncio.ensure_future(self.receive())
         try:
             await asyncio.wait((exited, received), return_when=asyncio.FIRST_COMPLETED)
+            if not received.done():  # what it sent before it ended may still be on its way
+                await asyncio.wait([received], timeout=_LAST_MESSAGE_SECONDS)
         finally:
             if not received.done():
                 received.cancel()
@@ -200,7 +181,7 @@ class EngineProcess:
                     self._kill_if_hung()
         finally:
             loop.remove_reader(self._heartbeats)
-        code = await asyncio.to_thread(self._process.wait)
+        code = await self._child.exited()
         await asyncio.to_thread(self._stderr_thread.join, 1.0)
         now = oom_kills()
         killed = None if now is None or self._oom_kills_before is None else now - self._oom_kills_before
@@ -208,36 +189,25 @@ class EngineProcess:
 
     def end(self) -> None:
         """Let the process end itself, which `wait_for_exit` will report."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._child.end()
 
     async def ended(self, exited: asyncio.Task[ExitCause], seconds: float) -> None:
         """Wait until a process that is about to end has ended; kill it after so many seconds. `exited`:
         `wait_for_exit`."""
         if not (await asyncio.wait([exited], timeout=seconds))[0]:
-            self._process.kill()
+            self._child.process.kill()
             await asyncio.wait([exited])
 
     async def stop(self) -> None:
         """End the process at once, whatever it is doing: it holds nothing that must be saved."""
-        assert self._process.stdin is not None
-        if not self._ready:
-            self._process.kill()  # while it imports, it may take seconds to notice anything
-        self._process.stdin.close()  # the engine ends itself when its standard input closes
-        try:
-            await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        # While it imports, it may take seconds to notice anything.
+        await self._child.stop(_STOP_SECONDS if self._ready else 0.0)
         self.close()
 
     def close(self) -> None:
         """Close the socket and the pipes and delete the socket's directory. The process must have ended."""
-        if self._socket is not None:
-            self._socket.close()
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # the process ended before it read its configuration
-            self._process.stdin.close()
+        if self._wire is not None:
+            self._wire.close()
         os.close(self._heartbeats)
         self._folder.close()
 
@@ -286,7 +256,7 @@ class EngineProcess:
         elif stuck > self._config.engine_step_timeout:
             self._hang = ExitCause(f"hung in a step for {stuck:.0f} s", external=False)
         if self._hang is not None:
-            self._process.kill()
+            self._child.process.kill()
 
     def _copy_stderr(self, stream: IO[bytes]) -> None:
         with stream:
@@ -314,15 +284,6 @@ def _fault_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _directory() -> str | None:
-    """None for ours; if that was deleted another one, because PyTorch's libraries do not load without one."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        return "/"
-    return None
 
 
 def _environment() -> dict[str, str]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from time import monotonic
-from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from quire.engine.client.client import EngineClient
-from quire.engine.client.process import MOST_IN_TURN
 from quire.engine.client.weights import Weights
+from quire.engine.client.wire import Wire
 from quire.engine.errors import EngineError, QuireError
 from quire.engine.hub.messages import (
     LASTING,
@@ -49,6 +47,7 @@ from quire.engine.hub.messages import (
     encode,
 )
 from quire.engine.hub.relay import Channel, Relayed
+from quire.engine.hub.tasks import Tasks
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import EngineInfo, Request, RequestOutput
 
@@ -72,7 +71,7 @@ class Hub:
         self._client = client
         self._weights = Weights(client)
         client.recorder = self  # what happened to a request is kept by the API process that has it
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._wire = Wire(zmq.ROUTER)
         self._address = address
         self._channels: dict[bytes, Channel] = {}
         """By the identity of the API process."""
@@ -85,22 +84,16 @@ class Hub:
         """Answers that are awaited, by who was asked and the question's number."""
         self._lasting: dict[int, bytes] = {}
         """By number of the API process: its last answer to LASTING."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(self._failed)
         self.changed = asyncio.Event()
         """Set when an API process has started, or cannot; then another event takes its place."""
 
     def listen(self) -> None:
         """Begin to hear API processes. Raises EngineError where there can be no socket."""
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            self._socket.set(option, 0)
-        self._socket.set(zmq.ROUTER_HANDOVER, 1)  # a process that cannot start says so over another connection
-        try:
-            self._socket.bind(self._address)
-        except zmq.ZMQError as error:
-            raise EngineError(f"TMPDIR: no socket can be made in it: {error.strerror}") from None
-        self._begin(self._receive())
-        self._begin(self._tick())
-        self._begin(self._remember())
+        self._wire.bind(self._address)
+        self._tasks.begin(self._receive())
+        self._tasks.begin(self._tick())
+        self._tasks.begin(self._remember())
 
     @property
     def channels(self) -> list[Channel]:
@@ -128,34 +121,22 @@ class Hub:
         return self._client.drop(lambda reader: isinstance(reader, Relayed) and reader.channel is channel)
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._socket.close()
+        await self._tasks.cancel()
+        self._wire.close()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the hub failed", exc_info=error)
-            self._client.fail(EngineError(f"the hub failed: {type(error).__name__}"))
+    def _failed(self, error: BaseException) -> None:
+        log.error("the hub failed", exc_info=error)
+        self._client.fail(EngineError(f"the hub failed: {type(error).__name__}"))
 
     def _write(self, identity: bytes, message: FromHub) -> None:
-        # The queue is unlimited, so this never blocks; for an API process that has ended it does nothing.
-        self._socket.send_multipart([identity, encode(message)])
+        self._wire.send(identity, encode(message))
 
     def _stats(self) -> list[EngineStats]:
         return [each.stats for each in self._client.link.engines]
 
     async def _receive(self) -> None:
-        for number in count(1):
-            if number % MOST_IN_TURN == 0:
-                await asyncio.sleep(0)  # receiving what is there already would give nobody else a turn
-            identity, message = await self._socket.recv_multipart()
+        while True:
+            identity, message = await self._wire.receive()
             channel = self._channels.get(identity)
             if channel is not None:  # else it has ended
                 channel.silence = 0.0
@@ -175,13 +156,13 @@ class Hub:
                 self.changed.set()
                 self.changed = asyncio.Event()
             case SnapshotRequest():
-                self._begin(self._snapshot(channel))
+                self._tasks.begin(self._snapshot(channel))
             case ResetPrefixCache():
                 self._client.link.reset_prefix_cache()
             case Change():
-                self._begin(self._change(channel, message))
+                self._tasks.begin(self._change(channel, message))
             case Ask():
-                self._begin(self._ask(identity, channel, message))
+                self._tasks.begin(self._ask(identity, channel, message))
             case Answer():
                 answer = self._asked.get((identity, message.number))
                 if answer is not None and not answer.done():

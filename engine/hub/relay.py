@@ -67,4 +67,4 @@ class Relayed:
         self.channel.outputs.append(output)
 
     def fail(self, error: QuireError) -> None:
-        self.channel.send(Failed(self.ids, Fault.of(error)), self._stats())
+        self.channel.send(Failed(list(self.ids), Fault.of(error)), self._stats())

@@ -5,19 +5,18 @@ that has the engine, which tells how the engine is up to 0.1 s late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
 from time import monotonic
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from quire.engine.client.broadcast import Group, WeightsGroup
 from quire.engine.client.client import EngineClient
 from quire.engine.client.link import Link
-from quire.engine.client.process import MOST_IN_TURN
 from quire.engine.client.weights import Mode
+from quire.engine.client.wire import Wire
 from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.hub.messages import (
@@ -46,6 +45,7 @@ from quire.engine.hub.messages import (
     decode_from_hub,
     encode,
 )
+from quire.engine.hub.tasks import Tasks
 from quire.engine.replicas.together import total
 from quire.engine.stats import EngineSnapshot, EngineStats
 from quire.engine.types import EngineInfo, Request
@@ -75,7 +75,7 @@ class HubLink(Link):
         self.inherited: bytes | None = None
         """What a process that this one replaces answered last to messages.LASTING."""
         self._address, self._identity = address, identity
-        self._socket: zmq.asyncio.Socket | None = None
+        self._wire: Wire | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
         self._states = [EngineState(EngineStats(), responsive=False, asleep=False)] * config.data_parallel_size
         self._responsive = self._healthy = False
@@ -86,19 +86,15 @@ class HubLink(Link):
         self._changing: dict[int, asyncio.Future[Changed]] = {}
         self._snapshot: asyncio.Future[EngineSnapshot | None] | None = None
         self._unsent_aborts: list[str] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(self._failed)
 
     def launch(self) -> None:
         self._welcome = asyncio.get_running_loop().create_future()
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.set(zmq.IDENTITY, self._identity.encode())
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, _LINGER_MS)
-        self._socket.connect(self._address)
+        self._wire = Wire(zmq.DEALER, linger_ms=_LINGER_MS, identity=self._identity.encode())
+        self._wire.connect(self._address)
         self._write(Hello())
-        self._begin(self._receive())
-        self._begin(self._live())
+        self._tasks.begin(self._receive())
+        self._tasks.begin(self._live())
 
     async def start(self) -> EngineInfo:
         assert self._welcome is not None, "launch comes first"
@@ -108,12 +104,10 @@ class HubLink(Link):
 
     async def stop(self) -> None:
         self.die("the engine was stopped")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        await self._tasks.cancel()
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
 
     def tell_serving(self, announcement: str) -> None:
         """This process listens."""
@@ -179,7 +173,7 @@ class HubLink(Link):
 
     def _send_aborts(self) -> None:
         ids, self._unsent_aborts = self._unsent_aborts, []
-        if self._socket is not None:
+        if self._wire is not None:
             self._write(Abort(ids))
 
     async def snapshot(self) -> EngineSnapshot | None:
@@ -188,19 +182,12 @@ class HubLink(Link):
         return await answer
 
     def _write(self, message: ToHub) -> None:
-        if self._socket is None:
+        if self._wire is None:
             raise EngineError("the engine was stopped")
-        self._socket.send(encode(message))  # the queue is unlimited: it never blocks
+        self._wire.send(encode(message))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            self.die(f"the connection to the engine failed: {type(task.exception()).__name__}")
+    def _failed(self, error: BaseException) -> None:
+        self.die(f"the connection to the engine failed: {type(error).__name__}")
 
     async def _live(self) -> None:
         last = monotonic()
@@ -221,15 +208,10 @@ class HubLink(Link):
                 each.set_exception(error)
 
     async def _receive(self) -> None:
-        """Take messages; those that are there together in one turn of the loop, some at most: see EngineProcess."""
-        socket, in_turn = self._socket, 0
-        assert socket is not None
+        wire = self._wire
+        assert wire is not None
         while True:
-            in_turn += 1
-            if in_turn == MOST_IN_TURN or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                in_turn = 0
-                await asyncio.sleep(0)
-            message = await socket.recv()
+            (message,) = await wire.receive()
             self._silence = 0.0
             self._take(decode_from_hub(message))
 
@@ -248,7 +230,7 @@ class HubLink(Link):
                 if self._snapshot is not None and not self._snapshot.done():
                     self._snapshot.set_result(message.view)
             case Question():
-                self._begin(self._answer(message))
+                self._tasks.begin(self._answer(message))
             case Answers():
                 if (asked := self._asked.get(message.number)) is not None and not asked.done():
                     asked.set_result(message.bodies)

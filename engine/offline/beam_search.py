@@ -1,16 +1,16 @@
-"""Beam search for programs, by the rule of engine/beams.py."""
+"""Beam search for programs, by the rule of engine/text/beams.py."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from quire.engine.beams import Beam, Scores, continued
 from quire.engine.client.client import EngineClient
 from quire.engine.errors import EngineError
 from quire.engine.offline.model import Encoded
 from quire.engine.offline.outputs import Answer, BeamSearchOutput, BeamSearchSequence, as_dict
 from quire.engine.offline.params import BeamSearchParams
+from quire.engine.text.beams import Beam, Scores, continued
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Adapter, FinishReason, Request, RequestOutput, SamplingParams
 

@@ -14,11 +14,11 @@ import msgspec
 import uvloop
 import zmq
 
+from quire.engine.client.child import end_with_parent, read_configuration
 from quire.engine.client.client import EngineClient
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.hub.messages import Fault, NotStarted, encode
 from quire.engine.hub.remote import HubLink
-from quire.engine.main import end_with_parent, read_first_line
 from quire.server.cli.api_processes import Setup
 from quire.server.cli.environment import end_on_signals, show_threads_on_signal
 from quire.server.cli.serve import OneModel, Service
@@ -42,7 +42,7 @@ class ApiService(Service):
 def main() -> int:
     end_on_signals()
     show_threads_on_signal()
-    setup = msgspec.json.decode(read_first_line(), type=Setup)
+    setup = msgspec.json.decode(read_configuration(), type=Setup)
     end_with_parent()
     config = ServerConfig.model_validate_json(setup.config)
     logs.set_up(config)

@@ -12,15 +12,14 @@ import logging
 import os
 import signal
 import socket
-import sys
-from asyncio.subprocess import PIPE, Process
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
 
+from quire.engine.client.child import Child, module
 from quire.engine.client.exit_cause import exit_cause
 from quire.engine.client.procfs import Stopped
 from quire.engine.client.socket_folder import SocketFolder
@@ -30,10 +29,10 @@ from quire.engine.hub.messages import NotStarted, Serving
 from quire.engine.hub.relay import Channel
 from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
+from quire.server.cli.environment import INTERRUPTED, signals_told
 from quire.server.config import ServerConfig
 
 log = logging.getLogger("quire.server")
-INTERRUPTED = 130
 MOST_FAILURES = 3
 """API processes of one number in a row that may end without having served; with the last one the server ends."""
 _CHECK_SECONDS = 0.5
@@ -88,34 +87,24 @@ class ApiProcesses:
         self._listener = listener
         self._started = started
         self._client = processes(config)
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, Child] = {}
         self._hub_address = ""
         self._ready = False
         self._signals = 0
 
     async def run(self) -> int:
-        main_task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        main_task = asyncio.current_task()
         assert main_task is not None
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            numbers.append(signal.SIGHUP)
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            loop.call_soon_threadsafe(self._on_signal, number, main_task)
-
-        for number in numbers:
-            signal.signal(number, handle)
-        self._client.link.launch()
-        try:
-            with closing(SocketFolder()) as folder:
-                self._hub_address = f"ipc://{folder.hub}"
-                return await self._serve(Hub(self._client, self._hub_address))
-        except asyncio.CancelledError:
-            return 0
-        finally:
-            await self._client.link.stop()
-            for number in numbers:
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else _end_now)
+        with signals_told(partial(self._on_signal, main_task)):
+            self._client.link.launch()
+            try:
+                with closing(SocketFolder()) as folder:
+                    self._hub_address = f"ipc://{folder.hub}"
+                    return await self._serve(Hub(self._client, self._hub_address))
+            except asyncio.CancelledError:
+                return 0
+            finally:
+                await self._client.link.stop()
 
     async def _serve(self, hub: Hub) -> int:
         keeping = [asyncio.create_task(self._keep(hub, number)) for number in range(self._config.api_server_count)]
@@ -131,9 +120,7 @@ class ApiProcesses:
                 task.cancel()
             await asyncio.gather(starting, *keeping, return_exceptions=True)
             for process in self._processes.values():
-                with suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+                await process.kill()
             await hub.close()
         if not self._client.alive:
             raise EngineError("the engine ended and could not be brought back; see the log above")
@@ -159,7 +146,7 @@ class ApiProcesses:
         while True:
             identity, generation = f"{number}.{generation}", generation + 1
             channel = hub.add(identity.encode(), number)
-            process = self._processes[number] = await self._spawn(identity)
+            process = self._processes[number] = self._spawn(identity)
             code = await self._watched(process, channel)
             await asyncio.sleep(_LAST_WORDS_SECONDS)
             aborted = hub.remove(identity.encode())
@@ -175,8 +162,7 @@ class ApiProcesses:
             log.warning(what, number, said, aborted)
             await asyncio.sleep(_BACKOFF_SECONDS * failures)
 
-    async def _spawn(self, identity: str) -> Process:
-        """Start an API process. In a session of its own it does not get the terminal's Ctrl-C: we pass it on."""
+    def _spawn(self, identity: str) -> Child:
         setup = Setup(
             config=self._config.model_dump_json(exclude_unset=True),
             hub=self._hub_address,
@@ -185,16 +171,11 @@ class ApiProcesses:
             address=self._listener.getsockname(),
             started=self._started,
         )
-        # -P: see engine/client/process.py
-        command = (sys.executable, "-P", "-m", "quire.server.cli.api_process")
-        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, start_new_session=True)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(setup) + b"\n")  # and it stays open: its end is the process's end
-        return process
+        return Child(module("quire.server.cli.api_process"), msgspec.json.encode(setup))
 
-    async def _watched(self, process: Process, channel: Channel) -> int:
+    async def _watched(self, process: Child, channel: Channel) -> int:
         """The return code of a process, which is killed when it hangs."""
-        exited = asyncio.create_task(process.wait())
+        exited = asyncio.create_task(process.exited())
         stopped = Stopped()
         try:
             while not exited.done():
@@ -203,12 +184,12 @@ class ApiProcesses:
                 seconds = stopped.advance(process.pid, _CHECK_SECONDS)
                 if (silent > _SILENCE_SECONDS or seconds > _STOPPED_SECONDS) and not exited.done():
                     log.error("API process %d gave no sign of life for %g s", channel.number, max(silent, seconds))
-                    process.kill()
+                    process.process.kill()
         finally:
             exited.cancel()
         return exited.result()
 
-    def _on_signal(self, number: int, main_task: asyncio.Task[int]) -> None:
+    def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._signals:
             return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
         self._signals += 1
@@ -221,10 +202,4 @@ class ApiProcesses:
             count, seconds = self._client.num_open, self._config.shutdown_timeout
             log.info("draining: %d open, at most %g s; Ctrl-C again ends them at once", count, seconds)
         for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-
-
-def _end_now(number: int, frame: FrameType | None) -> None:
-    """A signal for haste, which arrives when nothing is left to be done but to exit."""
-    os._exit(INTERRUPTED)
+            process.process.send_signal(signal.SIGTERM)

@@ -3,6 +3,7 @@ before it can handle them."""
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import io
 import logging
@@ -10,12 +11,16 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from quire.engine.errors import ConfigError
 
 log = logging.getLogger("quire.server")
 
+INTERRUPTED = 130
+"""The exit status of a server that was to end at once."""
 LEAST_FILES = 64
 """Open files without which no server and engine can start."""
 MANY_FILES = 1024
@@ -54,6 +59,24 @@ def end_on_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, _end)
+
+
+@contextmanager
+def signals_told(tell: Callable[[int], None]) -> Iterator[None]:
+    """Call `tell`, in the running event loop, with each SIGINT, SIGTERM and SIGHUP that comes in the block. After it
+    nothing is left to be done but to exit, and a signal for haste does that at once."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    loop = asyncio.get_running_loop()
+    # Not the loop's own handlers: it restores the default when it closes, and one more SIGHUP would be the end.
+    for number in numbers:
+        signal.signal(number, lambda number, _: loop.call_soon_threadsafe(tell, number))
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else lambda *_: os._exit(INTERRUPTED))
 
 
 def show_threads_on_signal() -> None:

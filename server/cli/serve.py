@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvloop
@@ -30,7 +29,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.replicas.replicas import processes
 from quire.server.cli.announcement import announcement, url
-from quire.server.cli.environment import raise_file_limit
+from quire.server.cli.environment import INTERRUPTED, raise_file_limit, signals_told
 from quire.server.cli.models.pull import pull_missing
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine, this_machine
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
-INTERRUPTED = 130
 _GC_THRESHOLDS = 5000, 10, 20
 """Most of what requests hold is freed without the collector. With Python's own thresholds it looks at all that is open
 again and again: 34 times, for 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice."""
@@ -183,30 +181,18 @@ class Service:
     async def run(self) -> int:
         main_task = asyncio.current_task()
         assert main_task is not None
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-            numbers.append(signal.SIGHUP)
-        loop = asyncio.get_running_loop()
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            loop.call_soon_threadsafe(self._on_signal, number, main_task)
-
-        # Not the loop's own handlers: it restores the default when it closes, and one more SIGHUP would be the end.
-        for number in numbers:
-            signal.signal(number, handle)
-        self._models.launch()
-        try:
-            hosting = await asyncio.to_thread(import_module, "quire.server.cli.hosting")
-            async with self._models.running(hosting) as app:
-                announce = partial(self._announce, hosting.tls_context(self._config))
-                self._server = hosting.HttpServer(app, self._config, announce, lambda: self._models.apps)
-                return await self._serve(self._server)
-        except asyncio.CancelledError:
-            return 0
-        finally:
-            await self._models.stop()
-            for number in numbers:
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else _end_now)
+        with signals_told(partial(self._on_signal, main_task)):
+            self._models.launch()
+            try:
+                hosting = await asyncio.to_thread(import_module, "quire.server.cli.hosting")
+                async with self._models.running(hosting) as app:
+                    announce = partial(self._announce, hosting.tls_context(self._config))
+                    self._server = hosting.HttpServer(app, self._config, announce, lambda: self._models.apps)
+                    return await self._serve(self._server)
+            except asyncio.CancelledError:
+                return 0
+            finally:
+                await self._models.stop()
 
     async def _serve(self, server: HttpServer) -> int:
         watcher = asyncio.create_task(self._watch(server))
@@ -224,7 +210,7 @@ class Service:
             await asyncio.sleep(WATCH_SECONDS)
         server.should_exit = True
 
-    def _on_signal(self, number: int, main_task: asyncio.Task[int]) -> None:
+    def _on_signal(self, main_task: asyncio.Task[int], number: int) -> None:
         if number == signal.SIGHUP and self._signals:
             return  # a closing terminal may send several; only a repeated Ctrl-C or SIGTERM means haste
         self._signals += 1
@@ -251,8 +237,3 @@ class Service:
     def show(self, announcement: str) -> None:
         with suppress(OSError):  # the output may be closed or full, which is no reason not to serve
             print(announcement, flush=True)
-
-
-def _end_now(number: int, frame: FrameType | None) -> None:
-    """A signal for haste, which arrives when nothing is left to be done but to exit."""
-    os._exit(INTERRUPTED)

@@ -1,6 +1,6 @@
 """Beam search over the engine client: each step asks for one more token of every beam, with its alternatives.
 
-engine/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
+engine/text/beams.py has the rule. Beams share all but their last tokens with the prefix cache, so a step costs about
 one token per beam.
 """
 
@@ -10,10 +10,10 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 
-from quire.engine.beams import Beam, Scores, continued
 from quire.engine.client.client import EngineClient
 from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import EngineError, Timeout
+from quire.engine.text.beams import Beam, Scores, continued
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, RequestOutput, SamplingParams
 from quire.server.generation.choice import Choice, ChoiceDelta

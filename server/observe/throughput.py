@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from quire.engine.client.link import EngineState
+from quire.engine.client.client import EngineClient
 from quire.engine.stats import EngineStats
 
 logger = logging.getLogger("quire.throughput")
 SECONDS = 10.0
 
 
-async def tell_throughput(engine: EngineState, seconds: float = SECONDS) -> None:
+async def tell_throughput(client: EngineClient, seconds: float = SECONDS) -> None:
     """Goes on until it is cancelled. Says nothing of a time in which nothing ran."""
-    before = engine.stats
+    before = client.link.stats
     while True:
         await asyncio.sleep(seconds)
-        now = engine.stats
+        now = client.link.stats
         if now.steps != before.steps or now.running or now.waiting:
             logger.info("%s", throughput(before, now, seconds))
         before = now

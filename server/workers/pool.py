@@ -6,13 +6,12 @@ import asyncio
 import os
 import signal
 import socket
-import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from quire.engine.client.child import Child, module
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
@@ -64,7 +63,7 @@ class WorkerPool:
         """What jobs raise whose workers are killed because the server ends."""
         self._starting: asyncio.Task[None] | None = None
         """Starts the process that forks. Who waits for it may leave, it goes on."""
-        self._process: Process | None = None
+        self._process: Child | None = None
         self._control: socket.socket | None = None
 
     @property
@@ -143,7 +142,7 @@ class WorkerPool:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            await _end(self._process)
+            await self._process.kill()
 
     async def _run_in(self, worker: _Worker, job: Job, pieces: Sequence[bytes], too_much: InvalidRequest) -> Result:
         self._busy.add(worker)
@@ -198,7 +197,7 @@ class WorkerPool:
     async def _fork(self) -> _Worker:
         """Raises EngineError when the process that forks cannot be started, or dies again."""
         for tries in (1, 2):
-            process: Process | None = None
+            process: Child | None = None
             try:
                 await asyncio.shield(self.start())
                 process = self._process
@@ -209,7 +208,7 @@ class WorkerPool:
                 if tries == 2:
                     raise EngineError(CANNOT_START) from error
             if process is not None:
-                await _end(process)  # it has died, cannot fork, or stood still: another one takes its place
+                await process.kill()  # it has died, cannot fork, or stood still: another one takes its place
         raise AssertionError("the second try returns or raises")
 
     async def _ask_for_worker(self) -> _Worker:
@@ -237,11 +236,10 @@ class WorkerPool:
     async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = process = await asyncio.create_subprocess_exec(  # -P: see engine/client/process.py
-                *(sys.executable, "-P", "-m", "quire.server.workers.worker", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=DEVNULL,
-                env=os.environ | NO_BACKTRACE,
+            self._process = process = Child(
+                [*module("quire.server.workers.worker"), str(theirs.fileno())],
+                descriptors=[theirs.fileno()],
+                environment=os.environ | NO_BACKTRACE,
             )
         if self._control is not None:
             self._control.close()
@@ -252,11 +250,5 @@ class WorkerPool:
             with watched(process.pid):
                 await asyncio.to_thread(ours.sendall, message)  # it is read when the modules are imported
         except OSError:
-            await _end(process)
+            await process.kill()
             raise
-
-
-async def _end(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from quire.engine.client.messages import Refused, encode
-from quire.engine.client.process import MOST_IN_TURN, EngineProcess
+from quire.engine.client.process import EngineProcess
+from quire.engine.client.wire import MOST_IN_TURN
 from quire.engine.config import EngineConfig
 
 COUNT = 5 * MOST_IN_TURN

@@ -161,8 +161,7 @@ async def test_nobody_waits_for_a_hub_that_stands_still(tmp_path: Path, monkeypa
         client = server.clients[0]
         await asyncio.sleep(0.5)
         assert client.healthy, "the hub gives signs of life though nothing happens"
-        for task in server.hub._tasks:
-            task.cancel()
+        await server.hub._tasks.cancel()
         server.engine.asleep = True
         asked = asyncio.create_task(tokens_of(client, request("a")))
         changed = asyncio.create_task(client.link.wake_up())

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.client.client import EngineClient
 from quire.engine.errors import ConfigError
 from quire.engine.stats import EngineStats
 from quire.server.observe.logs import JsonFormatter, access
@@ -59,7 +60,7 @@ async def test_the_lines_can_be_switched_off(lines: io.StringIO) -> None:
 async def test_throughput_is_told_while_something_runs(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(hashed(b"abc"))
     with caplog.at_level(logging.INFO, "quire.throughput"):
-        telling = asyncio.create_task(tell_throughput(engine, 0.01))
+        telling = asyncio.create_task(tell_throughput(EngineClient(engine), 0.01))
         await asyncio.sleep(0.05)
         assert caplog.messages == []
         engine.stats = EngineStats(running=2, waiting=1, steps=5, used_blocks=1, total_blocks=4)

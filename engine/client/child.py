@@ -1,0 +1,122 @@
+"""A process that we start: how it gets its configuration, how it is waited for, and how it ends, with us at the latest.
+
+`read_configuration` and `end_with_parent` are for the process itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+_POLL_SECONDS = 0.02
+_PR_SET_PDEATHSIG = 1
+"""From Linux's sys/prctl.h: send this process a signal when its parent ends."""
+
+
+def module(name: str) -> tuple[str, ...]:
+    """Arguments with which Python runs a module of ours. `-m` would search the current directory first, and a random.py
+    there would replace Python's: -P prevents it."""
+    return ("-P", "-m", name)
+
+
+class Child:
+    """Python with these arguments. Standard input begins with the configuration, one line, and stays open as long as we
+    live. Raises OSError when no process can be started."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        configuration: bytes = b"",
+        *,
+        descriptors: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
+    ) -> None:
+        # In a session of its own it does not get the terminal's Ctrl-C: we do, and decide what is to happen.
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=descriptors,
+            start_new_session=True,
+            env=environment,
+            cwd=_directory(),
+        )
+        self.pid = self.process.pid
+        assert self.process.stdin is not None
+        self._lifeline = self.process.stdin
+        with suppress(BrokenPipeError):  # it has ended already, which `exited` will tell
+            self._lifeline.write(configuration + b"\n")
+            self._lifeline.flush()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.poll()
+
+    async def exited(self) -> int:
+        """Wait until it has ended. Returns its return code."""
+        while (code := self.returncode) is None:  # noqa: ASYNC110 - a poll is soon enough
+            await asyncio.sleep(_POLL_SECONDS)
+        self.end()
+        return code
+
+    def end(self) -> None:
+        """Let it end itself."""
+        with suppress(BrokenPipeError):  # it has ended before it read its configuration
+            self._lifeline.close()
+
+    async def kill(self) -> int:
+        """End it at once, whatever it does. Returns its return code."""
+        self.process.kill()
+        return await self.exited()
+
+    async def stop(self, seconds: float) -> None:
+        """End it; kill it if that takes longer."""
+        self.end()
+        try:
+            await asyncio.wait_for(self.exited(), seconds)
+        except TimeoutError:
+            await self.kill()
+
+
+def _directory() -> str | None:
+    """None for ours; if that was deleted another one, because PyTorch's libraries do not load without one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
+
+
+def read_configuration() -> bytes:
+    """Read one line of standard input and not a byte more: `end_with_parent` reads what follows."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    return line
+
+
+def end_with_parent() -> None:
+    """End this process when its parent ends.
+
+    The parent holds the other end of our standard input, which closes with it. On Linux the kernel also kills us, which
+    works even when the thread that reads standard input cannot run because a step hangs.
+    """
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
