@@ -179,7 +179,10 @@ class Decoder:
     def elsewhere(self) -> tuple[str, ...]:
         """What the names begin with of tensors that other stages have."""
         others = [index for index in range(self.spec.num_layers) if index not in self.layers]
-        ends = [*([] if self.is_first else [EMBEDDING, POSITIONS, _EMBEDDING_NORM]), *([] if self.is_last else [_NORM, HEAD])]
+        ends = [
+            *([] if self.is_first else [EMBEDDING, POSITIONS, _EMBEDDING_NORM]),
+            *([] if self.is_last else [_NORM, HEAD]),
+        ]
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in others), *ends))
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:

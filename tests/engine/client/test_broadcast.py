@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.engine.client.client import EngineClient
 from quire.engine.client.broadcast import Group, Tensor, WeightsGroup
+from quire.engine.client.client import EngineClient
 from quire.engine.client.supervisor import ProcessLink
 from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig

@@ -20,7 +20,7 @@ from quire.engine.hub import remote as remotes
 from quire.engine.hub.hub import Hub
 from quire.engine.hub.messages import LASTING, Fault, FromHub, Stepped
 from quire.engine.hub.relay import Channel, Relayed
-from quire.engine.hub.remote import NoWeightsGroup, HubLink, RemoteWeights
+from quire.engine.hub.remote import HubLink, NoWeightsGroup, RemoteWeights
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import Request, RequestOutput, SamplingParams
 from tests.server.fake import FakeEngine, hashed
