@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.supervisor import ProcessLink
+from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
@@ -34,7 +33,7 @@ TRIED = (
 def read_model(folder: str) -> None:
     """What the server reads before an engine is ready."""
     config = ServerConfig(model=folder)
-    build_app(config, EngineClient(ProcessLink(config)))
+    build_app(config, ProcessClient(config))
 
 
 def read_all(folder: str) -> None:

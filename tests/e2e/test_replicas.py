@@ -21,7 +21,7 @@ from quire.engine.client.client import EngineClient
 from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.replicas.replicas import Replicas
 from quire.engine.types import Request, SamplingParams
 from tests.e2e.server import Server
@@ -55,10 +55,10 @@ def streams() -> list[Request]:
 @asynccontextmanager
 async def running(client: AnyClient) -> AsyncIterator[AnyClient]:
     try:
-        await client.link.start()
+        await client.start()
         yield client
     finally:
-        await client.link.stop()
+        await client.stop()
 
 
 async def computed(client: EngineClient, requests: Sequence[Request], began: asyncio.Event | None = None) -> Tokens:
@@ -75,39 +75,39 @@ async def computed(client: EngineClient, requests: Sequence[Request], began: asy
 
 async def hit_rate(client: EngineClient, requests: Sequence[Request]) -> tuple[float, Tokens]:
     """The first of each prefix, then all others at once."""
-    before = client.link.stats
+    before = client.stats
     found = await computed(client, requests[:PREFIXES]) | await computed(client, requests[PREFIXES:])
-    queries = client.link.stats.prefix_queries - before.prefix_queries
-    return (client.link.stats.prefix_hits - before.prefix_hits) / queries, found
+    queries = client.stats.prefix_queries - before.prefix_queries
+    return (client.stats.prefix_hits - before.prefix_hits) / queries, found
 
 
 async def test_replicas_find_their_prefixes_and_a_kill_changes_no_token() -> None:
     requests = streams()
-    async with running(EngineClient(InProcessLink(CONFIG))) as one:
+    async with running(InProcessClient(CONFIG)) as one:
         single, expected = await hit_rate(one, requests)
     async with running(Replicas(CONFIG.model_copy(update={"data_parallel_size": 2}))) as client:
         together, found = await hit_rate(client, requests)
         assert found == expected
         assert together >= 0.9 * single > 0.5
-        generated = [each.stats.generation_tokens for each in client.link.engines]
+        generated = [each.stats.generation_tokens for each in client.engines]
         assert min(generated) > 0.2 * sum(generated), "both computed"
 
         began, weights = asyncio.Event(), Weights(client)
         again = asyncio.create_task(computed(client, requests, began))
         await began.wait()
         await weights.sleep()
-        assert all(each.asleep for each in client.link.engines)
+        assert all(each.asleep for each in client.engines)
         await weights.wake_up()
         assert await again == expected
 
         began.clear()
         again = asyncio.create_task(computed(client, requests, began))
         await began.wait()
-        assert client.link.pid is not None
-        os.kill(client.link.pid, signal.SIGKILL)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
         assert await again == expected
-        assert client.link.deaths == 1
-        assert client.link.replays > 0
+        assert client.deaths == 1
+        assert client.replays > 0
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
     unit = raw.get("residual_multiplier") or 1.0
     scales = {
         "embedding_scale": (raw.get("embedding_multiplier") or 1.0) / unit,
+        "stream_unit": unit,
         "logit_scale": 1 / (raw.get("logits_scaling") or 1.0),
     }
     base = replace(llama.spec(config).normed(NormSpec(config.norm_eps / unit**2)), **scales)

@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire.engine.client.broadcast import Group, Tensor, WeightsGroup
-from quire.engine.client.client import EngineClient
-from quire.engine.client.supervisor import ProcessLink
+from quire.engine.client.supervisor import ProcessClient
 from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest
@@ -62,18 +61,18 @@ def config_of(folder: Path) -> EngineConfig:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[tuple[ProcessLink, WeightsGroup]]:
-    client = EngineClient(ProcessLink(config_of(folder)))
+async def serving(folder: Path) -> AsyncIterator[tuple[ProcessClient, WeightsGroup]]:
+    client = ProcessClient(config_of(folder))
     group = WeightsGroup(Weights(client))
-    await client.link.start()
+    await client.start()
     try:
         yield client, group
     finally:
-        await client.link.stop()
+        await client.stop()
         await group.close()
 
 
-async def answer(client: ProcessLink) -> list[int]:
+async def answer(client: ProcessClient) -> list[int]:
     params = SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)
     request = Request(id=f"r{os.urandom(4).hex()}", prompt_ids=PROMPT, params=params, seed=1)
     return [
@@ -148,7 +147,7 @@ async def test_a_trainer_that_dies_leaves_the_weights_as_they_were(folders: tupl
         with pytest.raises(InvalidRequest, match="no tensor"):
             await group.serve()
         assert await answer(client) == before
-        assert client.link.weights_version == "1"
+        assert client.weights_version == "1"
         async with trainer(group, folders[1]):
             await group.receive(tensors)
             await group.serve()

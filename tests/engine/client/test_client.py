@@ -1,4 +1,4 @@
-"""Both implementations of EngineClient give the same answers, and ProcessLink replaces engines that end."""
+"""Both implementations of EngineClient give the same answers, and ProcessClient replaces engines that end."""
 
 import asyncio
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from quire.engine.client.client import EngineClient
-from quire.engine.client.output_stream import merge
-from quire.engine.client.supervisor import ProcessLink
+from quire.engine.client.journal import merge
+from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import RequestOutput, SamplingParams
 from tests.engine.harness import request
@@ -40,40 +40,40 @@ async def answers(client: EngineClient, names: str) -> dict[str, list[int]]:
 
 
 async def test_both_implementations_give_the_same_answers(model: Path) -> None:
-    in_process, in_child = EngineClient(InProcessLink(config(model))), EngineClient(ProcessLink(config(model)))
-    in_process_info, in_child_info = await asyncio.gather(in_process.link.start(), in_child.link.start())
+    in_process, in_child = InProcessClient(config(model)), ProcessClient(config(model))
+    in_process_info, in_child_info = await asyncio.gather(in_process.start(), in_child.start())
     assert in_process_info.arithmetic == in_child_info.arithmetic
     expected = await answers(in_process, "abcd")
     assert all(len(ids) == 32 for ids in expected.values())
     assert await answers(in_child, "abcd") == expected
     one_by_one = [await answers(in_child, name) for name in "abcd"]
     assert {name: ids for found in one_by_one for name, ids in found.items()} == expected
-    await in_process.link.stop()
-    await in_child.link.stop()
+    await in_process.stop()
+    await in_child.stop()
 
 
 async def test_closing_a_stream_frees_its_pages(model: Path) -> None:
-    client = EngineClient(ProcessLink(config(model)))
-    await client.link.start()
+    client = ProcessClient(config(model))
+    await client.start()
     stream = client.submit([request("long", range(3, 100), max_tokens=300), request("other", range(3, 9))])
     outputs = await anext(stream)
     assert outputs
     stream.close()
     assert client.num_open == 0
     await answers(client, "z")
-    assert client.link.stats.used_blocks == 0
-    await client.link.stop()
+    assert client.stats.used_blocks == 0
+    await client.stop()
 
 
 @pytest.mark.slow
 async def test_the_error_of_a_configuration_that_cannot_start_names_its_key(tmp_path: Path) -> None:
-    client = EngineClient(ProcessLink(EngineConfig(model=str(tmp_path))))
+    client = ProcessClient(EngineConfig(model=str(tmp_path)))
     with pytest.raises(ConfigError, match="config") as error:
-        await client.link.start()
+        await client.start()
     assert error.value.param == "model"
 
 
-class SignallingClient(ProcessLink):
+class SignallingClient(ProcessClient):
     """Sends its engine the signal `signal_number`, once, when the next tokens arrive."""
 
     signal_number = 0
@@ -92,7 +92,7 @@ OTHERS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIG
 async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
     settings = EngineConfig(model=str(model), num_kv_blocks=128, threads=1, engine_heartbeat_timeout=3)
     client = SignallingClient(settings)
-    await client.link.start()
+    await client.start()
 
     async def ask(name: str) -> dict[str, list[int]]:
         kinds = [request(f"{name}-{i}", range(3, 60 + i), max_tokens=400, temperature=i / 2, seed=i) for i in range(3)]
@@ -103,13 +103,13 @@ async def test_a_stream_outlives_its_engine(model: Path, number: int) -> None:
         return found
 
     expected = await ask("undisturbed")
-    generated = client.link.stats.generation_tokens
+    generated = client.stats.generation_tokens
     client.signal_number = number
     assert await ask("disturbed") == expected
-    assert (client.link.deaths, client.link.replays, client.link.quarantined) == (1, 3, 0)
-    assert client.link.stats.generation_tokens >= generated, "counters never go back"
+    assert (client.deaths, client.replays, client.quarantined) == (1, 3, 0)
+    assert client.stats.generation_tokens >= generated, "counters never go back"
     assert client.alive
-    await client.link.stop()
+    await client.stop()
 
 
 @pytest.mark.slow
@@ -117,13 +117,13 @@ async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    client = EngineClient(ProcessLink(EngineConfig(model=str(path), num_kv_blocks=64, threads=1, max_engine_starts=1)))
-    await client.link.start()
+    client = ProcessClient(EngineConfig(model=str(path), num_kv_blocks=64, threads=1, max_engine_starts=1))
+    await client.start()
     stream = client.submit([request("long", range(3, 100), max_tokens=300)])
     await anext(stream)
     (path / "config.json").unlink()
-    assert client.link.pid is not None
-    os.kill(client.link.pid, signal.SIGKILL)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"could not be brought back$"):  # clients must not see paths in the message
         async for _ in stream:
             pass
@@ -131,7 +131,7 @@ async def test_when_no_new_engine_starts_open_streams_end_and_its_standard_error
     assert not client.alive
     with pytest.raises(EngineError):
         client.submit([request("late", [3])])
-    await client.link.stop()
+    await client.stop()
 
 
 def test_merged_outputs_lose_nothing() -> None:

@@ -1,4 +1,4 @@
-"""ProcessLink with fake engine processes that end at random moments: no token is lost, repeated or changed."""
+"""ProcessClient with fake engine processes that end at random moments: no token is lost, repeated or changed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.supervisor import ProcessLink
+from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import EngineConfig
 from quire.engine.types import Request, SamplingParams
 from tests.engine.fake_process import KILLED, LENGTH, Caller, FakeProcess, settle, token
@@ -28,8 +27,8 @@ ACTIONS = st.one_of(
 
 
 async def run(actions: list[tuple[str, int]]) -> None:
-    client = EngineClient(ProcessLink(EngineConfig()))
-    await client.link.start()
+    client = ProcessClient(EngineConfig())
+    await client.start()
     callers: list[Caller] = []
     for number, (action, value) in enumerate(actions):
         process = client._process
@@ -60,7 +59,7 @@ async def run(actions: list[tuple[str, int]]) -> None:
     assert not client._journal
     assert client._replay.idle
     assert client._replay.take_ready() == []
-    await client.link.stop()
+    await client.stop()
 
 
 @settings(deadline=None, max_examples=examples(300))
@@ -81,8 +80,8 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: py
             seconds.append(config.warmup_seconds)
 
     monkeypatch.setattr("quire.engine.client.supervisor.EngineProcess", Noted)
-    client = EngineClient(ProcessLink(EngineConfig(warmup_seconds=20.0)))
-    await client.link.start()
+    client = ProcessClient(EngineConfig(warmup_seconds=20.0))
+    await client.start()
     for _ in range(2):
         assert isinstance(client._process, Noted)
         client._process.exit(KILLED)
@@ -91,15 +90,15 @@ async def test_only_the_first_engine_warms_up_before_it_is_ready(monkeypatch: py
             if client.alive and client._ready:
                 break
             await asyncio.sleep(0.005)
-    await client.link.stop()
+    await client.stop()
     assert seconds == [20.0, 0.0, 0.0]
 
 
 async def test_steps_that_came_together_reach_a_reader_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a server that is behind its engine sends fewer and larger chunks."""
     monkeypatch.setattr("quire.engine.client.supervisor.EngineProcess", FakeProcess)
-    client = EngineClient(ProcessLink(EngineConfig()))
-    await client.link.start()
+    client = ProcessClient(EngineConfig())
+    await client.start()
     params = SamplingParams(max_tokens=LENGTH)
     stream = client.submit([Request(id="a", prompt_ids=[1], params=params, seed=0)])
     await settle()
@@ -112,4 +111,4 @@ async def test_steps_that_came_together_reach_a_reader_together(monkeypatch: pyt
     process.step(1)
     (second,) = await anext(stream)
     assert second.new_ids == [token("a", 4)]
-    await client.link.stop()
+    await client.stop()

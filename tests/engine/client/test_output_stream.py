@@ -8,7 +8,7 @@ import pytest
 
 from quire.engine.client.output_stream import OutputStream
 from quire.engine.config import EngineConfig
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.stats import EngineStats
 from quire.engine.types import FinishReason, RequestOutput
 from tests.engine.harness import request
@@ -16,7 +16,7 @@ from tests.engine.harness import request
 PROMPT = [3, 4, 5]
 
 
-class Client(InProcessLink):
+class Client(InProcessClient):
     """Has no engine: the test delivers."""
 
     def __init__(self) -> None:

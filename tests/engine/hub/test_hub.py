@@ -20,7 +20,7 @@ from quire.engine.hub import remote as remotes
 from quire.engine.hub.hub import Hub
 from quire.engine.hub.messages import LASTING, Fault, FromHub, Stepped
 from quire.engine.hub.relay import Channel, Relayed
-from quire.engine.hub.remote import HubLink, NoWeightsGroup, RemoteWeights
+from quire.engine.hub.remote import NoWeightsGroup, RemoteClient, RemoteWeights
 from quire.engine.stats import EngineStats, StepRecord
 from quire.engine.types import Request, RequestOutput, SamplingParams
 from tests.server.fake import FakeEngine, hashed
@@ -32,27 +32,27 @@ PICK = hashed(range(10, 90))
 class Shared:
     engine: FakeEngine
     hub: Hub
-    clients: list[HubLink]
+    clients: list[RemoteClient]
 
 
 @asynccontextmanager
 async def shared(folder: Path, count: int = 2, **options: float) -> AsyncIterator[Shared]:
     engine = FakeEngine(PICK, **options)  # type: ignore[arg-type]
     hub = Hub(engine, f"ipc://{folder}/hub")
-    clients = [EngineClient(HubLink(EngineConfig(), f"ipc://{folder}/hub", str(number))) for number in range(count)]
+    clients = [RemoteClient(EngineConfig(), f"ipc://{folder}/hub", str(number)) for number in range(count)]
     try:
         hub.listen()
         for number, client in enumerate(clients):
             hub.add(str(number).encode(), number)
-            client.link.launch()
+            client.launch()
         hub.ready(await engine.start())
         async with asyncio.timeout(60):
-            assert all([(await client.link.start()).model == "fake" for client in clients])
+            assert all([(await client.start()).model == "fake" for client in clients])
             await until(lambda: all(client.responsive for client in clients))
             yield Shared(engine, hub, clients)
     finally:
         for client in clients:
-            await client.link.stop()
+            await client.stop()
         await engine.stop()
         await hub.close()
 
@@ -86,7 +86,7 @@ async def test_each_gets_the_tokens_of_its_requests(tmp_path: Path) -> None:
         await until(lambda: one.num_open == two.num_open == 0)
         assert server.engine.generated == 48
         await until(
-            lambda: one.link.stats.generation_tokens == 48
+            lambda: one.stats.generation_tokens == 48
         )  # what the last step says of itself comes behind its tokens
         assert [each.id for each in one.history.ended] == ["a", "b", "d"]
 
@@ -125,7 +125,7 @@ async def test_one_that_comes_later_is_served(tmp_path: Path) -> None:
     async with shared(tmp_path) as server:
         server.hub.remove(b"1")
         server.hub.add(b"1.1", 1)
-        late = EngineClient(HubLink(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
+        late = RemoteClient(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1")
         late.launch()
         assert (await late.start()).model == "fake"
         assert len((await tokens_of(late, request("x")))["x"]) == 12
@@ -204,27 +204,27 @@ async def test_the_queue_is_that_of_all(tmp_path: Path) -> None:
 async def test_what_others_say_is_gathered_and_counts_outlive_who_counted(tmp_path: Path) -> None:
     async with shared(tmp_path, 3) as server:
 
-        def answering(client: HubLink, number: int) -> None:
+        def answering(client: RemoteClient, number: int) -> None:
             async def say(body: bytes) -> bytes | None:
                 return None if number == 2 else body + str(number).encode()
 
             async def count(body: bytes) -> bytes:
                 return f"count {number}".encode()
 
-            client.link.answering = {"name": say, LASTING: count}
+            client.answering = {"name": say, LASTING: count}
 
         for number, client in enumerate(server.clients):
             answering(client, number)
         one, two, three = server.clients
-        assert await one.link.ask("name", b"I am ") == [b"I am 1"]
+        assert await one.ask("name", b"I am ") == [b"I am 1"]
         assert await three.ask("name", b"I am ") == [b"I am 0", b"I am 1"]
-        assert await one.link.ask("unknown") == []
-        assert sorted(await one.link.ask(LASTING)) == [b"count 1", b"count 2"]
+        assert await one.ask("unknown") == []
+        assert sorted(await one.ask(LASTING)) == [b"count 1", b"count 2"]
         server.hub.remove(b"1")
         await two.stop()
-        assert sorted(await one.link.ask(LASTING)) == [b"count 1", b"count 2"]
+        assert sorted(await one.ask(LASTING)) == [b"count 1", b"count 2"]
         server.hub.add(b"1.1", 1)
-        heir = EngineClient(HubLink(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1"))
+        heir = RemoteClient(EngineConfig(), f"ipc://{tmp_path}/hub", "1.1")
         heir.launch()
         await heir.start()
         assert heir.inherited == b"count 1"
@@ -265,9 +265,9 @@ async def test_weights_change_for_all(tmp_path: Path) -> None:
             await RemoteWeights(two).sleep(3)
         assert error.value.param == "level"
         await RemoteWeights(two).wake_up()
-        await until(lambda: not one.link.asleep)
+        await until(lambda: not one.asleep)
         assert await RemoteWeights(one).update(str(tmp_path), version="next") == "next"
-        assert one.link.weights_version == "next"
+        assert one.weights_version == "next"
         await until(lambda: versions == ["next"])
         with pytest.raises(InvalidRequest, match="--api-server-count"):
             await NoWeightsGroup(RemoteWeights(one)).join(None)  # type: ignore[arg-type]

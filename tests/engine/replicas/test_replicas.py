@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quire.engine.client.exit_cause import ExitCause
 from quire.engine.client.messages import Failed, Load, Ready, ToEngine
-from quire.engine.client.supervisor import ProcessLink
+from quire.engine.client.supervisor import ProcessClient
 from quire.engine.client.weights import Weights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, Overloaded
@@ -48,7 +48,7 @@ def fakes() -> Iterator[pytest.MonkeyPatch]:
 async def started(count: int = N) -> Replicas:
     client = processes(EngineConfig(data_parallel_size=count))
     assert isinstance(client, Replicas)
-    await client.link.start()
+    await client.start()
     return client
 
 
@@ -105,7 +105,7 @@ async def run(actions: list[tuple[str, int, int]]) -> None:
         assert not each._journal
         assert each._replay.idle
         assert each._replay.take_ready() == []
-    await client.link.stop()
+    await client.stop()
 
 
 @settings(deadline=None, max_examples=examples(150))
@@ -136,10 +136,10 @@ async def test_a_death_moves_streams_at_once() -> None:
         for each in callers:
             each.check()
             assert not each.aborted
-        assert (client.link.deaths, client.link.replays) == (1, 3)
+        assert (client.deaths, client.replays) == (1, 3)
         history = [client.history.find(f"good-{i}") for i in range(6)]
         assert sum(each is not None and each.count("recovering") == 1 for each in history) == 3
-        await client.link.stop()
+        await client.stop()
 
 
 async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
@@ -153,9 +153,9 @@ async def test_a_request_that_ends_engines_ends_one_replica_alone() -> None:
         bad.check()
         for each in good:
             each.check()
-        assert client.link.quarantined == 1
+        assert client.quarantined == 1
         assert sorted(each.deaths > 0 for each in client._replicas) == [False, True]
-        await client.link.stop()
+        await client.stop()
 
 
 async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back() -> None:
@@ -175,7 +175,7 @@ async def test_while_all_are_replaced_requests_wait_for_the_first_that_is_back()
         await compute(client)
         await settle()
         caller.check()
-        await client.link.stop()
+        await client.stop()
 
 
 class Unstartable(FakeProcess):
@@ -212,7 +212,7 @@ async def test_a_replica_that_cannot_be_brought_back_is_left_out() -> None:
         assert not client.alive
         with pytest.raises(EngineError, match="could not be brought back"):
             client.submit([Request(id="late", prompt_ids=[1], params=SamplingParams(), seed=0)])
-        await client.link.stop()
+        await client.stop()
 
 
 async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
@@ -227,7 +227,7 @@ async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
             process.step(9)
         await settle()
         await weights.sleep()
-        assert client.link.asleep
+        assert client.asleep
         assert all(each.asleep for each in client._replicas)
         assert not client.responsive
         assert client.healthy
@@ -235,12 +235,12 @@ async def test_all_sleep_and_wake_together_and_streams_go_on() -> None:
         await settle()
         assert len(client._unplaced) == 1, "nobody can compute it"
         await weights.wake_up()
-        assert not client.link.asleep
+        assert not client.asleep
         await compute(client)
         await settle()
         for each in callers:
             each.check()
-        await client.link.stop()
+        await client.stop()
 
 
 async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
@@ -263,7 +263,7 @@ async def test_one_that_dies_under_a_change_makes_it_when_it_is_back() -> None:
         with pytest.raises(Overloaded, match="being replaced"):
             await weights.sleep()
         assert not any(each.asleep for each in client._replicas)
-        await client.link.stop()
+        await client.stop()
 
 
 async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
@@ -274,9 +274,9 @@ async def test_what_a_replica_had_cached_is_forgotten_with_its_engine() -> None:
         kill(client, 1)
         await settle()
         assert forgotten == [1]
-        client.link.reset_prefix_cache()
+        client.reset_prefix_cache()
         assert forgotten == [1, 0, 1]
-        await client.link.stop()
+        await client.stop()
 
 
 async def test_all_have_the_shortest_context() -> None:
@@ -295,11 +295,11 @@ async def test_all_have_the_shortest_context() -> None:
     with fakes() as patch:
         patch.setattr("quire.engine.client.supervisor.EngineProcess", Fitted)
         client = processes(EngineConfig(data_parallel_size=3))
-        info = await client.link.start()
+        info = await client.start()
         assert info.max_model_len == 80
         assert loaded == [80, 80]
         assert client.responsive
-        await client.link.stop()
+        await client.stop()
 
 
 async def test_a_replica_that_cannot_start_ends_the_start() -> None:
@@ -307,12 +307,12 @@ async def test_a_replica_that_cannot_start_ends_the_start() -> None:
         patch.setattr("quire.engine.client.supervisor.EngineProcess", Unstartable)
         client = processes(EngineConfig(data_parallel_size=2))
         with pytest.raises(ConfigError, match="there is no room"):
-            await client.link.start()
+            await client.start()
         assert not client.alive
 
 
 def test_one_engine_needs_no_replicas() -> None:
     client = processes(EngineConfig())
-    assert isinstance(client, ProcessLink)
+    assert isinstance(client, ProcessClient)
     assert not isinstance(client, Replica)
     assert LENGTH > 4, "so that requests are cleared before they end"

@@ -12,7 +12,7 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.types import EngineInfo
 from quire.engine.worker.sampling import device_sampler
 from quire.server.cli import main as cli
@@ -30,7 +30,7 @@ def model(tmp_path: Path) -> str:
 
 
 async def verify(model: str) -> tuple[EngineInfo, dict[str, Check]]:
-    info, checks = await Verification(EngineConfig(model=model, threads=1), 12, InProcessLink).run()
+    info, checks = await Verification(EngineConfig(model=model, threads=1), 12, InProcessClient).run()
     return info, {check.name: check for check in checks}
 
 

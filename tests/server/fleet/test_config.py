@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from quire.engine.client.supervisor import ProcessLink
+from quire.engine.client.supervisor import ProcessClient
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError, ModelNotFound
 from quire.server.config import ServerConfig
@@ -72,7 +72,7 @@ def test_adapters_are_known_before_their_model_is_loaded(tmp_path: Path) -> None
         fleet.find("b")
 
 
-def never(config: ServerConfig, client: ProcessLink) -> AbstractAsyncContextManager[FastAPI]:
+def never(config: ServerConfig, client: ProcessClient) -> AbstractAsyncContextManager[FastAPI]:
     raise AssertionError("nothing is loaded here")
 
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quire.engine.client.client import EngineClient
 from quire.engine.config import EngineConfig
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.types import Request, RequestOutput, TokenLogprob
 from tests.server.api import VOCAB_SIZE, Api, make_app, open_api
 from tests.server.fake import FakeEngine, hashed
@@ -108,7 +107,7 @@ async def test_beams_are_those_of_transformers(width: int, length_penalty: float
         length_penalty=length_penalty,
         pad_token_id=0,
     )
-    app = make_app(EngineClient(InProcessLink(EngineConfig(model=str(path), dtype="float32", num_kv_blocks=100))))
+    app = make_app(InProcessClient(EngineConfig(model=str(path), dtype="float32", num_kv_blocks=100)))
     body = {"prompt": prompt, "n": width, "max_tokens": 8, "use_beam_search": True, "length_penalty": length_penalty}
     async with (
         app.router.lifespan_context(app),

@@ -15,10 +15,9 @@ from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import ConfigError
 from quire.engine.lora.modules import adaptable_modules
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process import InProcessClient
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
 from tests.adapters import save_adapter
@@ -47,7 +46,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
     """The app on an engine in this process."""
     settings = {"served_model_name": ["tiny"], "num_kv_blocks": 64, "enable_lora": True, "max_loras": 2, **options}
     config = ServerConfig(model=str(model), **settings)
-    client = EngineClient(InProcessLink(config))
+    client = InProcessClient(config)
     modules = adaptable_modules(read_model_config(model))
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
     app = create_app(config, client, tokenizer, vocab_size=VOCAB, generation_defaults={}, modules=modules)

@@ -19,8 +19,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.pooling import read_tasks
-from quire.engine.client.client import EngineClient
-from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.in_process import InProcessClient
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
@@ -37,7 +36,7 @@ EMBEDDINGS, SCORE, RERANK = "/v1/embeddings", "/v1/score", "/v1/rerank"
 async def serving(path: Path, tokenizer: Tokenizer, **options: Any) -> AsyncIterator[Api]:
     """The app on an engine in this process."""
     config = ServerConfig(model=str(path), **{"served_model_name": ["tiny"], "num_kv_blocks": 200, **options})
-    client = EngineClient(InProcessLink(config))
+    client = InProcessClient(config)
     pooling, _ = read_tasks(path, read_model_config(path), config)
     app = create_app(config, client, tokenizer, vocab_size=VOCAB, generation_defaults={}, pooling=pooling)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
