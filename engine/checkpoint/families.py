@@ -22,7 +22,7 @@ FAMILIES = {
     "glm": "dense.glm",
     "glm4": "dense.glm4",
     "gpt2": "classic.gpt2",
-    "gpt_bigcode": "classic.gpt_bigcode",
+    "gpt_bigcode": "classic.gpt2",
     "gpt_neox": "classic.gpt_neox",
     "gpt_oss": "gpt_oss",
     "gptj": "classic.gptj",
