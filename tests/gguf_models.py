@@ -225,7 +225,9 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
     write_own(writer, arch, config, full)
-    if config.get("sliding_window") and arch.startswith(("gemma", "gpt-oss", "cohere2", "exaone4", "starcoder2", "phi3")):
+    if config.get("sliding_window") and arch.startswith(
+        ("gemma", "gpt-oss", "cohere2", "exaone4", "starcoder2", "phi3")
+    ):
         writer.add_sliding_window(config["sliding_window"])
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])

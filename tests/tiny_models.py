@@ -149,7 +149,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "olmo3",
         "sliding_window": 24,
         "layer_types": SLIDES,
-        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}, "full_attention": SHORT_YARN},
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": SHORT_YARN,
+        },
     },
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},

@@ -22,7 +22,7 @@ FAMILIES = {
     "glm": "dense.glm",
     "glm4": "dense.glm4",
     "gpt2": "classic.gpt2",
-    "gpt_bigcode": "classic.gpt_bigcode",
+    "gpt_bigcode": "classic.gpt2",
     "gpt_neox": "classic.gpt_neox",
     "gpt_oss": "gpt_oss",
     "gptj": "classic.gptj",
@@ -53,7 +53,20 @@ FAMILIES = {
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (
-    *("apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron", "opt", "phi"),
+    *(
+        "apertus",
+        "arcee",
+        "bloom",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "opt",
+        "phi",
+    ),
     "starcoder2",
 )
 """Those whose MLPs have two matrices, not three."""
@@ -77,7 +90,9 @@ WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
-_SLIDING = dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {"granite_swa": 128}
+_SLIDING = dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {
+    "granite_swa": 128
+}
 """Families whose layers have a sliding window where config.json does not say how long it is: how long, then."""
 _FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 """By family: every so many layers one has no window, where config.json does not say which."""

@@ -17,12 +17,14 @@ PREFIX = re.compile(r"^(?:model\.decoder|decoder|model|transformer|gpt_neox)\.")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
+_Inside = Mapping[str, str | tuple[str, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     outside: Mapping[str, str] = field(default_factory=dict)
     """Modules beside the layers, without what names begin with, to their names here."""
-    inside: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    inside: _Inside = field(default_factory=dict)
     """The same of a layer's; several names: it is these in one, outputs after outputs."""
     by_groups: bool = False
     """Queries, keys and values in one: the heads of a group side by side, its queries, its key, its value."""
@@ -40,7 +42,7 @@ JOINED = {"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP}
 """What GGUF files of any family may have in one, by the names of engine/gguf/names.py."""
 _GPT2_NAMES = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"}
 _GPT2_BUFFERS = ("attn.bias", "attn.masked_bias")
-_GPT2_INSIDE = {
+_GPT2_INSIDE: _Inside = {
     "ln_1": "input_layernorm",
     "ln_2": "post_attention_layernorm",
     "attn.c_attn": _QKV,
@@ -49,7 +51,7 @@ _GPT2_INSIDE = {
     "mlp.c_proj": "mlp.down_proj",
 }
 _MEGATRON_MLP = {"mlp.dense_h_to_4h": "mlp.up_proj", "mlp.dense_4h_to_h": "mlp.down_proj"}
-_MEGATRON_INSIDE = {
+_MEGATRON_INSIDE: _Inside = {
     **_MEGATRON_MLP,
     "self_attention.query_key_value": _QKV,
     "self_attention.dense": "self_attn.o_proj",
@@ -260,7 +262,12 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
     "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
-    "starcoder2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "hidden_act": "gelu_pytorch_tanh", "use_bias": True},
+    "starcoder2": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+    },
 }
 """By model_type: what a config.json means that leaves a field out, where it is not what it means of a Llama."""
 _FOUR_TIMES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")

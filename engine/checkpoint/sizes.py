@@ -275,7 +275,7 @@ def _norms(text: Mapping[str, Any], hidden: int) -> int:
     kind, count = str(text.get("model_type")), 2
     if kind in _FOUR_NORMS:
         count = 4
-    elif kind in _ONE_NORM or text.get("use_parallel_residual") and kind == "stablelm":
+    elif kind in _ONE_NORM or (text.get("use_parallel_residual") and kind == "stablelm"):
         count = 1
     elif kind == "falcon":
         newer = bool(text.get("new_decoder_architecture"))

@@ -207,7 +207,9 @@ def _longrope(header: Header, rope: dict[str, Any], long: StoredTensor) -> dict[
     old = header.integer("phi3.rope.scaling.original_context_length")
     size = header.number("phi3.rope.scaling.attn_factor")
     given = {"original_max_position_embeddings": old, "attention_factor": size}
-    return rope | factors | {"rope_type": "longrope"} | {key: value for key, value in given.items() if value is not None}
+    return (
+        rope | factors | {"rope_type": "longrope"} | {key: value for key, value in given.items() if value is not None}
+    )
 
 
 def _yarn(header: Header, arch: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OUTSIDE |= {"position_embd": "model.embed_positions"}
 _INSIDE = {

@@ -140,4 +140,6 @@ class Attention(Part):
     def _softmax(self) -> Softmax:
         spec = self._spec
         assert (self._sinks is not None) == spec.sinks, "weights are not loaded"
-        return Softmax(spec.scale, spec.window, spec.softcap, bias=self._bias, kv_scales=self._kv_scales, sinks=self._sinks)
+        return Softmax(
+            spec.scale, spec.window, spec.softcap, bias=self._bias, kv_scales=self._kv_scales, sinks=self._sinks
+        )

@@ -1,5 +1,5 @@
-"""The weights of norms, RMSNorms (Zhang and Sennrich, 2019) or LayerNorms (Ba et al., 2016), by the names that a part of
-a layer gives them; and those of a single LayerNorm."""
+"""The weights of norms, RMSNorms (Zhang and Sennrich, 2019) or LayerNorms (Ba et al., 2016), by the names that a part
+of a layer gives them; and those of a single LayerNorm."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ class NormWeights:
         if name not in self._names:
             return x
         weight, eps = self._weights[name], self._spec.eps
-        return run.layer_norm(x, weight, self._biases[name], eps) if self._spec.centred else run.rms_norm(x, weight, eps)
+        return (
+            run.layer_norm(x, weight, self._biases[name], eps) if self._spec.centred else run.rms_norm(x, weight, eps)
+        )
 
     def parameters(self) -> ParameterTable:
         spec = self._spec

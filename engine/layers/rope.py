@@ -89,9 +89,7 @@ def alibi_bias(heads: int, length: int) -> Tensor:
 
 def _factors(rope: dict[str, Any], name: str, count: int) -> Tensor:
     if len(rope[name]) != count:
-        raise ModelError(
-            f"model: config.json: rope_parameters: {name}: {len(rope[name])} for {count} frequencies"
-        )
+        raise ModelError(f"model: config.json: rope_parameters: {name}: {len(rope[name])} for {count} frequencies")
     return torch.tensor(rope[name], dtype=torch.float32)
 
 

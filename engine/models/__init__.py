@@ -14,6 +14,7 @@ from quire.engine.models.activations import activation_of
 if TYPE_CHECKING:
     from quire.engine.models.decoder import DecoderSpec
 
+
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
     """The spec of a model, by its family. Raises ModelError for a family that is not listed."""
     if config.model_type not in FAMILIES:

@@ -49,6 +49,8 @@ class DecoderSpec:
     """Rows of a learned table, which is added to the embeddings; None: there is none."""
     embedding_norm: bool = False
     """Norm of the embeddings, as `norm` says it."""
+    stream_unit: float = 1.0
+    """What a 1 in the residual stream stands for."""
     head_bias: bool = False
     logit_scale: float = 1.0
     """Factor of the logits,"""
@@ -179,7 +181,10 @@ class Decoder:
     def elsewhere(self) -> tuple[str, ...]:
         """What the names begin with of tensors that other stages have."""
         others = [index for index in range(self.spec.num_layers) if index not in self.layers]
-        ends = [*([] if self.is_first else [EMBEDDING, POSITIONS, _EMBEDDING_NORM]), *([] if self.is_last else [_NORM, HEAD])]
+        ends = [
+            *([] if self.is_first else [EMBEDDING, POSITIONS, _EMBEDDING_NORM]),
+            *([] if self.is_last else [_NORM, HEAD]),
+        ]
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in others), *ends))
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
@@ -221,7 +226,8 @@ class Decoder:
         assert self.is_first or not taps
         for tap in taps:
             x, residual = self._run(x, residual, metadata, kv_cache, range(begin, tap), None)
-            tapped.append(x.clone() if residual is None else x + residual)  # a backend may overwrite both
+            stream = x.clone() if residual is None else x + residual  # a backend may overwrite both
+            tapped.append(stream if self.spec.stream_unit == 1 else stream.mul_(self.spec.stream_unit))
             begin = tap
         x, residual = self._run(x, residual, metadata, kv_cache, range(begin, len(self.layers)), kept)
         return self._norm.add(self._backend, _NORM, x, residual)[0], tapped

@@ -125,7 +125,13 @@ class Cpu(Reference):
             head_dim,
         )
         ahead = _ALL if softmax.ahead is None else softmax.ahead
-        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, ahead, *native.bias_arguments(softmax.bias))
+        rules = (
+            softmax.scale,
+            softmax.window or 0,
+            softmax.softcap or 0.0,
+            ahead,
+            *native.bias_arguments(softmax.bias),
+        )
         sinks = _sinks(softmax.sinks, heads)
         held = native.kv_format(k_cache, softmax.kv_scales)
         pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]

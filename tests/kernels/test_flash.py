@@ -17,8 +17,8 @@ from quire.kernels.gpu.flash import Flash
 from quire.kernels.gpu.paged import FlashPages, built_for
 from quire.kernels.gpu.torch_varlen import TorchVarlen
 from quire.kernels.reference import Reference
-from quire.kernels.select import select_backend
 from quire.kernels.rotation import Rope
+from quire.kernels.select import select_backend
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.ragged import Part, error, page, random_part
 from tests.tree import ROOT

@@ -1,5 +1,5 @@
-"""Command R (Cohere, 2024): attention and the MLP side by side on one LayerNorm without a bias, rotations of neighbours,
-scaled logits."""
+"""Command R (Cohere, 2024): attention and the MLP side by side on one LayerNorm without a bias, rotations of
+neighbours, scaled logits."""
 
 from dataclasses import replace
 
@@ -17,4 +17,6 @@ def spec(config: ModelConfig) -> DecoderSpec:
         raise ModelError(f"model: config.json: logit_scale: expected float, got {scale!r}")
     norm = "centred" if raw.get("use_qk_norm") else None
     base = replace(layer_norm_spec(config, bias=False), logit_scale=1.0 if scale is None else scale)
-    return base.having(AttentionSpec, qk_norm=norm, qkv_bias=bias, out_bias=bias).having(MlpSpec, parallel=True, shares_norm=True)
+    return base.having(AttentionSpec, qk_norm=norm, qkv_bias=bias, out_bias=bias).having(
+        MlpSpec, parallel=True, shares_norm=True
+    )

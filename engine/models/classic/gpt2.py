@@ -1,4 +1,5 @@
-"""GPT-2 (Radford et al., 2019): learned positions, LayerNorms, MLPs without gates, biases everywhere."""
+"""GPT-2 (Radford et al., 2019), and StarCoder and SantaCoder (Li et al., 2023), which have one key and value for all
+heads: learned positions, LayerNorms, MLPs without gates, biases everywhere."""
 
 from dataclasses import replace
 

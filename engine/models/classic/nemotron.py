@@ -2,7 +2,6 @@
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models.classic.layer_norm import plain_spec
 from quire.engine.models.decoder import DecoderSpec

@@ -14,9 +14,7 @@ def spec(config: ModelConfig) -> DecoderSpec:
     but for their eps, which is divided by its square."""
     raw = config.raw
     unit = raw.get("residual_multiplier") or 1.0
-    scales = {
-        "embedding_scale": (raw.get("embedding_multiplier") or 1.0) / unit,
-        "logit_scale": 1 / (raw.get("logits_scaling") or 1.0),
-    }
-    base = replace(llama.spec(config).normed(NormSpec(config.norm_eps / unit**2)), **scales)
-    return base.having(AttentionSpec, scale=raw.get("attention_multiplier") or 1.0)
+    base = llama.spec(config).normed(NormSpec(config.norm_eps / unit**2))
+    base = base.having(AttentionSpec, scale=raw.get("attention_multiplier") or 1.0)
+    scale, logit_scale = (raw.get("embedding_multiplier") or 1.0) / unit, 1 / (raw.get("logits_scaling") or 1.0)
+    return replace(base, embedding_scale=scale, stream_unit=unit, logit_scale=logit_scale)

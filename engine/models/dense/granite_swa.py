@@ -15,6 +15,8 @@ def spec(config: ModelConfig) -> DecoderSpec:
     if not raw.get("layer_types"):
         raise ModelError("model: config.json of a 'granite_swa' lacks layer_types, needed to know its windows")
     if len(thetas) != layers or any(0 < theta < 1 for theta in thetas):
-        raise ModelError(f"model: config.json: layer_rope_theta: {len(thetas)} entries, 0 or from 1 on, for {layers} layers")
+        raise ModelError(
+            f"model: config.json: layer_rope_theta: {len(thetas)} entries, 0 or from 1 on, for {layers} layers"
+        )
     ropes = [config.rope | {"rope_theta": theta} if theta else None for theta in thetas]
     return granite.spec(config).having(AttentionSpec, window=layer_windows(raw, layers), rope=ropes, sinks=True)

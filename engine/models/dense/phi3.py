@@ -11,5 +11,8 @@ def spec(config: ModelConfig) -> DecoderSpec:
         old = rope.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or 4096
         trained = raw.get("max_position_embeddings") or config.max_position
         rope |= {"rope_type": "longrope", "original_max_position_embeddings": old}
-        rope |= {"max_position_embeddings": config.context or config.max_position, "factor": rope.get("factor") or trained / old}
+        rope |= {
+            "max_position_embeddings": config.context or config.max_position,
+            "factor": rope.get("factor") or trained / old,
+        }
     return base_spec(config).having(AttentionSpec, rope=rope, window=raw.get("sliding_window"))

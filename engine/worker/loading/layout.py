@@ -3,7 +3,6 @@ linears in is taken apart, and the rows of queries and keys are put in the order
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -133,6 +132,6 @@ class Arrangement:
 
 def _cannot(name: str) -> ModelError:
     return ModelError(
-        f"model: {name[:100]}: its checkpoint has it joined with others, or its heads in another order, in a format that "
-        "cannot be taken apart; serve the weights that are not quantized, with --quantization"
+        f"model: {name[:100]}: its checkpoint has it joined with others, or its heads in another order, in a format "
+        "that cannot be taken apart; serve the weights that are not quantized, with --quantization"
     )

@@ -62,7 +62,9 @@ def quantize_folder(model: Path, out: Path, name: str, backend: Backend) -> str:
 def _write(model: Path, out: Path, to: WrittenFormat) -> str:
     config = read_json(model / "config.json") or {}
     if (kind := str(config.get("model_type"))) in _NAMED_OTHERWISE:
-        raise ModelError(f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization")
+        raise ModelError(
+            f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
+        )
     shards = present(weight_files(model))
     layouts = {shard: _layouts(shard, to) for shard in shards}
     _copy_others(model, out)

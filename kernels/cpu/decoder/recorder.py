@@ -155,9 +155,9 @@ class _Recorder(Operations):
         out, caches = self._buffer(*q.shape), self._caches(k_cache, v_cache, softmax.kv_scales)
         where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, k_cache.stride(0), v_cache.stride(0))
         sizes = (len(k_cache), _SEQUENCES, q.shape[0], k_cache.shape[1], q.shape[1])
-        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0)
         _, *columns = native.bias_arguments(softmax.bias)
-        rules = (*rules, softmax.bias, *columns, softmax.sinks)
+        beside = (softmax.bias, *columns, softmax.sinks)
+        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0, *beside)
         return self._call("paged_attention", out, out, q, *caches, *where, *sizes, *rules, _THREADS)
 
     def _caches(self, k_cache: Tensor, v_cache: Tensor, scales: Any) -> tuple[Any, ...]:

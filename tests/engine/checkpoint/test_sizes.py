@@ -25,6 +25,7 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("kind", [*FAMILIES, *OTHERS])
 def test_parameters_are_those_of_the_real_model(kind: str) -> None:
     config = AutoConfig.for_model(kind, **UNSAID.get(kind, {}))
@@ -34,6 +35,7 @@ def test_parameters_are_those_of_the_real_model(kind: str) -> None:
     assert found.parameters == pytest.approx(count_parameters(model), rel=0 if kind in FAMILIES else 0.001)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_the_headers_of_a_checkpoint_give_the_number_of_its_weights(family: str, tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, family, dtype=torch.bfloat16)

@@ -131,7 +131,9 @@ def test_what_cannot_be_taken_apart_is_refused(family: str, name: str, tmp_path:
     pack, config = CASES[name]
     folder = save_tiny_model(tmp_path / "dense", family)
     packed = q.quantize_checkpoint(folder, tmp_path / "packed", pack, config, leave=("lm_head", "embed_out"))
-    with pytest.raises(ModelError, match=r"_proj\.\w+: its checkpoint has it joined with others, or its heads in another"):
+    with pytest.raises(
+        ModelError, match=r"_proj\.\w+: its checkpoint has it joined with others, or its heads in another"
+    ):
         answers(packed)
 
 

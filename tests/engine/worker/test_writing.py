@@ -73,6 +73,12 @@ def test_the_tokens_are_those_of_quantizing_at_load(name: str, family: str, back
         assert answers(tmp_path / "out", **options) == answers(path, quantization=name, **options)
 
 
+def test_layers_of_other_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="checkpoints of gpt2 models are not written in few bits"):
+        quantize_folder(model(tmp_path, "gpt2"), tmp_path / "out", "int8", Reference())
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
