@@ -265,6 +265,16 @@ def test_rooms_import_those_before_them_only(house: str) -> None:
     assert not wrong, "\n".join([*wrong, advice])
 
 
+def test_no_modules_import_each_other() -> None:
+    """Directly or by way of others; neither inside a function nor for type checkers."""
+    above = {module_name(path): {found.module for found in imports(path)} - {module_name(path)} for path in our_files()}
+    while free := {module for module, found in above.items() if not found & above.keys()}:
+        above = {module: found for module, found in above.items() if module not in free}
+    circles = {module: sorted(found & above.keys()) for module, found in above.items()}
+    advice = "Modules of a circle, or above one: move what both need into a module below them."
+    assert not circles, f"{circles}\n{advice}"
+
+
 @pytest.mark.parametrize("path", our_files(), ids=str)
 def test_the_server_and_the_control_half_never_import_torch(path: Path) -> None:
     part = part_of(module_name(path))

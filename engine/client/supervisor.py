@@ -33,7 +33,7 @@ _END_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """An engine that is to be let go, or built anew, because somebody asked for it."""
+    """A change that was asked for: the engine is to be let go, or built anew."""
 
     config: EngineConfig
     version: str

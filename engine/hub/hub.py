@@ -58,7 +58,7 @@ _TICK_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 """After so long the state is sent again though nothing has changed: it is the hub's sign of life."""
 _ANSWER_SECONDS = 2.0
-"""How long an API process may take for an answer to another."""
+"""How long an API process may take to answer a question of another."""
 _REMEMBER_SECONDS = 5.0
 """Time between two questions to all API processes for the counts that would be lost with them."""
 
@@ -249,7 +249,7 @@ class Hub:
         channel.send(Answers(asked.number, bodies), self._stats())
 
     async def _answers(self, topic: str, body: bytes, *, but: bytes | None = None) -> list[bytes]:
-        """What all API processes answer, or all but one."""
+        """The answers of all API processes, or of all but one."""
         number = next(self._numbers)
         waiting = {}
         for identity, channel in self._channels.items():

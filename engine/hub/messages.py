@@ -15,7 +15,7 @@ from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.types import EngineInfo, Request, RequestOutput
 
 LASTING = "metrics"
-"""The topic of questions whose answers count when the API process that gave them is gone."""
+"""The topic of questions whose answers still count after the end of the API process that gave them."""
 
 
 class Fault(msgspec.Struct, frozen=True):

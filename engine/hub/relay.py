@@ -1,5 +1,5 @@
-"""What the hub knows of one API process, and how the engine's outputs get there: one message for all requests of an
-API process, for a message costs as much as the tokens of some ten streams."""
+"""What the hub knows of one API process, and how the engine's outputs get there: in one message for all requests of the
+API process, because a message costs as much as the tokens of some ten streams."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Channel:
     """One API process."""
 
     def __init__(self, number: int, send: Callable[[FromHub], None]) -> None:
-        """`number`: which of the server's API processes it is; the one that replaces it has the same."""
+        """`number`: of the API process among those of the server; the one that replaces it has the same."""
         self.number = number
         self.welcomed = False
         """Whether it knows that the engine is ready."""
         self.started: Serving | NotStarted | None = None
-        """What it said of its start."""
+        """Its message when it listened, or could not start."""
         self.silence = 0.0
         """Seconds since it was last heard of, without those in which the hub could not listen."""
         self.outputs: list[RequestOutput] = []

@@ -52,9 +52,9 @@ from quire.engine.types import EngineInfo, Request
 
 _ALIVE_SECONDS = 1.0
 _SILENCE_SECONDS = 10.0
-"""When the hub gives no sign of life for so long, nobody waits for it any more, until it does."""
+"""After so long without a sign of life from the hub, all that waits for it is given up."""
 _LINGER_MS = 1000
-"""How long the last message of a process that ends may take."""
+"""How long the last message of a process may take when it ends."""
 Answering = Callable[[bytes], Awaitable[bytes | None]]
 
 
@@ -67,13 +67,13 @@ class HubLink(Link):
         """address, identity: where the hub listens, and how it knows this process."""
         super().__init__()
         self.answering: Mapping[str, Answering] = {}
-        """What this process says to others' questions, by topic."""
+        """How this process answers the questions of others, by topic."""
         self.on_version: list[Callable[[str], None]] = []
         """Called with the version of weights that have changed."""
         self._told_version = self.weights_version
         """What `on_version` was last called with."""
         self.inherited: bytes | None = None
-        """What a process that this one replaces answered last to messages.LASTING."""
+        """The last answer to messages.LASTING of the process that this one replaces."""
         self._address, self._identity = address, identity
         self._wire: Wire | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -130,7 +130,7 @@ class HubLink(Link):
         self._write(ResetPrefixCache())
 
     async def ask(self, topic: str, body: bytes = b"") -> list[bytes]:
-        """What the other API processes answer; those that do not in time, or have no answer, are left out."""
+        """The answers of the other API processes, without those that have none or do not answer in time."""
         number = next(self._numbers)
         self._asked[number] = asyncio.get_running_loop().create_future()
         self._write(Ask(number, topic, body))
@@ -200,7 +200,7 @@ class HubLink(Link):
                 self._give_up(Overloaded("the server's main process gives no sign of life; please try again"))
 
     def _give_up(self, error: QuireError) -> None:
-        """What waits for the hub."""
+        """End all that waits for the hub with this error."""
         self.owner.end_all(error)
         waiting: list[asyncio.Future[Any]] = [*self._asked.values(), *self._changing.values()]
         for each in waiting:

@@ -122,7 +122,8 @@ class Replicas(EngineLink):
                 await self._change_too(each, change)
 
     async def _change_too(self, replica: ProcessLink, change: Callable[[ProcessLink], Awaitable[None]]) -> None:
-        """Make a change that others have made of one that died under it, when it is back; without it, it must go."""
+        """Make a change that the other replicas have made once this one, which died meanwhile, is back. A replica that
+        cannot make it is given up."""
         while replica.failure is None:
             await asyncio.sleep(_POLL_SECONDS)
             if not replica.ready and not replica.asleep:
@@ -175,7 +176,7 @@ class Replicas(EngineLink):
             self._replicas[number].send(requests)
 
     def _forget_place(self, request_id: str) -> ProcessLink | None:
-        """Who computed it until now."""
+        """Returns the replica that computed it until now."""
         replica = self._places.pop(request_id, None)
         if replica is not None:
             self._router.ended(replica.number)

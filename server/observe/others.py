@@ -1,5 +1,5 @@
-"""What the other API processes of this server know, where --api-server-count has some: metrics are theirs too, and a
-question about a request may come to any of them."""
+"""What the other API processes of this server know, where --api-server-count starts several: each of them counts a part
+of the metrics, and a question about a request may come to any of them."""
 
 from __future__ import annotations
 

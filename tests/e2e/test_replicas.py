@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import httpx
 import pytest
@@ -33,7 +32,6 @@ STREAMS, PREFIXES, PREFIX, OWN, OUTPUT = 100, 10, 256, 24, 24
 KILLS = int(os.environ.get("TEST_KILLS", "6"))
 CONFIG = EngineConfig(num_kv_blocks=4096, max_num_seqs=64)
 Tokens = dict[str, list[int]]
-AnyClient = TypeVar("AnyClient", bound=EngineClient)
 
 
 def streams() -> list[Request]:
@@ -53,7 +51,7 @@ def streams() -> list[Request]:
 
 
 @asynccontextmanager
-async def running(client: AnyClient) -> AsyncIterator[AnyClient]:
+async def running(client: EngineClient) -> AsyncIterator[EngineClient]:
     try:
         await client.link.start()
         yield client
@@ -85,7 +83,7 @@ async def test_replicas_find_their_prefixes_and_a_kill_changes_no_token() -> Non
     requests = streams()
     async with running(EngineClient(InProcessLink(CONFIG))) as one:
         single, expected = await hit_rate(one, requests)
-    async with running(Replicas(CONFIG.model_copy(update={"data_parallel_size": 2}))) as client:
+    async with running(EngineClient(Replicas(CONFIG.model_copy(update={"data_parallel_size": 2})))) as client:
         together, found = await hit_rate(client, requests)
         assert found == expected
         assert together >= 0.9 * single > 0.5

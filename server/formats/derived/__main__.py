@@ -11,9 +11,10 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.server.formats.derived.derive import derive_calls
 from quire.server.formats.derived.probes import NotDerived, Prober
 from quire.server.formats.derived.turn import infer_turn
-from quire.server.formats.forms.arguments import JsonArguments, LiteralArguments, TaggedArguments
+from quire.server.formats.forms.arguments import JsonArguments, LiteralArguments
 from quire.server.formats.forms.form import CallForm
 from quire.server.formats.forms.slots import ID, INDEX, KEY, NAME
+from quire.server.formats.forms.tagged import TaggedArguments
 from quire.server.formats.tools.table import TABLE, tool_format
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

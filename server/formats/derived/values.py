@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.server.formats.derived.probes import KEYS, NAMES, VALUES, Call, NotDerived, Prober
-from quire.server.formats.forms.arguments import Arguments, LiteralArguments, TaggedArguments
+from quire.server.formats.forms.arguments import Arguments, LiteralArguments
 from quire.server.formats.forms.literal_rules import Words
 from quire.server.formats.forms.literals import Literals
 from quire.server.formats.forms.slots import KEY, common_prefix, common_suffix
+from quire.server.formats.forms.tagged import TaggedArguments
 
 KEY_NAME, STRING = KEYS[0], VALUES[0]
 SAMPLES: dict[str, Any] = {

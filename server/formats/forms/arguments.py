@@ -10,7 +10,6 @@ from typing import Any
 from quire.engine.text.grammar import json_rule
 from quire.server.formats.forms.literal_rules import IN_STRING, LiteralRules, Rules, Words
 from quire.server.formats.forms.literals import Literals, Unreadable
-from quire.server.formats.forms.slots import KEY
 from quire.server.formats.tools import strict_json
 from quire.server.formats.tools.format import Schema, Tool
 from quire.server.formats.tools.json_calls import read_arguments
@@ -149,46 +148,6 @@ class LiteralArguments(Arguments):
         own = len(self.syntax.quote) > 1
         colon, comma = (self.colon, self.separator) if own else (": ", ", ")
         return LiteralRules(rules, self.words, self.syntax.quote, self.syntax.raw, own, colon, comma, sort=self.sort)
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedArguments(Arguments):
-    """Keys between tags, and values between tags: strings as they are, others as JSON or Python writes them."""
-
-    before_key: str
-    infixes: Mapping[str, str]
-    """What stands between key and value, by the JSON type of the value."""
-    end: str
-    """What follows a value. It may hold the character for the KEY."""
-    separator: str
-    words: Words
-    sort: bool = False
-    cdata: bool = False
-    """Strings with markup stand in a CDATA section."""
-    html: bool = False
-    """Strings have HTML's entities."""
-    element: str = ""
-    item: str = ""
-    """If lists and objects are written as elements: what stands before an element's name, and the name of a list's."""
-
-    @property
-    def example(self) -> str:
-        end = self.end.replace(KEY, "<parameter-name>")
-        return f"{self.before_key}<parameter-name>{self.infixes['string']}<value>{end}"
-
-    @property
-    def literals(self) -> tuple[str, ...]:
-        return (self.before_key, *self.infixes.values(), self.end, self.separator, self.element)
-
-    def read(self, source: Source, sink: Sink, schema: Schema, tail: str) -> Steps[bool]:
-        from quire.server.formats.forms.tagged import read_tagged
-
-        return (yield from read_tagged(self, source, sink, schema, tail))
-
-    def rule(self, tool: Tool, rules: Rules) -> list[str]:
-        from quire.server.formats.forms.tagged import tagged_rule
-
-        return tagged_rule(self, tool, rules)
 
 
 def in_order(schema: Any) -> Any:

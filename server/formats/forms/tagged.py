@@ -1,4 +1,4 @@
-"""Reads arguments between tags, and writes their grammar: see TaggedArguments."""
+"""Arguments between tags: what reads them, and the grammar that allows nothing else."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import ast
 import html
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from quire.engine.text.grammar import json_rule
 from quire.server.formats.forms import elements
-from quire.server.formats.forms.literal_rules import MAX_DEPTH, LiteralRules, Rules, definitions
+from quire.server.formats.forms.arguments import Arguments
+from quire.server.formats.forms.literal_rules import MAX_DEPTH, LiteralRules, Rules, Words, definitions
 from quire.server.formats.forms.patterns import pattern_of
 from quire.server.formats.forms.slots import KEY, TAG, atoms
 from quire.server.formats.tools import strict_json
@@ -19,36 +21,71 @@ from quire.server.formats.tools.lark import properties, separated, text
 from quire.server.formats.tools.sink import Sink
 from quire.server.formats.tools.source import Source, Steps, held_back
 
-if TYPE_CHECKING:
-    from quire.server.formats.forms.arguments import TaggedArguments
-
 CDATA, CDATA_END = "<![CDATA[", "]]>"
 KEY_TEXT = re.compile(r"[^\s<>\"'=/][^<>\"'\n]*")
 SIMPLE = {"integer": "number", "number": "number", "string": "string", "boolean": "boolean", "null": "null"}
 
 
-def read_tagged(form: TaggedArguments, source: Source, sink: Sink, schema: Schema, tail: str) -> Steps[bool]:
-    """TaggedArguments.read"""
-    known = schema.get("properties")
-    begun = False
-    sink.arguments("{")
-    while not (yield from _ends(source, tail)):
-        place = source.here()
-        if begun and form.separator.strip():
-            yield from source.loosely(form.separator)
-        found = yield from _read_key(form, source)
-        if found is None:
-            source.back(place)
-            return False
-        key, kind = found
-        declared = known.get(key, {}) if isinstance(known, dict) else {}
-        sink.arguments(f"{', ' if begun else ''}{strict_json.write(key)}: ")
-        begun = True
-        string = kind == "string" if kind else is_string(declared)
-        if not (yield from _read_value(form, source, sink, key, declared, string=string)):
-            return False
-    sink.arguments("}")
-    return True
+@dataclass(frozen=True, slots=True)
+class TaggedArguments(Arguments):
+    """Keys between tags, and values between tags: strings as they are, others as JSON or Python writes them."""
+
+    before_key: str
+    infixes: Mapping[str, str]
+    """What stands between key and value, by the JSON type of the value."""
+    end: str
+    """What follows a value. It may hold the character for the KEY."""
+    separator: str
+    words: Words
+    sort: bool = False
+    cdata: bool = False
+    """Strings with markup stand in a CDATA section."""
+    html: bool = False
+    """Strings have HTML's entities."""
+    element: str = ""
+    item: str = ""
+    """If lists and objects are written as elements: what stands before an element's name, and the name of a list's."""
+
+    @property
+    def example(self) -> str:
+        end = self.end.replace(KEY, "<parameter-name>")
+        return f"{self.before_key}<parameter-name>{self.infixes['string']}<value>{end}"
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return (self.before_key, *self.infixes.values(), self.end, self.separator, self.element)
+
+    def read(self, source: Source, sink: Sink, schema: Schema, tail: str) -> Steps[bool]:
+        known = schema.get("properties")
+        begun = False
+        sink.arguments("{")
+        while not (yield from _ends(source, tail)):
+            place = source.here()
+            if begun and self.separator.strip():
+                yield from source.loosely(self.separator)
+            found = yield from _read_key(self, source)
+            if found is None:
+                source.back(place)
+                return False
+            key, kind = found
+            declared = known.get(key, {}) if isinstance(known, dict) else {}
+            sink.arguments(f"{', ' if begun else ''}{strict_json.write(key)}: ")
+            begun = True
+            string = kind == "string" if kind else is_string(declared)
+            if not (yield from _read_value(self, source, sink, key, declared, string=string)):
+                return False
+        sink.arguments("}")
+        return True
+
+    def rule(self, tool: Tool, rules: Rules) -> list[str]:
+        entries = []
+        found = properties(tool)
+        for name, schema, required in sorted(found, key=lambda one: one[0]) if self.sort else found:
+            entries.append((_entry(self, name, schema, rules), required))
+        separator = " ".join(rules.pieces(self.separator))
+        if separator:
+            return separated(entries, separator)
+        return [f"( {entry} ){'' if required else '?'}" for entry, required in entries]
 
 
 def _ends(source: Source, tail: str) -> Steps[bool]:
@@ -199,18 +236,6 @@ def _allowed(found: str, declared: Any) -> bool:
     names = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", str: "string"}
     name = "null" if value is None else names[type(value)]
     return name in kinds or (name == "integer" and "number" in kinds)
-
-
-def tagged_rule(form: TaggedArguments, tool: Tool, rules: Rules) -> list[str]:
-    """TaggedArguments.rule"""
-    entries = []
-    found = properties(tool)
-    for name, schema, required in sorted(found, key=lambda one: one[0]) if form.sort else found:
-        entries.append((_entry(form, name, schema, rules), required))
-    separator = " ".join(rules.pieces(form.separator))
-    if separator:
-        return separated(entries, separator)
-    return [f"( {entry} ){'' if required else '?'}" for entry, required in entries]
 
 
 def _entry(form: TaggedArguments, name: str, schema: Any, rules: Rules) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from quire.server.formats.forms.arguments import JsonArguments, TaggedArguments
+from quire.server.formats.forms.arguments import JsonArguments
 from quire.server.formats.forms.form import CallForm
 from quire.server.formats.forms.literal_rules import Words
 from quire.server.formats.forms.slots import ID, NAME
+from quire.server.formats.forms.tagged import TaggedArguments
 from quire.server.formats.tools.json_calls import USUAL
 
 OBJECT = f'{{"name": "{NAME}", "arguments": '

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from quire.engine.client.messages import Refused, encode
+from quire.engine.client.messages import Failed, Refused, encode
 from quire.engine.client.process import EngineProcess
 from quire.engine.client.wire import MOST_IN_TURN
 from quire.engine.config import EngineConfig
+from tests.engine.fake_process import CRASHED, FakeProcess
 
 COUNT = 5 * MOST_IN_TURN
 TALKATIVE = f"""
@@ -45,3 +46,12 @@ async def test_an_engine_that_never_pauses_leaves_others_their_turns() -> None:
     assert received == [Refused("no")] * COUNT
     assert turns >= COUNT // MOST_IN_TURN
     await process.stop()
+
+
+async def test_what_a_process_said_before_it_ended_is_heard_after_its_end() -> None:
+    """On a busy machine the message may come later than the news of the end."""
+    process = FakeProcess(EngineConfig(), lambda ids: None)
+    process.exit(CRASHED)
+    exited = asyncio.create_task(process.wait_for_exit())
+    asyncio.get_running_loop().call_later(0.01, process._sent.put_nowait, Failed("no room"))
+    assert await process.first_message(exited) == Failed("no room")
