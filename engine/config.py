@@ -18,11 +18,9 @@ from quire.engine.errors import ConfigError
 
 PREFIX = "QUIRE_"
 """Of environment variables that are settings."""
-NODE_SECRET = "QUIRE_NODE_SECRET"
-"""The variable of what machines that compute together must all know. No flag, which a list of processes would show."""
-OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS", NODE_SECRET}
-"""Not the engine's: kernels/cpu/native.py reads the first, requests copied from the playground the second, and the
-server the next two, which look like load_format and max_loras mistyped."""
+OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS"}
+"""Not the engine's: kernels/cpu/native.py reads the first, and the server the others, which look like load_format and
+max_loras mistyped."""
 _KUBERNETES = re.compile(
     r"QUIRE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_[A-Z]+(_PROTO|_PORT|_ADDR)?)|QUIRE_\w+_PORT"
 )
@@ -282,6 +280,8 @@ def load(
     for text, source in reversed(sources):
         values |= source
         origins |= {key: text.format(key=key, dashed=key.replace("_", "-"), upper=key.upper()) for key in source}
+    for key, (variable, text) in _launched(values).items():
+        values[key], origins[key] = text, f"environment variable {variable}"
     for key, value in values.items():
         for text in value if isinstance(value, list | tuple) else [value]:
             if isinstance(text, str) and not _encodable(text):
@@ -358,6 +358,20 @@ def _environment(model: type[BaseModel]) -> dict[str, Any]:
         if text is not None and not (name == "port" and text.startswith("tcp://")):  # Kubernetes
             found[name] = split(text) if is_list(field) else text
     return found
+
+
+def _launched(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Variables, and what they say, of settings that are not given: torchrun tells each machine who it is by these, as
+    other launchers of PyTorch do (https://docs.pytorch.org/docs/stable/elastic/run.html). They count only where several
+    machines are asked for: a program that torchrun has started may hold a model of its own."""
+    if str(values.get("nnodes", 1)) == "1":
+        return {}
+    variables = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "node_rank": "RANK"}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at that port
+        del variables["master_port"]
+    return {
+        key: (name, os.environ[name]) for key, name in variables.items() if key not in values and name in os.environ
+    }
 
 
 def _read_toml(config: str) -> dict[str, Any]:

@@ -12,10 +12,14 @@ import os
 import signal
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from quire.engine.client.child import end_with_parent, read_configuration
 from quire.engine.client.exit_cause import FAULT_SIGNALS
 from quire.engine.client.heartbeat import Heartbeat
+
+if TYPE_CHECKING:
+    from quire.engine.config import EngineConfig
 
 
 def block_fault_signals() -> None:
@@ -41,6 +45,14 @@ def report_fault_signals(heartbeat: Heartbeat) -> None:
 
     if hasattr(signal, "sigwaitinfo"):
         threading.Thread(target=wait, name="fault-signal-reporter", daemon=True).start()
+
+
+def join(config: EngineConfig) -> int:
+    """Compute with the first of several machines, in this process; see engine/nodes/member.py."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns, a page long, each time that the first one ends
+    from quire.engine.nodes.member import run
+
+    return run(config)
 
 
 def main() -> None:

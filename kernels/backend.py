@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import Activation
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.rotation import Rope
 
 Pages = tuple[Tensor, ...]
 """A layer's page tensors, as its attention part asked for them; the first axis of each is the page."""
@@ -166,22 +168,6 @@ class Softmax:
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
-    """What happens to query and key heads before attention: RMSNorm where there are weights, [D] float32, then the
-    rotation."""
-
-    head_dim: int
-    cos_sin: Tensor | None
-    """[most positions, D]: cosines in the first half of a row, sines in the second, float32; pairs are (i, i + D/2) as
-    in the Llama checkpoints. None leaves positions out (NoPE layers)."""
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 0.0
-    kv_scales: KVScales = UNSCALED
-    """Of pages that hold 8-bit floats."""
-
-
-@dataclass(frozen=True, slots=True)
 class Clamp:
     """A gated product with limits (gpt-oss, 2025): g * sigmoid(alpha * g) * (u + 1), where g, the gate, is at most
     `limit`, and u, what it is multiplied with, is from -limit to limit."""
@@ -226,6 +212,25 @@ class Operations(ABC):
     @abstractmethod
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+
+    @abstractmethod
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al., 2016). Weight and bias are
+        float32, and the arithmetic, rounded to the dtype of x at the end."""
+
+    @abstractmethod
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """(layer_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+
+    @abstractmethod
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x + residual. May overwrite residual."""
+
+    @abstractmethod
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        """The activation of each number. May overwrite x."""
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -310,21 +315,6 @@ class Backend(Operations):
         """Write k, v [T, K, D] to the pages at slots [T], rounded where the pages hold codes."""
 
     @abstractmethod
-    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al., 2016). Weight and bias are
-        float32, and the arithmetic, rounded to the dtype of x at the end."""
-
-    @abstractmethod
-    def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(layer_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
-
-    @abstractmethod
-    def gelu(self, x: Tensor) -> Tensor:
-        """x times the normal distribution's function of x (Hendrycks and Gimpel, 2016). May overwrite x."""
-
-    @abstractmethod
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
         """The same as Clamp says it."""
 
@@ -369,13 +359,13 @@ class Backend(Operations):
         many block tables has their metadata."""
 
     @abstractmethod
-    def ranks_memory(self, count: int, row_bytes: int) -> int:
-        """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
-        of the longest row that they will put side by side. Raises ValueError, in one line, where it cannot."""
+    def ranks_memory(self, count: int, row_bytes: int) -> int | None:
+        """What so many processes on one machine need to compute together in its memory: a descriptor that each must
+        get. row_bytes: of the longest row that they will put side by side. None where the backend has no such way."""
 
     @abstractmethod
     def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
-        """One such process's view of all; `descriptor` may then be closed. parent: what it ends with; 0: nothing."""
+        """One such process' view of all; `descriptor` may then be closed. parent: what it ends with; 0: nothing."""
 
     @abstractmethod
     def argmax(self, logits: Tensor) -> Tensor:

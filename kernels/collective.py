@@ -29,14 +29,9 @@ class Collective(ABC):
         """The ranks' [R, widths[rank]] float32 side by side on the first rank; on others x itself, or the same."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Let no rank wait any longer. Any thread may call it."""
-
-
-class SpmdCollective(Collective):
-    """Of ranks that all run the same program, each on its part of the data (SPMD: Darema et al., 1988). `gather` gives
-    all of them the whole."""
-
-    @abstractmethod
     def share(self, x: Tensor) -> Tensor:
         """The first rank's x, on each of them. May overwrite x, whose content on the others does not matter."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let no rank wait any longer. Any thread may call it."""

@@ -1,10 +1,10 @@
-"""What ranks compute together over a torch.distributed group: NCCL between GPUs, gloo between CPUs."""
+"""What ranks compute together over a group of torch.distributed's interface: NCCL's between GPUs, one of ours between
+CPUs (sockets.py)."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -13,27 +13,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quire.kernels.collective import RankEnded, SpmdCollective
+from quire.kernels.collective import Collective, RankEnded
+from quire.kernels.sockets import SocketGroup
 
 Group = Any
 """A dist.ProcessGroup, or what it consists of, whose methods PyTorch's stubs lack."""
-_LOOK = timedelta(seconds=0.1)
-"""How often one that waits on a CPU looks whether it still has to."""
 _TIMEOUT = timedelta(minutes=10)
 """How long one waits for the others. That one has ended is noticed otherwise, and earlier."""
 
 
-class DistributedCollective(SpmdCollective):
-    """On GPUs a CUDA graph can hold every call, and none waits for the host."""
+class DistributedCollective(Collective):
+    """`gather` gives all ranks the whole. On GPUs a CUDA graph can hold every call, and none waits for the host."""
 
-    def __init__(self, group: Group, rank: int, count: int, *, in_order: bool) -> None:
-        """`group`: of `count` processes. It need not be known to torch.distributed; its timeout bounds how long one
-        waits for another. `in_order`: numbers are added in float32, in the order of the ranks. Else an all-reduce adds
-        them, which is faster with more than two ranks; NCCL gives all ranks the same bits, but chooses an order by the
-        size of x, and a place's order by where in x it is (https://github.com/NVIDIA/nccl/issues/157), or none (NVLS,
-        issue 1497)."""
+    def __init__(self, join: Callable[[], Group], rank: int, count: int, *, in_order: bool) -> None:
+        """`join`: makes the group of `count` processes, at the first call of a method, so that a rank that fails before
+        keeps nobody waiting. It need not be known to torch.distributed; its timeout bounds how long one waits for
+        another. `in_order`: numbers are added in float32, in the order of the ranks. Else an all-reduce adds them,
+        which is faster with more than two ranks; NCCL gives all ranks the same bits, but chooses an order by the size
+        of x, and a place's order by where in x it is (https://github.com/NVIDIA/nccl/issues/157), or none (NVLS, issue
+        1497)."""
         self.rank, self.count = rank, count
-        self._group = group
+        self._join = join
+        self._group: Group = None
         self._in_order = in_order
         self._closed = threading.Event()
 
@@ -58,13 +59,15 @@ class DistributedCollective(SpmdCollective):
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def share(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
         if x.numel():
             self._do(lambda: self._group.broadcast([x], dist.BroadcastOptions()), x.is_cuda)  # from rank 0
         return x
 
     def close(self) -> None:
         self._closed.set()
-        self._group.abort()  # frees those that wait for NCCL; gloo does not know it
+        if self._group is not None:
+            self._group.abort()  # frees those that wait
 
     def _all(self, x: Tensor) -> list[Tensor]:
         """The ranks' x, which is contiguous, in their order."""
@@ -76,32 +79,28 @@ class DistributedCollective(SpmdCollective):
         if self._closed.is_set():
             raise RankEnded
         try:
-            work = begin()
-            while not on_gpu and not work.is_completed():
-                if self._closed.is_set():
+            if self._group is None:
+                self._group = self._join()
+                if self._closed.is_set():  # by another thread, which saw no group yet
                     raise RankEnded
-                with suppress(RuntimeError):
-                    work.wait(_LOOK)  # raises too when so much time is over
-            work.wait()  # of a GPU its stream alone
-        except RuntimeError as error:
+            begin().wait()  # of a GPU its stream alone
+        except (OSError, RuntimeError) as error:
             if on_gpu and not self._closed.is_set():
                 raise  # a failure of this rank alone: for one that has ended NCCL waits, until it is aborted
             raise RankEnded from error
 
 
 def join_ranks(
-    memory: int, key: bytes, rank: int, count: int, device: torch.device, *, in_order: bool
+    store: dist.Store, rank: int, count: int, device: torch.device, *, in_order: bool, address: str = "127.0.0.1"
 ) -> DistributedCollective:
-    """Over NCCL between GPUs, which connect at the first call; over gloo between processes on one CPU's machine, which
-    wait here for each other. `memory`: the descriptor of a file in memory (Linux) where they find each other under the
-    key, which needs no port and leaves nothing behind. It must stay open for ever: what the group has of it is opened
-    by that number even when it is destroyed, and some threads of the library may hold it for longer than the group."""
-    store = dist.PrefixStore(key.hex(), dist.FileStore(f"/proc/self/fd/{memory}", count))
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = _TIMEOUT
-        return DistributedCollective(dist.ProcessGroupNCCL(store, rank, count, options), rank, count, in_order=in_order)
-    kind: Any = dist.ProcessGroupGloo
-    gloo = kind._Options()
-    gloo._devices, gloo._timeout = [kind.create_device(hostname="127.0.0.1")], _TIMEOUT
-    return DistributedCollective(kind(store, rank, count, gloo), rank, count, in_order=in_order)
+    """`store`: of the first rank, where all find each other; `address`: this machine's, at which the others reach
+    it."""
+
+    def join() -> Group:
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = _TIMEOUT
+            return dist.ProcessGroupNCCL(store, rank, count, options)
+        return SocketGroup(store, rank, count, address)
+
+    return DistributedCollective(join, rank, count, in_order=in_order)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import lora
+from quire.kernels.activation import Activation, activate
 from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
@@ -25,7 +26,6 @@ from quire.kernels.backend import (
     Linear,
     LinearContext,
     Recorded,
-    Rope,
     Softmax,
     Table,
 )
@@ -34,6 +34,7 @@ from quire.kernels.experts import ReferenceMixture
 from quire.kernels.fit import fit_int4
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
 
 KEY_TILE = 128
 QUERY_TILE = 16
@@ -111,8 +112,11 @@ class Reference(Backend):
         total = x + residual
         return self.layer_norm(total, weight, bias, eps), total
 
-    def gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(x)
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return x + residual
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        return activate(x, activation)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
@@ -140,13 +144,10 @@ class Reference(Backend):
         kv_heads = k_cache.shape[2]
         heads = qkv.shape[1] // rope.head_dim - 2 * kv_heads
         q, k, v = qkv.view(len(qkv), -1, rope.head_dim).split((heads, kv_heads, kv_heads), dim=1)
-        if rope.q_norm is not None:
-            q = rms_norm(q, rope.q_norm, rope.eps)
-        if rope.k_norm is not None:
-            k = rms_norm(k, rope.k_norm, rope.eps)
-        if rope.cos_sin is not None:
-            cos, sin = rope.cos_sin[metadata.positions][:, None].chunk(2, dim=-1)
-            q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q = normed_and_rotated(q, rope.q_norm, rope, metadata.positions)
+        k = normed_and_rotated(k, rope.k_norm, rope, metadata.positions)
+        if rope.q_scale is not None:
+            q = (q * rope.q_scale[metadata.positions][:, None, None]).to(q.dtype)
         self.store_kv(k, v, k_cache, v_cache, metadata.slots, rope.kv_scales)
         return q.contiguous()
 
@@ -187,8 +188,8 @@ class Reference(Backend):
     ) -> Recorded | None:
         return None
 
-    def ranks_memory(self, count: int, row_bytes: int) -> int:
-        raise ValueError(f"the compiled CPU kernels alone compute on several ranks so far, and {self.name} serves here")
+    def ranks_memory(self, count: int, row_bytes: int) -> int | None:
+        return None
 
     def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:
         raise NotImplementedError
@@ -258,17 +259,6 @@ def _bias(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tens
 def _sinks(sinks: Tensor, kv_heads: int) -> Tensor:
     """Softmax.sinks for the rows of `_attend`: [kv_heads, group * QUERY_TILE, 1]."""
     return sinks.view(kv_heads, -1).repeat_interleave(QUERY_TILE, 1).unsqueeze(2)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = x.float() if x.dtype != torch.float64 else x
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al., 2021), halves paired; x [T, heads, D], cos, sin [T, 1, D / 2] float32."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def argmax(logits: Tensor) -> Tensor:

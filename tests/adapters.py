@@ -30,14 +30,8 @@ def save_adapter(
         weight = module.weight
         scale = scale_of(fields)
         embedding = isinstance(module, torch.nn.Embedding)
-        shapes = (
-            ((rank, weight.shape[0]), (weight.shape[1], rank))
-            if embedding
-            else (
-                (rank, weight.shape[1]),
-                (weight.shape[0], rank),
-            )
-        )
+        outs, inner = reversed(weight.shape) if embedding or is_transposed(module) else weight.shape
+        shapes = (rank, inner), (outs, rank)
         down = torch.randn(shapes[0], generator=generator) * shapes[0][1] ** -0.5
         up = torch.randn(shapes[1], generator=generator) * size / (scale * rank**0.5)
         if embedding:
@@ -48,6 +42,11 @@ def save_adapter(
     (path / "adapter_config.json").write_text(json.dumps(fields))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors")
     return path
+
+
+def is_transposed(module: Any) -> bool:
+    """Of GPT-2, whose weights are [in, out]."""
+    return type(module).__name__ == "Conv1D"
 
 
 def scale_of(fields: dict[str, Any]) -> float:
@@ -62,8 +61,8 @@ def merge(model: Any, path: Path) -> Any:
     fields = json.loads((path / "adapter_config.json").read_text())
     tensors = load_file(path / "adapter_model.safetensors")
     modules = dict(model.named_modules())
-    head = modules["lm_head"]
-    if head.weight is modules["model.embed_tokens"].weight:
+    head = model.get_output_embeddings()
+    if head.weight is model.get_input_embeddings().weight:
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
     for name, down in tensors.items():
         for first, second in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
@@ -71,5 +70,5 @@ def merge(model: Any, path: Path) -> Any:
                 module = modules[name.removeprefix("base_model.model.").partition(f".{first}")[0]]
                 product: Tensor = tensors[name.replace(first, second)].double() @ down.double() * scale_of(fields)
                 with torch.no_grad():
-                    module.weight += product.t() if "embedding" in first else product
+                    module.weight += product.t() if "embedding" in first or is_transposed(module) else product
     return model

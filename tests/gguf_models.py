@@ -33,13 +33,26 @@ _INSIDE = {
     "input_layernorm": "attn_norm",
 }
 _ARCHS = {
+    "cohere": "command-r",
     "gemma3_text": "gemma3",
+    "gpt_neox": "gptneox",
+    "hunyuan_v1_dense": "hunyuan-dense",
     "gpt_oss": "gpt-oss",
     "mistral": "llama",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
 }
+_PERMUTED = ("arcee", "granite", "llama", "smollm3")
+_PARTLY_ROTATED = ("glm4", "gptneox", "nemotron", "phi3", "stablelm")
+_GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
+_GPT2 |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
+_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_BY_PACKAGE = {
+    *("arcee", "cohere2", "command-r", "ernie4_5", "exaone4", "glm4", "gpt2", "gptneox", "granite", "hunyuan-dense"),
+    *("nemotron", "olmo2", "phi3", "seed_oss", "stablelm", "starcoder2"),
+}
+"""Architectures whose tensors are named by the package's own table."""
 _EXPERTS = {
     **{"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"},
     **{"gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps", "up_proj": "ffn_up_exps"},
@@ -49,8 +62,12 @@ TypeOf = Callable[[str], str]
 
 
 def stored_name(name: str, model_type: str) -> str:
-    """What llama.cpp calls a checkpoint's tensor."""
+    """What llama.cpp calls a checkpoint's tensor: where it is not known here, as its package says."""
     stem, _, kind = name.rpartition(".")
+    arch = _ARCHS.get(model_type, model_type)
+    if arch in _BY_PACKAGE:
+        table = gguf.get_tensor_name_map(next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), 8)
+        return table.get_name(name, try_suffixes=(".weight", ".bias"))
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"
     if name.endswith("self_attn.sinks"):
@@ -119,6 +136,8 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     changed: keys of the metadata with _ for each dot but the last parts; None leaves a key out.
     """
     config = json.loads((folder / "config.json").read_text())
+    config |= {name: config[other] for other, name in _GPT2.items() if other in config}
+    config["num_key_value_heads"] = config.get("num_key_value_heads") or config["num_attention_heads"]
     kind = config["model_type"]
     arch = _ARCHS.get(kind, kind)
     writer = gguf.GGUFWriter(str(out), arch)
@@ -126,7 +145,7 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     write_bytes_tokenizer(writer, config["vocab_size"])
     tensors = load_file(folder / "model.safetensors")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    if config["tie_word_embeddings"]:
+    if config.get("tie_word_embeddings", True):
         tensors.pop("lm_head.weight", None)
     experts = stacked_experts(tensors)
     for stored, parts in experts.items():
@@ -138,12 +157,16 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
         if name in apart:
             continue
         stored = stored_name(name, kind)
-        count = heads.get(stored.split(".")[-2]) if arch in ("llama", "smollm3") else None
+        count = heads.get(stored.split(".")[-2]) if arch in _PERMUTED else None
         rows = tensor.float() if count is None else permuted(tensor.float(), count)
-        rows = rows + 1 if arch.startswith("gemma") and stored.endswith("norm.weight") else rows
+        if arch == "gptneox" and "attn_qkv" in stored:
+            rows = rows.unflatten(0, (config["num_attention_heads"], 3, -1)).transpose(0, 1).flatten(0, 2)
+        elif arch == "gpt2" and tensor.ndim == 2 and "embd" not in stored:
+            rows = rows.t().contiguous()
+        rows = rows + 1 if arch.startswith(("gemma", "nemotron")) and stored.endswith("norm.weight") else rows
         whole = tensor.ndim == 1 or "ffn_gate_inp" in stored
         back = add_tensor(writer, stored, rows, "F32" if whole else type_of(stored))
-        if not whole:
+        if not whole and arch not in ("gptneox", "gpt2"):
             tensor.copy_(back if count is None else back.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2))
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -183,8 +206,12 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
             writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(next(config[name] for name in _EPS if name in config))
+    if not full.get("alpha"):
+        writer.add_rope_freq_base(full.get("rope_theta", 10000.0))
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
@@ -197,13 +224,44 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
-    if config.get("sliding_window") and arch.startswith(("gemma", "gpt-oss")):
+    write_own(writer, arch, config, full)
+    if config.get("sliding_window") and arch.startswith(
+        ("gemma", "gpt-oss", "cohere2", "exaone4", "starcoder2", "phi3")
+    ):
         writer.add_sliding_window(config["sliding_window"])
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if "sliding_attention" in rope:
         writer.add_float32("gemma3.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+
+
+def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
+    """What only some architectures have."""
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if arch in _PARTLY_ROTATED:
+        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
+    if arch == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+    if rope.get("rope_type") == "longrope":
+        old = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(old)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(rope["factor"]) / math.log(old)))
+        for kind in ("long", "short"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))
+    if arch == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if "logit_scale" in config:
+        writer.add_logit_scale(config["logit_scale"])
+    if arch == "gptneox":
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if arch == "exaone4" and config["sliding_window"]:
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
+    if rope.get("alpha"):  # HunYuan's base is stretched in the file
+        writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (size / (size - 2)))
 
 
 def write_bytes_tokenizer(writer: Any, vocab_size: int, **roles: int) -> None:

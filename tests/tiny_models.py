@@ -58,6 +58,31 @@ GEMMA3_ROPES = {
 }
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 
+SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.5],
+    "long_factor": [1.0, 2.0, 5.0, 9.0],
+    "factor": 4.0,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 512,
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 3.0,
+}
+QUERY_SCALES = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
+QUERY_SCALES |= {"original_max_position_embeddings": 32, "truncate": True}
+ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+HEADS = {"num_key_value_heads": None, "intermediate_size": None}
+"""For families that have no such fields."""
+GPT2 = {**HEADS, "n_inner": 96, "tie_word_embeddings": True}
+SHORT_YARN = {name: value for name, value in YARN.items() if name != "truncate"}
+NEWER_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 160}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied-biased": {
@@ -108,6 +133,74 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vision_config": TOWER,
         "tie_word_embeddings": True,
     },
+    "phi3": {"model_type": "phi3", "sliding_window": 24},
+    "phi3-longrope": {"model_type": "phi3", "rope_parameters": LONGROPE},
+    "ministral3": {"model_type": "ministral3", "head_dim": 32, "rope_parameters": QUERY_SCALES},
+    "granite": {**GRANITE, "model_type": "granite", "tie_word_embeddings": True},
+    "granite_swa": {
+        **GRANITE,
+        "model_type": "granite_swa",
+        "sliding_window": 24,
+        "layer_types": SLIDES,
+        "layer_rope_theta": [10000.0, 0, 500.0],
+    },
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3",
+        "sliding_window": 24,
+        "layer_types": SLIDES,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": SHORT_YARN,
+        },
+    },
+    "glm": {"model_type": "glm", "head_dim": 32},
+    "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 24, "layer_types": SLIDES},
+    "exaone4-full": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 32},
+    "hunyuan_v1_dense": {"model_type": "hunyuan_v1_dense", "head_dim": 32, "rope_parameters": ALPHA},
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 32, "use_bias": True},
+    "arcee": {"model_type": "arcee"},
+    "helium": {"model_type": "helium", "head_dim": 16},
+    "apertus": {"model_type": "apertus", "rope_parameters": LLAMA3_ROPE},
+    "cohere": {"model_type": "cohere", "logit_scale": 0.5, "tie_word_embeddings": True},
+    "cohere-norms": {"model_type": "cohere", "logit_scale": 0.5, "use_qk_norm": True, "attention_bias": True},
+    "cohere2": {
+        "model_type": "cohere2",
+        "sliding_window": 24,
+        "layer_types": SLIDES,
+        "logit_scale": 0.5,
+        "tie_word_embeddings": True,
+    },
+    "nemotron": {"model_type": "nemotron", "attention_bias": True, "mlp_bias": True},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 24},
+    "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
+    "stablelm-parallel": {"model_type": "stablelm", "use_parallel_residual": True},
+    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
+    "gpt_neox-serial": {
+        "model_type": "gpt_neox",
+        "num_key_value_heads": 4,
+        "use_parallel_residual": False,
+        "attention_bias": False,
+    },
+    "gptj": {"model_type": "gptj", **HEADS, "n_inner": 96, "rotary_dim": 8},
+    "phi": {"model_type": "phi"},
+    "gpt2": {"model_type": "gpt2", **GPT2, "scale_attn_by_inverse_layer_idx": True},
+    "opt": {"model_type": "opt", **HEADS, "ffn_dim": 96, "tie_word_embeddings": True},
+    "falcon": {"model_type": "falcon", **HEADS, "bias": True, "tie_word_embeddings": True},
+    "falcon-newer": {"model_type": "falcon", **HEADS, **NEWER_FALCON},
+    "falcon-alibi": {
+        "model_type": "falcon",
+        **HEADS,
+        "alibi": True,
+        "parallel_attn": False,
+        "multi_query": False,
+    },
+    "gpt_bigcode": {"model_type": "gpt_bigcode", **GPT2},
+    "gpt_bigcode-heads": {"model_type": "gpt_bigcode", **GPT2, "multi_query": False},
+    "bloom": {"model_type": "bloom", **HEADS, "tie_word_embeddings": True},
+    "mpt": {"model_type": "mpt", **HEADS, "tie_word_embeddings": True},
 }
 
 
@@ -118,7 +211,7 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
+        if parameter.ndim == 2 and "_norm" not in name:
             bias = name.endswith("bias")  # of all experts of a layer
             inputs = parameter.shape[1]
             torch.nn.init.normal_(parameter, std=0.5 if "embed" in name else 0.2 if bias else 1.5 * inputs**-0.5)
@@ -126,7 +219,8 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             inputs = parameter.shape[1 if family.startswith("gpt_oss") else 2]
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
         else:
-            offset = name.endswith("bias") or family.startswith("gemma")  # whose norms multiply by 1 + weight
+            # norms that multiply by 1 + weight
+            offset = name.endswith("bias") or family.startswith(("gemma", "nemotron"))
             torch.nn.init.normal_(parameter, mean=0.0 if offset else 1.0, std=0.2)
     model.to(dtype).save_pretrained(path)
     return path

@@ -8,21 +8,68 @@ from typing import Any
 from quire.engine.checkpoint.quantization import why_not
 
 FAMILIES = {
+    "apertus": "dense.apertus",
+    "arcee": "dense.arcee",
+    "bloom": "classic.bloom",
+    "cohere": "classic.cohere",
+    "cohere2": "classic.cohere2",
+    "ernie4_5": "dense.ernie4_5",
+    "exaone4": "dense.exaone4",
+    "falcon": "classic.falcon",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "glm": "dense.glm",
+    "glm4": "dense.glm4",
+    "gpt2": "classic.gpt2",
+    "gpt_bigcode": "classic.gpt2",
+    "gpt_neox": "classic.gpt_neox",
     "gpt_oss": "gpt_oss",
+    "gptj": "classic.gptj",
+    "granite": "dense.granite",
+    "granite_swa": "dense.granite_swa",
+    "helium": "dense.helium",
+    "hunyuan_v1_dense": "dense.hunyuan_v1_dense",
     "llama": "llama",
+    "ministral3": "dense.ministral3",
     "mistral": "mistral",
     "mixtral": "mixtral",
+    "mpt": "classic.mpt",
+    "nemotron": "classic.nemotron",
+    "olmo2": "dense.olmo2",
+    "olmo3": "dense.olmo3",
+    "opt": "classic.opt",
+    "phi": "classic.phi",
+    "phi3": "dense.phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
+    "stablelm": "classic.stablelm",
+    "starcoder2": "classic.starcoder2",
 }
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 """Those of them that have mixtures of experts."""
+WITHOUT_GATES = (
+    *(
+        "apertus",
+        "arcee",
+        "bloom",
+        "falcon",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neox",
+        "gptj",
+        "mpt",
+        "nemotron",
+        "opt",
+        "phi",
+    ),
+    "starcoder2",
+)
+"""Those whose MLPs have two matrices, not three."""
 STACKED = ("gpt_oss",)
 """Those whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {
@@ -38,30 +85,16 @@ ENCODERS = {
     "xlm-roberta": "roberta",
 }
 """The same of models that only read, to the modules of engine/encoders."""
-OLDER_NAMES = {
-    "distilbert": {
-        "dim": "hidden_size",
-        "hidden_dim": "intermediate_size",
-        "n_heads": "num_attention_heads",
-        "n_layers": "num_hidden_layers",
-    },
-    "nomic_bert": {
-        "n_embd": "hidden_size",
-        "n_inner": "intermediate_size",
-        "n_head": "num_attention_heads",
-        "n_layer": "num_hidden_layers",
-        "n_positions": "max_position_embeddings",
-    },
-}
-"""By model_type: fields of config.json that have other names there."""
-WITH_IMAGES = ("gemma3",)
-"""Families with image input whose text part, in text_config, is served."""
-ROPE_TYPES = ("default", "linear", "llama3", "factors", "ntk", "yarn")
+WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+"""Families with image input whose text part, in text_config, is served; and what that is where it does not say."""
+ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
-_SLIDING = {"mistral", "gemma2", "gemma3_text"}
-"""Families whose layers have a sliding window where config.json does not say how long it is."""
-_FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
+_SLIDING = dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {
+    "granite_swa": 128
+}
+"""Families whose layers have a sliding window where config.json does not say how long it is: how long, then."""
+_FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
 """By family: every so many layers one has no window, where config.json does not say which."""
 
 
@@ -83,7 +116,7 @@ def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
 def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """By layer that has attention, in the families that have windows: tokens that a token sees; None: all."""
     kind = str(text.get("model_type"))
-    window = text.get("sliding_window", 4096 if kind in _SLIDING else None)
+    window = text.get("sliding_window", _SLIDING.get(kind))
     if not text.get("use_sliding_window", not kind.startswith(("qwen", "smollm"))):
         window = None
     kinds = text.get("layer_types") or text.get("layers_block_type")
@@ -91,6 +124,8 @@ def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...
         attend = [each for each in kinds if "attention" in each and "linear" not in each]
         return tuple(window if "sliding" in each else None for each in attend)
     every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
+    if isinstance(every, str) and set(every) <= {"L", "G"}:  # as EXAONE 4 was published: a letter for each layer
+        return tuple(window if every[layer % len(every)] == "L" else None for layer in range(layers))
     if isinstance(every, int):
         return tuple(window if layer % every else None for layer in range(1, layers + 1))
     first = text.get("max_window_layers") if kind.startswith(("qwen", "smollm")) else 0
@@ -116,5 +151,13 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
         found.append(reason)
     rope = raw.get("rope_parameters") or raw.get("rope_scaling")
     parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one for each kind of layer
-    kinds = {str(part.get("rope_type") or part.get("type") or "default") for part in parts if isinstance(part, Mapping)}
-    return found + [f"Quire does not compute the rope_type {each} yet" for each in sorted(kinds.difference(ROPE_TYPES))]
+    kinds = {_unserved_rope(raw, part) for part in parts if isinstance(part, Mapping)}
+    return found + [f"Quire does not compute the rope_type {each} yet" for each in sorted(kinds - {""})]
+
+
+def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
+    """Its rope_type, where it is not computed; else ""."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    of_phi, dynamic = raw.get("model_type") == "phi3", bool(rope.get("alpha"))
+    served = {"dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
+    return "" if served else kind

@@ -22,6 +22,7 @@ _Vocabulary = Annotated[int, Meta(ge=1, le=2**26)]
 _Positions = Annotated[int, Meta(ge=1, le=MAX_POSITIONS)]
 _Theta = Annotated[float, Meta(ge=1, le=1e15)]
 _Above0 = Annotated[float, Meta(gt=0, le=1e12)]
+_Part = Annotated[float, Meta(gt=0, le=1)]
 _Epsilon = Annotated[float, Meta(ge=0, le=1)]
 _Experts = Annotated[int, Meta(ge=1, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
@@ -48,6 +49,11 @@ class OneRope(TypedDict, total=False):
     truncate: bool | None
     factors: Annotated[list[_Above0], Meta(max_length=2**16)] | None
     mixed_b: Annotated[float, Meta(ge=0, le=64)] | None
+    short_factor: Annotated[list[_Above0], Meta(max_length=2**16)] | None
+    long_factor: Annotated[list[_Above0], Meta(max_length=2**16)] | None
+    partial_rotary_factor: _Part | None
+    llama_4_scaling_beta: Annotated[float, Meta(ge=0, le=1e3)] | None
+    alpha: Annotated[float, Meta(gt=0, le=1e6)] | None
 
 
 class Ropes(OneRope, total=False):
@@ -122,7 +128,7 @@ class SharedFields(TypedDict, total=False):
     torch_dtype: _Text | None
     quantization_config: Quantization | None
     layer_types: list[_Text] | None
-    sliding_window_pattern: _Layers | _Text | None
+    sliding_window_pattern: _LayerCount | _Text | None
     use_sliding_window: bool | None
     max_window_layers: _LayerCount | None
 
@@ -138,6 +144,16 @@ class EagleConfig(TypedDict, total=False):
 
     eagle_aux_hidden_state_layer_ids: Annotated[list[_LayerCount], Meta(min_length=1, max_length=16)] | None
     use_aux_hidden_state: bool | None
+
+
+class AttnConfig(TypedDict, total=False):
+    """MPT's attention."""
+
+    alibi: bool | None
+    clip_qkv: float | None
+    qk_ln: bool | None
+    prefix_lm: bool | None
+    softmax_scale: _Above0 | None
 
 
 class ServedFields(SharedFields, total=False):
@@ -167,6 +183,36 @@ class ServedFields(SharedFields, total=False):
     norm_topk_prob: bool | None
     decoder_sparse_step: _Layers | None
     mlp_only_layers: list[int] | None
+    attention_out_bias: bool | None
+    use_bias: bool | None
+    use_qkv_bias: bool | None
+    enable_bias: bool | None
+    partial_rotary_factor: _Part | None
+    rotary_dim: _Width | None
+    original_max_position_embeddings: _Positions | None
+    layer_rope_theta: list[Annotated[float, Meta(ge=0, le=1e15)]] | None
+    embedding_multiplier: _Above0 | None
+    residual_multiplier: _Above0 | None
+    attention_multiplier: _Above0 | None
+    logits_scaling: _Above0 | None
+    logit_scale: _Above0 | _Text | None
+    use_parallel_residual: bool | None
+    parallel_attn: bool | None
+    new_decoder_architecture: bool | None
+    num_ln_in_parallel_attn: _Width | None
+    multi_query: bool | None
+    alibi: bool | None
+    attn_config: AttnConfig | None
+    use_qk_norm: bool | None
+    qk_layernorm: bool | None
+    scale_attn_weights: bool | None
+    scale_attn_by_inverse_layer_idx: bool | None
+    add_cross_attention: bool | None
+    word_embed_proj_dim: _Width | None
+    do_layer_norm_before: bool | None
+    layer_norm_elementwise_affine: bool | None
+    apply_residual_connection_post_layernorm: bool | None
+    no_bias: bool | None
     swiglu_alpha: _Above0 | None
     swiglu_limit: _Above0 | None
     activation: _Text | None

@@ -18,13 +18,13 @@ from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
     FAMILIES,
-    OLDER_NAMES,
     WITH_IMAGES,
     family_not_served,
     stored_dtype,
     why_not_served,
 )
 from quire.engine.checkpoint.fields import MAX_POSITIONS, GenerationFields, PlannedFields, ServedFields
+from quire.engine.checkpoint.layouts import named_alike
 from quire.engine.checkpoint.names import HubName, hub_name
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig
@@ -37,9 +37,6 @@ _WANTED_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 HEAD_FILES = (*_WANTED_FILES, "*.bin", "*.pt")
 """The same of a head that guesses tokens: many are published in PyTorch's own format."""
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_GEMMA3_DEFAULTS = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-_GEMMA3_DEFAULTS |= {"max_position_embeddings": 131_072}
-"""What the config.json of Gemma 3 models leaves out: transformers' defaults."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 """What layer_types may name in the families that are served."""
 
@@ -69,6 +66,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     raw: ServedFields
     """Each field of its declared type, or None."""
+    context: int | None = None
+    """Tokens of the longest context that will be served; None: `max_position`."""
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _WANTED_FILES) -> Path:
@@ -190,12 +189,9 @@ def read_model_config(path: Path) -> ModelConfig:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
     if content.get("model_type") and (reason := family_not_served(content)) is not None:
         raise ModelError(f"model: {label}: model_type: {reason}; served: {', '.join(FAMILIES)}, and encoders")
-    if content.get("model_type") in WITH_IMAGES:
+    if str(content.get("model_type")) in WITH_IMAGES:
         content = _text_config(content, label)
-    for older, name in OLDER_NAMES.get(str(content.get("model_type")), {}).items():
-        if older in content:
-            content = {name: content[older], **content}
-    raw = checked(content, ServedFields, label)
+    raw = checked(named_alike(content), ServedFields, label)
     if (quantized := raw.get("quantization_config")) and files.folder is not None:
         weight_formats(quantized)
     generation = _read_generation_config(files)
@@ -252,8 +248,8 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     the outer keys of the same name.
     """
     part = raw.get("text_config") or raw.get("llm_config") or raw.get("language_config")
-    text = {**raw, **(part if isinstance(part, Mapping) else {})}
-    return _GEMMA3_DEFAULTS | text if text.get("model_type") == "gemma3_text" else text
+    kind = WITH_IMAGES.get(str(raw.get("model_type")), raw.get("model_type"))
+    return named_alike({**raw, "model_type": kind, **(part if isinstance(part, Mapping) else {})})
 
 
 def _text_config(raw: dict[str, Any], file: str) -> dict[str, Any]:
@@ -309,7 +305,10 @@ def _rope(raw: ServedFields) -> dict[str, Any]:
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     rope.setdefault("rope_theta", raw.get("rope_theta") or 10000.0)
-    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    for name in ("partial_rotary_factor", "rotary_dim"):
+        if (value := raw.get(name)) is not None:
+            rope.setdefault(name, value)
     return rope
 
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.fields import MAX_LABELS
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.layouts import layout_of, own_modules
 from quire.engine.checkpoint.safetensors import read_tensor_headers
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
@@ -160,7 +161,8 @@ def generates(path: Path, config: ModelConfig, *, dummy: bool) -> bool:
     if config.tie_embeddings or dummy:
         return True
     names = read_tensor_headers(path) if path.is_dir() else {}  # what is in a GGUF file, its loader says
-    return not names or any(name.startswith("lm_head.") for name in names)
+    layout = layout_of(config.model_type)
+    return not names or any(own_modules(layout, name.rpartition(".")[0]) == ("lm_head",) for name in names)
 
 
 def tasks_of(path: Path, config: ModelConfig, pooling: Pooling, runner: str, *, dummy: bool) -> tuple[Task, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from quire.engine.checkpoint.families import (
     ENCODERS,
+    WITHOUT_GATES,
     family_not_served,
     layer_windows,
     sparse_layers,
@@ -25,14 +26,26 @@ from quire.engine.checkpoint.page_groups import PagedState
 from quire.engine.errors import ModelError
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
-_OLDER = {"gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "codegen", "opt", "falcon", "bloom", "mpt", "phi"}
-_OLDER |= {"starcoder2", "nemotron", "arcee", *_BERTS}
-"""Families whose MLP has two matrices instead of three, and whose norms have biases."""
+_TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_BERTS}
+"""Families whose MLP has two matrices instead of three."""
+_NORM_BIASES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt"}
+_NORM_BIASES |= {"phi", "stablelm", "starcoder2", *_BERTS}
+"""Families whose norms have biases."""
+_FOUR_NORMS, _ONE_NORM = {"gemma2", "gemma3", "gemma3_text", "glm4"}, {"cohere", "cohere2", "gptj", "phi"}
+"""Families whose layers have another number of norms than two."""
 _TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
 _TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", *ENCODERS}
 """Families whose output head is the embedding unless config.json says otherwise."""
-_BIASED = {"gpt2", "gpt_neox", "gpt_bigcode", "opt", "bloom", "phi", "starcoder2", *_BERTS}
+_BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
 """Families whose linear layers have biases."""
+_BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
+"""The same of MLPs and of heads that are not tied."""
+_NO_OUT_BIAS = {"glm", "glm4", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
+"""Families where queries, keys and values may have biases, and what follows attention has none of these."""
+_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "qwen3", "qwen3_moe"}
+"""Families with norms of query and key heads,"""
+_WHOLE_NORMS = {"olmo2", "olmo3"}
+"""and of all of them together."""
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
 """Families with a table of positions."""
 _ALIASES = {
@@ -163,7 +176,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     table = vocab * hidden
     learned = (positions + 2 * (kind == "opt")) * hidden if kind in _LEARNED else 0
     embeddings = table * (1 if tied else 2) + learned
-    body = layers * (attention + _norms(text, hidden)) + hidden
+    body = layers * (attention + _norms(text, hidden)) + _ends(text, hidden, vocab, tied=bool(tied))
     mlps = (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
     method, bits = _quantization(text)
     return ModelSizes(
@@ -210,13 +223,15 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
         raise ModelError(f"model: config.json: hidden_size: {hidden} cannot be split into {heads} heads")
     parameters = 2 * hidden * heads * size + 2 * hidden * shared * size
     kind = text.get("model_type")
-    if text.get("attention_bias") or text.get("use_bias") or kind in _BIASED:
-        parameters += heads * size + 2 * shared * size + hidden
-        parameters += heads if kind == "gpt_oss" else 0  # its sinks
-    elif kind in ("qwen2", "qwen2_moe"):
-        parameters += heads * size + 2 * shared * size
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+    asked = any(text.get(name) for name in ("attention_bias", "use_bias", "use_qkv_bias", "enable_bias"))
+    if asked or kind in _BIASED or kind in ("qwen2", "qwen2_moe"):
+        parameters += heads * size + 2 * shared * size + (0 if kind in _NO_OUT_BIAS else hidden)
+    parameters += hidden if text.get("attention_out_bias") else 0
+    parameters += heads if kind in ("gpt_oss", "granite_swa") else 0  # their sinks
+    if kind in _HEAD_NORMS:
         parameters += 2 * size
+    elif kind in _WHOLE_NORMS or text.get("use_qk_norm"):
+        parameters += (heads + shared) * size
     return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
 
 
@@ -236,11 +251,12 @@ def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, i
     """Returns the parameters of a dense layer's MLP, of one expert, of the router for one expert, and of a layer's
     shared experts, and the number of layers that have experts."""
     kind = text.get("model_type")
-    matrices = 2 if kind in _OLDER else 3
+    matrices = 2 if kind in _TWO_MATRICES else 3
     inner = _optional(text, "intermediate_size") or int(text.get("expansion_ratio", 4) * hidden)
-    biased = text.get("mlp_bias") or text.get("use_bias") or kind in _BIASED
+    biased = any(text.get(name) for name in ("mlp_bias", "use_bias", "enable_bias")) or kind in _BIASED_MLP
     dense = matrices * hidden * int(text.get("intermediate_size_mlp") or inner)
     dense += ((matrices - 1) * inner + hidden) if biased else 0
+    dense += 2 if kind == "apertus" else 0  # what xIELU has learned
     experts = _optional(text, "experts")
     if experts < 2:
         return dense, 0, 0, 0, 0
@@ -255,11 +271,24 @@ def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, i
 
 
 def _norms(text: Mapping[str, Any], hidden: int) -> int:
-    """Parameters of one layer's norms. The older families have biases too; Gemma 2 and 3 have four norms."""
+    """Parameters of one layer's norms."""
+    kind, count = str(text.get("model_type")), 2
+    if kind in _FOUR_NORMS:
+        count = 4
+    elif kind in _ONE_NORM or (text.get("use_parallel_residual") and kind == "stablelm"):
+        count = 1
+    elif kind == "falcon":
+        newer = bool(text.get("new_decoder_architecture"))
+        parallel, given = newer or text.get("parallel_attn"), text.get("num_ln_in_parallel_attn")
+        count = int(given if isinstance(given, int) else 1 + newer) if parallel else 2
+    return count * hidden * (2 if kind in _NORM_BIASES else 1)
+
+
+def _ends(text: Mapping[str, Any], hidden: int, vocab: int, *, tied: bool) -> int:
+    """Parameters beside the layers, the embedding and the head: norms, and biases of the head."""
     kind = str(text.get("model_type"))
-    if kind in _OLDER:
-        return 4 * hidden
-    return (4 if kind.startswith(("gemma2", "gemma3")) else 2) * hidden
+    norm = hidden * (2 if kind in _NORM_BIASES - _BERTS else 1)
+    return norm * (2 if kind == "bloom" else 1) + (vocab if kind in _BIASED_HEAD and not tied else 0)
 
 
 def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:

@@ -24,7 +24,9 @@ from quire.engine.layers.norm import LayerNormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import Scheme
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Rope, Softmax
+from quire.kernels.activation import GELU
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Softmax
+from quire.kernels.rotation import Rope
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 _ACTIVATIONS: dict[str, Activation] = {
@@ -259,9 +261,9 @@ class Encoder:
                 wide = backend.gelu_mul(wide)
             case "gelu", True:
                 gate, up = wide.chunk(2, dim=-1)
-                wide = backend.gelu(gate.contiguous()).mul_(up)
+                wide = backend.activate(gate.contiguous(), GELU).mul_(up)
             case "gelu", False:
-                wide = backend.gelu(wide)
+                wide = backend.activate(wide, GELU)
             case "gelu_tanh", False:
                 wide = F.gelu(wide, approximate="tanh")
             case "relu", False:

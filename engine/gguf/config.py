@@ -13,19 +13,45 @@ from quire.engine.gguf.tokenizer import end_tokens, vocabulary_size
 from quire.engine.gguf.types import FLOATS
 
 FAMILIES = {
+    "arcee": "arcee",
+    "cohere2": "cohere2",
+    "command-r": "cohere",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
+    "glm4": "glm4",
     "gpt-oss": "gpt_oss",
+    "gpt2": "gpt2",
+    "gptneox": "gpt_neox",
+    "granite": "granite",
+    "hunyuan-dense": "hunyuan_v1_dense",
     "llama": "llama",
+    "nemotron": "nemotron",
+    "olmo2": "olmo2",
+    "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
+    "seed_oss": "seed_oss",
     "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
-"""general.architecture to config.json's model_type. Mixtral's files call themselves llama."""
+"""general.architecture to config.json's model_type. Mixtral's files call themselves llama, OLMo 3's olmo2."""
+_PARTLY_ROTATED = ("glm4", "gptneox", "nemotron", "phi3", "stablelm")
+"""Architectures that rotate a part of each head."""
+_MAY_SLIDE = ("cohere2", "exaone4", "olmo2", "phi3", "starcoder2")
+_SCALES = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention.scale",
+    "logits_scaling": "logit_scale",
+}
+"""Granite's."""
 _WITH_EXPERTS = ("gpt-oss", "qwen3moe")
-PERMUTED = ("llama", "mixtral", "smollm3")
+PERMUTED = ("arcee", "granite", "llama", "mixtral", "smollm3")
 """The model types whose queries and keys are stored for rotations of neighbours; see `undone` in the loader."""
 _SAMPLING = {
     "temperature": "general.sampling.temp",
@@ -59,18 +85,19 @@ def config_json(header: Header) -> dict[str, Any]:
         "num_key_value_heads": _uniform(header, f"{arch}.attention.head_count_kv"),
         "head_dim": head_dim,
         "max_position_embeddings": header.integer(f"{arch}.context_length"),
-        "rms_norm_eps": header.number(f"{arch}.attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": header.number(f"{arch}.attention.layer_norm_rms_epsilon")
+        or header.number(f"{arch}.attention.layer_norm_epsilon"),
         "tie_word_embeddings": _HEAD not in header.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in header.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in header.tensors,
+        **_biases(header),
         "eos_token_id": end_tokens(header) if vocabulary_size(header) else None,
         "dtype": _dtype(header),
         "quantization_config": _quantization(header),
         **_ropes(header, arch),
         **_of_gemma(header, arch, even),
         **_of_experts(header, arch),
+        **_of_others(header, arch),
     }
-    return {key: value for key, value in config.items() if value is not None}
+    return {key: value for key, value in config.items() if value is not None} | _windows(header, arch)
 
 
 def _family(header: Header, arch: str) -> str:
@@ -104,7 +131,7 @@ def weight_types(header: Header) -> dict[str, int]:
 def _check_heads(header: Header, arch: str, head_dim: int | None) -> None:
     """Raise ModelError for what no family here computes: values of another size than keys, positions that are rotated
     into a part of a head."""
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *(() if arch in _PARTLY_ROTATED else ("rope.dimension_count",))):
         size = header.integer(f"{arch}.{key}")
         if size is not None and size != head_dim:
             raise _wrong(header, f"{arch}.{key}", f"{size}, where heads have {head_dim}, is not served")
@@ -158,6 +185,8 @@ def _ropes(header: Header, arch: str) -> dict[str, Any]:
         rope |= {"rope_type": kind, "factor": factor or 1.0}
     if kind == "yarn":
         rope |= _yarn(header, arch)
+    if arch == "phi3" and (long := header.tensors.get("rope_factors_long.weight")) is not None:
+        return {"rope_parameters": _longrope(header, rope, long)}
     if (factors := header.tensors.get(_FACTORS)) is not None:
         if rope["rope_type"] != "default":
             raise _wrong(header, f"{arch}.rope.scaling.type", f"{kind!r} beside {_FACTORS} is not computed")
@@ -166,6 +195,21 @@ def _ropes(header: Header, arch: str) -> dict[str, Any]:
         return {"rope_parameters": rope}
     local = {"rope_type": "default", "rope_theta": header.number("gemma3.rope.freq_base_swa") or 10000.0}
     return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+
+
+def _longrope(header: Header, rope: dict[str, Any], long: StoredTensor) -> dict[str, Any]:
+    """Phi-3's, whose factors are tensors."""
+    name = "rope_factors_short.weight"
+    if (short := header.tensors.get(name)) is None:
+        raise ModelError(f"model: {header.name} lacks {name}")
+    factors = {"long_factor": _numbers(header, "rope_factors_long.weight", long)}
+    factors |= {"short_factor": _numbers(header, name, short)}
+    old = header.integer("phi3.rope.scaling.original_context_length")
+    size = header.number("phi3.rope.scaling.attn_factor")
+    given = {"original_max_position_embeddings": old, "attention_factor": size}
+    return (
+        rope | factors | {"rope_type": "longrope"} | {key: value for key, value in given.items() if value is not None}
+    )
 
 
 def _yarn(header: Header, arch: str) -> dict[str, Any]:
@@ -213,6 +257,45 @@ def _of_gemma(header: Header, arch: str, head_dim: int) -> dict[str, Any]:
     elif not window:  # as llama.cpp reads it: all layers see everything
         fields["sliding_window_pattern"] = 1
     return fields
+
+
+def _biases(header: Header) -> dict[str, bool]:
+    """Which linears have biases, as the families' config.json say it."""
+    keys = any(f"blk.0.attn_{name}.bias" in header.tensors for name in ("q", "qkv"))
+    out, mlp = (f"blk.0.{name}.bias" in header.tensors for name in ("attn_output", "ffn_up"))
+    whole = {"attention_bias": keys, "use_qkv_bias": keys, "attention_out_bias": out, "mlp_bias": mlp}
+    return whole | {"use_bias": keys and out}
+
+
+def _of_others(header: Header, arch: str) -> dict[str, Any]:
+    """The fields that only some other families have."""
+    fields: dict[str, Any] = {}
+    if arch in _PARTLY_ROTATED:
+        fields["rotary_dim"] = header.integer(f"{arch}.rope.dimension_count")
+    match arch:
+        case "granite":
+            fields = {name: header.number(f"granite.{key}") for name, key in _SCALES.items()}
+        case "command-r" | "cohere2":
+            fields["logit_scale"] = header.number(f"{arch}.logit_scale")
+            fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
+        case "gptneox":
+            fields["use_parallel_residual"] = header.flag("gptneox.use_parallel_residual")
+        case "stablelm":
+            fields["qk_layernorm"] = "blk.0.attn_q_norm.weight" in header.tensors
+            fields["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in header.tensors
+    return fields
+
+
+def _windows(header: Header, arch: str) -> dict[str, Any]:
+    """Sliding windows of the families whose files may have none."""
+    key = f"{arch}.attention.sliding_window"
+    if arch not in _MAY_SLIDE:
+        return {}
+    if (window := header.integer(key) or None) is not None and arch == "olmo2":
+        raise _wrong(header, key, f"{window}: OLMo 3 is served from safetensors alone")
+    slides, kinds = header.metadata.get(f"{key}_pattern"), ("full_attention", "sliding_attention")
+    types = {"layer_types": [kinds[bool(each)] for each in slides]} if isinstance(slides, list) else {}
+    return {"sliding_window": window, **types}
 
 
 def _numbers(header: Header, name: str, tensor: StoredTensor) -> list[float]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 
 _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OUTSIDE |= {"position_embd": "model.embed_positions"}
 _INSIDE = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -36,12 +38,18 @@ _OF_MIXTRAL = _INSIDE | {
     "ffn_up_exps": "block_sparse_moe.experts.*.w3",
     "ffn_down_exps": "block_sparse_moe.experts.*.w2",
 }
+_OF_SEED_OSS = _INSIDE | {"post_attention_norm": "post_attention_layernorm"}
 _BY_FAMILY = {
+    "exaone4": _INSIDE_WITH_OUTPUT_NORMS,
     "gemma2": _INSIDE_WITH_OUTPUT_NORMS,
     "gemma3_text": _INSIDE_WITH_OUTPUT_NORMS,
+    "glm4": _INSIDE_WITH_OUTPUT_NORMS | {"ffn_up": "mlp.gate_up_proj"},
     "gpt_oss": _OF_GPT_OSS,
     "mixtral": _OF_MIXTRAL,
+    "olmo2": _INSIDE_WITH_OUTPUT_NORMS,
+    "phi3": _INSIDE | {"ffn_up": "mlp.gate_up_proj"},
     "qwen3_moe": _OF_QWEN3_MOE,
+    "seed_oss": _OF_SEED_OSS,
 }
 """By config.json's model_type; * stands for an expert's number."""
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
@@ -52,7 +60,7 @@ def checkpoint_name(name: str, model_type: str, count: int) -> str | list[str] |
     model.layers.0.self_attn.q_proj.weight. What all experts of a layer have in one tensor, `count` of them along its
     first axis, has a name for each expert. None for a tensor that holds no weights; a name that is not known stays."""
     stem, _, kind = name.rpartition(".")
-    if stem == "rope_freqs":
+    if stem in ("rope_freqs", "rope_factors_long", "rope_factors_short"):
         return None
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
-from quire.kernels.backend import Operations, Rope, Softmax
+from quire.kernels.backend import Operations, Softmax
 from quire.kernels.kv_codes import UNSCALED, scale_elements
+from quire.kernels.rotation import Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,16 @@ class AttentionSpec(PartSpec):
     """Every query head has a score beside those of its keys, which takes a part of the weights (Softmax.sinks)."""
     qkv_bias: bool = False
     out_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm of every query and key head before the rotation."""
+    qk_norm: Literal["heads", "whole", "centred", "after"] | None = None
+    """Norm of queries and keys, as Rope.norm says it; None: there is none."""
+    alibi: float | None = None
+    """Scores fall with the distance, for each head by a slope of its own, times this (ALiBi, Press et al., 2022)."""
     input_norm: bool = True
-    """RMSNorm of what is projected."""
+    """Norm of what is projected."""
     output_norm: bool = False
-    """RMSNorm of what attention gives, before it joins the residual stream."""
+    """Norm of what attention gives, before it joins the residual stream."""
     input_size: int | None = None
-    """Of what is projected; None: the hidden size."""
+    """Of what is projected, where it is not the residual stream; None: it is that."""
 
     @property
     def state(self) -> PagedState:
@@ -57,6 +60,8 @@ class AttentionSpec(PartSpec):
             return f"the model's {self.num_heads} heads cannot be divided among {ranks} ranks"
         if self.num_kv_heads % ranks and ranks % self.num_kv_heads:
             return f"{ranks} ranks can neither divide the model's {self.num_kv_heads} key-value heads nor share them"
+        if self.qk_norm in ("whole", "centred"):
+            return "the norm of all heads' queries and keys cannot be divided among ranks"
         return None
 
 
@@ -80,15 +85,21 @@ class Attention(Part):
         norms = {self._input_norm: hidden} if spec.input_norm else {}
         if spec.output_norm:
             norms |= {self._output_norm: hidden}
-        if spec.qk_norm:
-            norms |= {f"{prefix}.q_norm": dim, f"{prefix}.k_norm": dim}
         self._norms = NormWeights(norms, making.dtype, spec.norm)
+        each = spec.qk_norm in ("whole", "centred")
+        head_norms = {f"{prefix}.q_norm": q_size if each else dim, f"{prefix}.k_norm": kv_size if each else dim}
+        rms = NormSpec(spec.norm.eps, spec.norm.offset)
+        self._head_norms = NormWeights({} if spec.qk_norm is None else head_norms, making.dtype, rms)
         self._sinks: Tensor | None = None
+        self._bias = None if spec.alibi is None else making.alibi(spec.alibi, spec.num_heads, heads)
 
     def parameters(self) -> ParameterTable:
-        table = self._norms.parameters() | self._qkv.parameters() | self._out.parameters()
+        norms = self._norms.parameters() | self._head_norms.parameters()
+        table = norms | self._qkv.parameters() | self._out.parameters()
         if self._spec.sinks:
-            table[f"{self._prefix}.sinks"] = Parameter((self._heads,), torch.float32, self._put_sinks)
+            sinks, own = (self._spec.num_heads,), self._making.shard.span(self._spec.num_heads)
+            cut = partial(torch.narrow, dim=0, start=own.start, length=len(own))
+            table[f"{self._prefix}.sinks"] = Parameter(sinks, torch.float32, self._put_sinks, cut)
         return table
 
     def _put_sinks(self, sinks: Tensor) -> None:
@@ -107,7 +118,7 @@ class Attention(Part):
         return f"2 x {self._making.backend.block_size} tokens x {self._kv_heads} heads x {head} x {kind.itemsize} B"
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        if self._spec.input_norm:
+        if self._spec.input_size is None:
             x, residual = self._norms.add(run, self._input_norm, x, residual)
         assert residual is not None
         metadata, context, (k_cache, v_cache) = step.metadata, step.context, step.pages
@@ -121,11 +132,14 @@ class Attention(Part):
     @cached_property
     def rope(self) -> Rope:
         """How heads are rotated and stored, once its weights are there."""
-        spec, (q_norm, k_norm) = self._spec, (self._norms.get(f"{self._prefix}.{name}_norm") for name in "qk")
-        return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, self._kv_scales)
+        spec, (q_norm, k_norm) = self._spec, (self._head_norms.get(f"{self._prefix}.{name}_norm") for name in "qk")
+        kind, scale = spec.qk_norm or "heads", None if spec.rope is None else self._making.query_scales(spec.rope)
+        return Rope(spec.head_dim, self._cos_sin, q_norm, k_norm, spec.norm.eps, self._kv_scales, kind, scale)
 
     @cached_property
     def _softmax(self) -> Softmax:
         spec = self._spec
         assert (self._sinks is not None) == spec.sinks, "weights are not loaded"
-        return Softmax(spec.scale, spec.window, spec.softcap, kv_scales=self._kv_scales, sinks=self._sinks)
+        return Softmax(
+            spec.scale, spec.window, spec.softcap, bias=self._bias, kv_scales=self._kv_scales, sinks=self._sinks
+        )

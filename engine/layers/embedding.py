@@ -1,10 +1,11 @@
-"""The table of token embeddings, which may be the output head as well."""
+"""The table of token embeddings, which may be the output head as well, and that of learned positions."""
 
 from __future__ import annotations
 
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
@@ -13,7 +14,7 @@ from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.backend import Linear, LinearContext, Table
 
-_NAME = f"{EMBEDDING}.weight"
+_NAME, POSITIONS = f"{EMBEDDING}.weight", "model.embed_positions"
 
 
 class Embedding:
@@ -61,9 +62,9 @@ class Embedding:
         assert self._table is not None, "weights are not loaded"
         if (own := self._cut.outs) is None:
             return self._table.look_up(token_ids)
-        elsewhere = (token_ids < own.start) | (token_ids >= own.stop)
-        rows = self._table.look_up((token_ids - own.start).masked_fill_(elsewhere, 0))
-        return self._shard.sum(rows.masked_fill_(elsewhere[:, None], 0))
+        places = token_ids - own.start
+        here = places.clamp(0, len(own) - 1)
+        return self._shard.sum(self._table.look_up(here).masked_fill_((places != here)[:, None], 0))
 
     @property
     def head(self) -> Linear:
@@ -77,3 +78,22 @@ class Embedding:
         if self._head is not None and self._adapters is not None:
             sizes = {HEAD: self._vocab_size}, self._hidden_size
             self._head = self._adapters.adapted(self._head, *sizes, {HEAD: self._cut}, wide=True)
+
+
+class Positions:
+    """A learned table of positions, which is added to the embeddings. Fill it by way of `parameters()` before use."""
+
+    def __init__(self, count: int, hidden_size: int, dtype: torch.dtype) -> None:
+        self._shape, self._dtype = (count, hidden_size), dtype
+        self._table: Tensor | None = None
+
+    def parameters(self) -> ParameterTable:
+        return {f"{POSITIONS}.weight": Parameter(self._shape, self._dtype, self._put)}
+
+    def add(self, x: Tensor, positions: Tensor) -> Tensor:
+        """To embeddings [T, hidden], the caller's own."""
+        assert self._table is not None, "weights are not loaded"
+        return x.add_(F.embedding(positions, self._table))
+
+    def _put(self, tensor: Tensor) -> None:
+        self._table = tensor

@@ -1,16 +1,20 @@
-"""The gated MLP (Shazeer, 2020), with the norms around it."""
+"""The feed-forward part of a layer: a gated MLP (Shazeer, 2020), or one without a gate, with the norms around it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Literal
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
+from quire.kernels.activation import Activation
 from quire.kernels.backend import Operations
 
 
@@ -19,10 +23,17 @@ class MlpSpec(PartSpec):
     intermediate_size: int
     norm: NormSpec
     bias: bool = False
-    gelu: bool = False
-    """The gate is GELU in its tanh approximation, not SiLU."""
+    gated: bool = True
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"] = "silu"
+    """Gates are silu or gelu_tanh; without one it is any but silu."""
+    input_norm: bool = True
+    """Norm of what is read."""
     output_norm: bool = False
-    """RMSNorm of what the MLP gives, before it joins the residual stream."""
+    """Norm of what the MLP gives, before it joins the residual stream."""
+    parallel: bool = False
+    """It reads the residual stream as attention has read it, before what attention gives is added."""
+    shares_norm: bool = False
+    """The norm of what is read is attention's."""
 
     def part(self, making: Making, layer: str) -> Mlp:
         return Mlp(self, making, layer)
@@ -37,25 +48,56 @@ class Mlp(Part):
     """The dense feed-forward part of a layer."""
 
     def __init__(self, spec: MlpSpec, making: Making, layer: str) -> None:
-        self._spec, self._shard = spec, making.shard
-        hidden, inner, prefix = making.hidden_size, spec.intermediate_size, f"{layer}.mlp"
-        gate_up, down = dict.fromkeys((f"{prefix}.gate_proj", f"{prefix}.up_proj"), inner), f"{prefix}.down_proj"
-        outs, ins = dict.fromkeys(gate_up, making.shard.outs(inner)), {down: making.shard.ins(inner)}
+        self._spec, self._shard, self._dtype = spec, making.shard, making.dtype
+        hidden, inner, self._prefix = making.hidden_size, spec.intermediate_size, (prefix := f"{layer}.mlp")
+        reads = (f"{prefix}.gate_proj", f"{prefix}.up_proj") if spec.gated else (f"{prefix}.up_proj",)
+        up, down = dict.fromkeys(reads, inner), f"{prefix}.down_proj"
+        outs, ins = dict.fromkeys(up, making.shard.outs(inner)), {down: making.shard.ins(inner)}
         linear = partial(JoinedLinear, making.scheme, bias=spec.bias, adapters=making.adapters)
-        self._gate_up = linear(hidden, gate_up, cuts=outs)
+        self._up = linear(hidden, up, cuts=outs)
         self._down = linear(inner, {down: hidden}, cuts=ins)
         self._output_norm = f"{layer}.post_feedforward_layernorm"
         # In families with output norms, post_attention_layernorm is attention's output norm instead.
         name = "pre_feedforward_layernorm" if spec.output_norm else "post_attention_layernorm"
-        self._input_norm = f"{layer}.{name}"
-        norms = [self._input_norm, self._output_norm] if spec.output_norm else [self._input_norm]
+        self._input_norm = f"{layer}.{'input_layernorm' if spec.shares_norm else name}"
+        norms = [self._input_norm] if spec.input_norm else []
+        norms += [self._output_norm] if spec.output_norm else []
         self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
+        self._learned: dict[str, float] = {}
 
     def parameters(self) -> ParameterTable:
-        return self._norms.parameters() | self._gate_up.parameters() | self._down.parameters()
+        table = self._norms.parameters() | self._up.parameters() | self._down.parameters()
+        if self._spec.activation == "xielu":
+            for name, shape in (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ())):
+                table[f"{self._prefix}.act_fn.{name}"] = Parameter(shape, torch.float32, partial(self._learn, name))
+        return table
+
+    def _learn(self, name: str, tensor: Tensor) -> None:
+        """One of xIELU's numbers. Factors are stored as what softplus makes positive."""
+        self._learned[name] = (tensor if name == "beta" else F.softplus(tensor)).item()
+
+    @cached_property
+    def _activation(self) -> Activation:
+        kind, learned = self._spec.activation, self._learned
+        assert kind != "silu"
+        if kind != "xielu":
+            return Activation(kind)
+        slope = learned["beta"]
+        return Activation(kind, learned["alpha_p"], learned["alpha_n"] + slope, slope)
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        context, gate_mul = step.context, run.gelu_mul if self._spec.gelu else run.silu_mul
-        x, residual = self._norms.add(run, self._input_norm, x, residual)
-        x = run.apply(self._down.packed, gate_mul(run.apply(self._gate_up.packed, x, context)), context)
-        return self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group)), residual
+        attended = x
+        if self._spec.parallel:
+            assert residual is not None
+            x = self._norms.norm(run, self._input_norm, residual)
+        else:
+            x, residual = self._norms.add(run, self._input_norm, x, residual)
+        x = self._between(run, run.apply(self._up.packed, x, step.context))
+        x = run.sum(run.apply(self._down.packed, x, step.context), self._shard.group)
+        x = self._norms.norm(run, self._output_norm, x)
+        return run.add(x, attended) if self._spec.parallel else x, residual
+
+    def _between(self, run: Operations, x: Tensor) -> Tensor:
+        if not self._spec.gated:
+            return run.activate(x, self._activation)
+        return run.gelu_mul(x) if self._spec.activation == "gelu_tanh" else run.silu_mul(x)

@@ -1,5 +1,5 @@
-"""The weights of norms: RMSNorms (Zhang and Sennrich, 2019), by the names that a part of a layer gives them, and a
-LayerNorm (Ba et al., 2016)."""
+"""The weights of norms, RMSNorms (Zhang and Sennrich, 2019) or LayerNorms (Ba et al., 2016), by the names that a part
+of a layer gives them; and those of a single LayerNorm."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from quire.kernels.backend import Operations
 
 @dataclass(frozen=True, slots=True)
 class NormSpec:
-    """RMSNorms of one part."""
+    """Norms of one part."""
 
     eps: float
     offset: float = 0.0
     """Added to each weight (1 for Gemma's)."""
+    centred: bool = False
+    """They are LayerNorms, not RMSNorms."""
+    bias: bool = False
+    """Of LayerNorms."""
 
 
 class NormWeights:
@@ -30,29 +34,54 @@ class NormWeights:
         self._dtype = dtype
         self._spec = spec
         self._weights: dict[str, Tensor] = {}
+        self._biases: dict[str, Tensor] = {}
 
     def get(self, name: str) -> Tensor | None:
         """None for a norm that the model does not have."""
         return self._weights[name] if name in self._names else None
 
     def add(self, run: Operations, name: str, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(the norm of x + residual, x + residual), where there is a stream yet; `run` may overwrite both."""
+        """(the norm of x + residual, x + residual), where there is a stream yet; twice the latter for a norm that the
+        model does not have. `run` may overwrite both."""
         if residual is None:
-            return run.rms_norm(x, self._weights[name], self._spec.eps), x
-        return run.add_rms_norm(x, residual, self._weights[name], self._spec.eps)
+            return self.norm(run, name, x), x
+        if name not in self._names:
+            total = run.add(x, residual)
+            return total, total
+        weight, eps = self._weights[name], self._spec.eps
+        if self._spec.centred:
+            return run.add_layer_norm(x, residual, weight, self._biases[name], eps)
+        return run.add_rms_norm(x, residual, weight, eps)
 
     def norm(self, run: Operations, name: str, x: Tensor) -> Tensor:
         """x itself for a norm that the model does not have."""
-        return run.rms_norm(x, self._weights[name], self._spec.eps) if name in self._names else x
+        if name not in self._names:
+            return x
+        weight, eps = self._weights[name], self._spec.eps
+        return (
+            run.layer_norm(x, weight, self._biases[name], eps) if self._spec.centred else run.rms_norm(x, weight, eps)
+        )
 
     def parameters(self) -> ParameterTable:
-        def parameter(name: str, size: int) -> Parameter:
+        spec = self._spec
+
+        def weight(name: str, size: int) -> Parameter:
             def put(tensor: Tensor) -> None:
-                self._weights[name] = tensor.float() + self._spec.offset
+                self._weights[name] = tensor.float() + spec.offset
+                if spec.centred and not spec.bias:
+                    self._biases[name] = torch.zeros_like(self._weights[name])
 
             return Parameter((size,), self._dtype, put)
 
-        return {f"{name}.weight": parameter(name, size) for name, size in self._names.items()}
+        def bias(name: str, size: int) -> Parameter:
+            def put(tensor: Tensor) -> None:
+                self._biases[name] = tensor.float()
+
+            return Parameter((size,), self._dtype, put)
+
+        table = {f"{name}.weight": weight(name, size) for name, size in self._names.items()}
+        biases = self._names if spec.centred and spec.bias else {}
+        return table | {f"{name}.bias": bias(name, size) for name, size in biases.items()}
 
 
 class LayerNormWeights:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,6 +29,16 @@ class Parameter:
     """Takes the tensor, of this dtype and on the model's device."""
     cut: Callable[[Tensor], Tensor] = whole
     """What is read of it; `put` takes that."""
+
+    def shared(self, other: Parameter) -> Parameter:
+        """Of two parts, to which the same goes."""
+        assert (self.shape, self.dtype) == (other.shape, other.dtype)
+
+        def put(tensor: Tensor) -> None:
+            self.put(tensor)
+            other.put(tensor)
+
+        return replace(self, put=put)
 
 
 ParameterTable = dict[str, Parameter]

@@ -14,7 +14,7 @@ from torch import Tensor
 from quire.engine.checkpoint.page_groups import PagedState
 from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.rope import rope_table
+from quire.engine.layers.rope import alibi_bias, query_scales, rope_table
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.backend import AttentionMetadata, Backend, LinearContext, Operations, Pages
@@ -53,12 +53,27 @@ class Making:
     shard: Shard = WHOLE
     """Whose part of each layer it is."""
     tables: dict[str, Tensor] = field(default_factory=dict)
-    """Rotary tables, which layers share."""
+    """Those of positions, which layers share."""
 
     def rope_table(self, rope: dict[str, Any], head_dim: int) -> Tensor:
         key = f"{head_dim} {rope}"
         if key not in self.tables:
             self.tables[key] = rope_table(rope, head_dim, self.max_model_len).to(self.device)
+        return self.tables[key]
+
+    def query_scales(self, rope: dict[str, Any]) -> Tensor | None:
+        """What queries are multiplied by, by position; None: they are not."""
+        key = f"scales {rope}"
+        if key not in self.tables and (scales := query_scales(rope, self.max_model_len)) is not None:
+            self.tables[key] = scales.to(self.device)
+        return self.tables.get(key)
+
+    def alibi(self, factor: float, heads: int, own: range) -> Tensor:
+        """Softmax.bias of the `own` among so many heads."""
+        key = f"alibi {factor} {heads}"
+        if key not in self.tables:
+            whole = factor * alibi_bias(heads, self.max_model_len)
+            self.tables[key] = whole[own.start : own.stop].contiguous().to(self.device)
         return self.tables[key]
 
 

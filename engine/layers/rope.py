@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.checkpoint.families import ROPE_TYPES
+from quire.engine.checkpoint.layouts import rotated_size
 from quire.engine.errors import ModelError
 
 _LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -17,6 +19,8 @@ _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", *_LLAMA3),
     "factors": ("factors",),
+    "dynamic": ("alpha",),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings", "max_position_embeddings"),
     "ntk": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
@@ -33,8 +37,8 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
         raise ModelError(
             f"model: config.json: rope_parameters: lacks {missing[0]}, which rope_type {rope_type!r} needs"
         )
-    size = 1.0
-    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    size, rotated = 1.0, rotated_size(rope, head_dim)
+    frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     match rope_type:
         case "default":
             pass
@@ -43,10 +47,12 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
         case "llama3":
             frequencies = _llama3(frequencies, rope)
         case "factors":  # one for each frequency, as GGUF files store what llama3 computes
-            if len(rope["factors"]) != len(frequencies):
-                count = f"{len(rope['factors'])} for {len(frequencies)} frequencies"
-                raise ModelError(f"model: config.json: rope_parameters: factors: {count}")
-            frequencies = frequencies / torch.tensor(rope["factors"], dtype=torch.float32)
+            frequencies = frequencies / _factors(rope, "factors", len(frequencies))
+        case "longrope":
+            frequencies, size = frequencies / _long_factors(rope, len(frequencies)), _longrope_size(rope)
+        case "dynamic":  # with HunYuan's alpha, which makes it static: the base alone is stretched
+            stretched = rope["rope_theta"] * rope["alpha"] ** (rotated / max(rotated - 2, 1))
+            frequencies = 1.0 / stretched ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
         case "yarn":
             frequencies, size = _yarn(frequencies, rope), _yarn_size(rope)
         case "ntk":
@@ -54,7 +60,52 @@ def rope_table(rope: dict[str, Any], head_dim: int, length: int) -> Tensor:
         case _:
             raise ModelError(f"model: rope_type {rope_type!r} is not supported ({', '.join(ROPE_TYPES)})")
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * size
+    kept = (head_dim - rotated) // 2
+    return torch.cat((F.pad(angles.cos() * size, (0, kept), value=1.0), F.pad(angles.sin() * size, (0, kept))), dim=-1)
+
+
+def query_scales(rope: dict[str, Any], length: int) -> Tensor | None:
+    """Llama 4's, [length]: queries grow with the logarithm of their position, counted in whole old contexts; None where
+    `rope` does not ask for it."""
+    if not (beta := rope.get("llama_4_scaling_beta")):
+        return None
+    if (old := rope.get("original_max_position_embeddings")) is None:
+        raise ModelError(
+            "model: config.json: rope_parameters: lacks original_max_position_embeddings, which llama_4_scaling_beta "
+            "needs"
+        )
+    return 1 + beta * torch.log(1 + torch.floor(torch.arange(length, dtype=torch.float32) / old))
+
+
+def alibi_bias(heads: int, length: int) -> Tensor:
+    """Softmax.bias [heads, 2 * length + 15] of ALiBi (Press et al., 2022): a head's slope times the distance. Slopes
+    are a geometric sequence; where heads are no power of two, the others are between those of the next one."""
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2.0 ** (-8.0 * number / whole) for number in range(1, whole + 1)]
+    slopes += [2.0 ** (-4.0 * number / whole) for number in range(1, 2 * (heads - whole), 2)]
+    distances = torch.arange(2 * length + 15, dtype=torch.float32) - (length - 1)
+    return torch.tensor(slopes)[:, None] * distances
+
+
+def _factors(rope: dict[str, Any], name: str, count: int) -> Tensor:
+    if len(rope[name]) != count:
+        raise ModelError(f"model: config.json: rope_parameters: {name}: {len(rope[name])} for {count} frequencies")
+    return torch.tensor(rope[name], dtype=torch.float32)
+
+
+def _long_factors(rope: dict[str, Any], count: int) -> Tensor:
+    """LongRoPE's (Ding et al., 2024): a factor for each frequency, others where contexts may be longer than the old
+    one. Which ones, no single request decides: its keys would be others after some token than before."""
+    long = rope["max_position_embeddings"] > rope["original_max_position_embeddings"]
+    return _factors(rope, "long_factor" if long else "short_factor", count)
+
+
+def _longrope_size(rope: dict[str, Any]) -> float:
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    old = rope["original_max_position_embeddings"]
+    factor = rope.get("factor") or rope["max_position_embeddings"] / old
+    return 1.0 if factor <= 1 or old < 2 else math.sqrt(1 + math.log(factor) / math.log(old))
 
 
 def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:

@@ -105,7 +105,7 @@ class Shard:
 
     def span(self, size: int) -> range:
         """This rank's part of so many things: consecutive, and of equal numbers where that is possible."""
-        return range(size * self.rank // self.count, size * (self.rank + 1) // self.count)
+        return _span(size, self.rank, self.count)
 
     def kv_heads(self, heads: int) -> range:
         """The key-value heads that this rank's query heads read; where there are more ranks than heads, several ranks
@@ -132,11 +132,15 @@ class Shard:
         """The ranks' columns [R, len(span(size))] float32 side by side: [R, size], on the first rank; on others x."""
         if self.group is None:
             return x
-        widths = [len(replace(self, rank=rank).span(size)) for rank in range(self.count)]
+        widths = [len(_span(size, rank, self.count)) for rank in range(self.count)]
         return self.group.gather(x, widths)
 
 
 WHOLE = Shard()
+
+
+def _span(size: int, rank: int, count: int) -> range:
+    return range(size * rank // count, size * (rank + 1) // count)
 
 
 def _part(tensor: Tensor, span: range | None, axis: int) -> Tensor:

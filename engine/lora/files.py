@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import Meta
 
+from quire.engine.checkpoint.layouts import LAYER
 from quire.engine.checkpoint.safetensors import TensorHeader, read_file_headers, text_tensor
 from quire.engine.errors import AdapterError, ModelError
 from quire.engine.folder import checked, read_json
@@ -49,7 +50,6 @@ class _Fields(TypedDict, total=False):
     use_rslora: bool | None
     use_dora: bool | None
     lora_bias: bool | None
-    fan_in_fan_out: bool | None
     bias: str | None
     init_lora_weights: bool | str | None
     rank_pattern: dict[str, Annotated[int, Meta(ge=1, le=2**20)]] | None
@@ -63,7 +63,7 @@ class _Fields(TypedDict, total=False):
 
 
 _REFUSED = (
-    *("use_dora", "lora_bias", "fan_in_fan_out", "modules_to_save", "layer_replication", "trainable_token_indices"),
+    *("use_dora", "lora_bias", "modules_to_save", "layer_replication", "trainable_token_indices"),
     *("target_parameters", "alora_invocation_tokens", "use_qalora"),
 )
 """Fields that, where they say anything, ask for what is not served."""
@@ -156,6 +156,7 @@ def _halves(headers: Mapping[str, TensorHeader], modules: Modules) -> dict[str, 
 def _module(name: str, modules: Modules) -> str | None:
     """The module of the model that PEFT wrapped, by the name that it gave it."""
     inner = text_tensor(name.removeprefix("base_model.").removeprefix("model.")) or ""
+    inner = LAYER.sub(r"model.layers.\1.\2", inner)
     return next((each for each in (inner, f"model.{inner}") if each in modules), None)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.checkpoint.families import WITH_EXPERTS, sparse_layers
+from quire.engine.checkpoint.families import WITH_EXPERTS, WITHOUT_GATES, sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.checkpoint.layouts import layout_of, named_alike, stored_module
 from quire.engine.errors import ConfigError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -15,16 +16,26 @@ Modules = Mapping[str, tuple[int, int]]
 
 
 def adaptable_modules(model: ModelConfig) -> Modules:
-    """All linears of the layers but those of experts, the embedding and the head."""
+    """All linears of the layers but those of experts, the embedding and the head, as the model's checkpoint has them:
+    several linears may be one module."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, (inner, outs) in adapted_linears(model).items():
+        stored = stored_module(layout_of(model.model_type), name)
+        found[stored] = inner, outs + (found[stored][1] if stored in found else 0)
+    return found
+
+
+def adapted_linears(model: ModelConfig) -> Modules:
+    """The same as the model has them."""
     heads = (model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim)
     dense = _dense_layers(model.raw, model.num_layers)
-    return _modules(dense, model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
+    return _modules(model.model_type, dense, model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
     """The same of a config.json alone, which may be of a model that is not served. Raises ConfigError where it does not
     say the sizes."""
-    raw = raw.get("text_config") or raw
+    raw = named_alike(raw.get("text_config") or raw)
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     sizes = [raw.get(name) for name in names]
     if wrong := [name for name, size in zip(names, sizes, strict=True) if not isinstance(size, int) or size < 1]:
@@ -32,7 +43,8 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
     dense = _dense_layers(raw, layers)
-    return _modules(dense, hidden, inner, heads * dim, int(raw.get("num_key_value_heads") or heads) * dim, vocab)
+    keys = int(raw.get("num_key_value_heads") or heads) * dim
+    return _modules(str(raw.get("model_type")), dense, hidden, inner, heads * dim, keys, vocab)
 
 
 def _dense_layers(raw: Mapping[str, Any], layers: int) -> list[bool]:
@@ -42,7 +54,7 @@ def _dense_layers(raw: Mapping[str, Any], layers: int) -> list[bool]:
     return [not sparse for sparse in sparse_layers(raw, layers)]
 
 
-def _modules(dense: list[bool], hidden: int, inner: int, queries: int, keys: int, vocab: int) -> Modules:
+def _modules(kind: str, dense: list[bool], hidden: int, inner: int, queries: int, keys: int, vocab: int) -> Modules:
     layer = {
         "self_attn.q_proj": (hidden, queries),
         "self_attn.k_proj": (hidden, keys),
@@ -54,6 +66,8 @@ def _modules(dense: list[bool], hidden: int, inner: int, queries: int, keys: int
         "mlp.up_proj": (hidden, inner),
         "mlp.down_proj": (inner, hidden),
     }
+    if kind in WITHOUT_GATES:
+        del mlp["mlp.gate_proj"]
     found = {
         f"model.layers.{index}.{name}": shape
         for index, has_mlp in enumerate(dense)

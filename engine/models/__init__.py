@@ -9,12 +9,10 @@ from quire.engine.checkpoint.families import FAMILIES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.mlp import MlpSpec
+from quire.engine.models.activations import activation_of
 
 if TYPE_CHECKING:
     from quire.engine.models.decoder import DecoderSpec
-
-_GATES = {False: ("silu",), True: ("gelu_pytorch_tanh", "gelu")}
-"""By MlpSpec.gelu: what config.json may name the gate. Old Gemma files say gelu but mean its tanh form."""
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
@@ -23,7 +21,9 @@ def decoder_spec(config: ModelConfig) -> DecoderSpec:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")
     spec: DecoderSpec = import_module(f"quire.engine.models.{FAMILIES[config.model_type]}").spec(config)
-    activation = config.raw.get("hidden_activation") or config.raw.get("hidden_act")
-    if activation is not None and activation not in _GATES[any(each.gelu for each in spec.parts(MlpSpec))]:
-        raise ModelError(f"model: hidden_act {activation!r} is not supported")
+    activations = {each.activation for each in spec.parts(MlpSpec)} or {"silu"}
+    named = activation_of(config)
+    # Old Gemma files say gelu but mean its tanh form.
+    if named not in {*activations, None} and (named, activations) != ("gelu", {"gelu_tanh"}):
+        raise ModelError(f"model: hidden_act {named!r} is not supported in a {config.model_type!r}")
     return spec

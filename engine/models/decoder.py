@@ -1,6 +1,6 @@
 """One decoder-only transformer of any layers. It knows no request and no scheduler.
 
-Its layers are pre-norm residual ones (Touvron et al., 2023), each a tuple of parts (engine/layers/part.py): attention
+Its layers are residual ones (Touvron et al., 2023), each a tuple of parts (engine/layers/part.py): attention
 and a feed-forward part as a rule. A family's file maps a config.json to a DecoderSpec; a family has no other code.
 """
 
@@ -19,7 +19,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.page_groups import PagedState, PageGroups, one_group
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
 from quire.engine.layers.attention import AttentionSpec
-from quire.engine.layers.embedding import Embedding
+from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec, NormWeights
@@ -45,8 +45,17 @@ class DecoderSpec:
     """Of the last one, behind all layers."""
     tie_embeddings: bool
     embedding_scale: float = 1.0
+    positions: int | None = None
+    """Rows of a learned table, which is added to the embeddings; None: there is none."""
+    embedding_norm: bool = False
+    """Norm of the embeddings, as `norm` says it."""
+    stream_unit: float = 1.0
+    """What a 1 in the residual stream stands for."""
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    """Factor of the logits,"""
     logit_softcap: float | None = None
-    """Logits l become c * tanh(l / c)."""
+    """which then become c * tanh(l / c)."""
 
     @property
     def num_layers(self) -> int:
@@ -60,6 +69,10 @@ class DecoderSpec:
     def parts(self, kind: type[P]) -> list[P]:
         """All parts of a kind, in the order of the layers."""
         return [each for layer in self.layers for each in layer if isinstance(each, kind)]
+
+    def normed(self, norm: NormSpec) -> DecoderSpec:
+        """With other norms everywhere."""
+        return replace(self, norm=norm).having(AttentionSpec, norm=norm).having(MlpSpec, norm=norm)
 
     def having(self, kind: type[PartSpec], **fields: Any) -> DecoderSpec:
         """With other values in all parts of a kind; a list or tuple has one for each layer."""
@@ -85,7 +98,7 @@ def base_spec(config: ModelConfig, norm_offset: float = 0.0) -> DecoderSpec:
 
 _FEW_TOKENS = 64
 """Steps of up to this many tokens run all recorded layers in one call; longer ones report progress after each layer."""
-_NORM = "model.norm"
+_NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
 
 
 class Decoder:
@@ -137,9 +150,12 @@ class Decoder:
             adapters=adapters,
             shard=shard,
         )
+        self._positions = None if spec.positions is None else Positions(spec.positions, spec.hidden_size, dtype)
+        embedding_norm = {_EMBEDDING_NORM: spec.hidden_size} if spec.embedding_norm else {}
+        self._embedding_norm = NormWeights(embedding_norm, dtype, spec.norm)
         self._norm = NormWeights({_NORM: spec.hidden_size}, dtype, spec.norm)
         size, parts, cuts = spec.hidden_size, {HEAD: spec.vocab_size}, {HEAD: shard.outs(spec.vocab_size)}
-        self._head = JoinedLinear(scheme, size, parts, bias=False, wide=True, adapters=adapters, cuts=cuts)
+        self._head = JoinedLinear(scheme, size, parts, bias=spec.head_bias, wide=True, adapters=adapters, cuts=cuts)
         self.argmax, self.draw = backend.argmax, backend.draw
 
     @property
@@ -151,18 +167,24 @@ class Decoder:
         """Every tensor the model takes, by its name in the checkpoint."""
         tied = self.has_head and self.spec.tie_embeddings
         table = self._embedding.parameters() if self.is_first or tied else {}
+        table |= self._embedding_norm.parameters() if self.is_first else {}
+        table |= self._positions.parameters() if self.is_first and self._positions is not None else {}
         table |= self._norm.parameters() if self.is_last else {}
         if self.has_head and not tied:
             table |= self._head.parameters()
         for part in (part for layer in self._layers for part in layer):
-            table |= part.parameters()
+            own = part.parameters()
+            table |= own | {name: table[name].shared(own[name]) for name in own.keys() & table.keys()}
         return table
 
     @property
     def elsewhere(self) -> tuple[str, ...]:
         """What the names begin with of tensors that other stages have."""
         others = [index for index in range(self.spec.num_layers) if index not in self.layers]
-        ends = [*([] if self.is_first else [EMBEDDING]), *([] if self.is_last else [_NORM, HEAD])]
+        ends = [
+            *([] if self.is_first else [EMBEDDING, POSITIONS, _EMBEDDING_NORM]),
+            *([] if self.is_last else [_NORM, HEAD]),
+        ]
         return tuple(f"{name}." for name in (*(f"model.layers.{index}" for index in others), *ends))
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
@@ -204,7 +226,8 @@ class Decoder:
         assert self.is_first or not taps
         for tap in taps:
             x, residual = self._run(x, residual, metadata, kv_cache, range(begin, tap), None)
-            tapped.append(x.clone() if residual is None else x + residual)  # a backend may overwrite both
+            stream = x.clone() if residual is None else x + residual  # a backend may overwrite both
+            tapped.append(stream if self.spec.stream_unit == 1 else stream.mul_(self.spec.stream_unit))
             begin = tap
         x, residual = self._run(x, residual, metadata, kv_cache, range(begin, len(self.layers)), kept)
         return self._norm.add(self._backend, _NORM, x, residual)[0], tapped
@@ -212,7 +235,10 @@ class Decoder:
     def begin(self, token_ids: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor | None]:
         """What goes into the layers, [T, hidden]: x, and the residual stream that it is to be added to, if there is
         one."""
-        return self._embedding.look_up(token_ids, metadata.linear), None
+        x = self._embedding.look_up(token_ids, metadata.linear)
+        if self._positions is not None:
+            x = self._positions.add(x, metadata.positions)
+        return self._embedding_norm.norm(self._backend, _EMBEDDING_NORM, x), None
 
     def pass_on(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
         """The same after the layers; stores all T tokens' keys and values."""
@@ -282,4 +308,5 @@ class Decoder:
         self._progress()
         head, cap = self._embedding.head if self.spec.tie_embeddings else self._head.packed, self.spec.logit_softcap
         logits = self.shard.gather(head(hidden, context), self.spec.vocab_size)
+        logits = logits if self.spec.logit_scale == 1 else logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

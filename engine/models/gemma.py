@@ -9,4 +9,6 @@ from quire.engine.models.decoder import DecoderSpec, base_spec
 
 def spec(config: ModelConfig) -> DecoderSpec:
     tied, base = bool(config.raw.get("tie_word_embeddings", True)), base_spec(config, norm_offset=1.0)
-    return replace(base.having(MlpSpec, gelu=True), tie_embeddings=tied, embedding_scale=config.hidden_size**0.5)
+    return replace(
+        base.having(MlpSpec, activation="gelu_tanh"), tie_embeddings=tied, embedding_scale=config.hidden_size**0.5
+    )

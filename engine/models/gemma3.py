@@ -19,14 +19,20 @@ def spec(config: ModelConfig) -> DecoderSpec:
         raise ModelError("model: use_bidirectional_attention is not supported: it makes an encoder")
     if not isinstance(every := raw.get("sliding_window_pattern") or 6, int):
         raise ModelError(f"model: config.json: sliding_window_pattern: expected int, got {every!r}")
-    windows = layer_windows(raw, config.num_layers)
+    base = replace(gemma2.spec(config), logit_softcap=raw.get("final_logit_softcapping"))
+    base = base.having(AttentionSpec, qk_norm="heads", softcap=None)
+    full, sliding = raw.get("rope_theta") or 1_000_000.0, raw.get("rope_local_base_freq") or 10_000.0
+    return with_two_ropes(base, config, full=full, sliding=sliding)
+
+
+def with_two_ropes(spec: DecoderSpec, config: ModelConfig, *, full: float, sliding: float) -> DecoderSpec:
+    """With the family's windows, and rotations of layers without one that scalings are of alone. full, sliding: the
+    defaults of rope_theta."""
+    raw, windows = config.raw, layer_windows(config.raw, config.num_layers)
     given = raw.get("rope_parameters") or {}
     full_given = given.get("full_attention") if given else raw.get("rope_scaling")
-    sliding = _rope(given.get("sliding_attention"), raw.get("rope_local_base_freq") or 10_000.0)
-    full = _rope(full_given, raw.get("rope_theta") or 1_000_000.0)
-    ropes = [full if window is None else sliding for window in windows]
-    base = replace(gemma2.spec(config), logit_softcap=raw.get("final_logit_softcapping"))
-    return base.having(AttentionSpec, window=windows, rope=ropes, qk_norm=True, softcap=None)
+    short, long = _rope(given.get("sliding_attention"), sliding), _rope(full_given, full)
+    return spec.having(AttentionSpec, window=windows, rope=[long if each is None else short for each in windows])
 
 
 def _rope(given: OneRope | None, theta: float) -> dict[str, Any]:

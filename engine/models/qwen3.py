@@ -8,4 +8,4 @@ from quire.engine.models.decoder import DecoderSpec
 
 def spec(config: ModelConfig) -> DecoderSpec:
     bias = bool(config.raw.get("attention_bias", False))
-    return qwen2.spec(config).having(AttentionSpec, qk_norm=True, qkv_bias=bias, out_bias=bias)
+    return qwen2.spec(config).having(AttentionSpec, qk_norm="heads", qkv_bias=bias, out_bias=bias)

@@ -1,1 +1,1 @@
-"""Machines that compute one model together: how those but the first join it."""
+"""The command of a machine that computes with the first of several."""

@@ -35,6 +35,16 @@ _ONEDNN_ISA = "AVX512_CORE_BF16"
 kernels do not compute, that breaks the promise of the same tokens. oneDNN reads this before its first product."""
 
 
+def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
+    """Raise ConfigError for attention that is not computed there."""
+    parts = spec.parts(AttentionSpec)
+    kinds = {"ALiBi": any(each.alibi is not None for each in parts), "sinks": any(each.sinks for each in parts)}
+    for kind, has in kinds.items():
+        if has and device.type != "cpu":
+            why = f"{kind} of attention ({model.model_type}) are served on CPUs alone so far: --device cpu"
+            raise ConfigError(f"device: {why}", param="device")
+
+
 def set_up_cpu(config: EngineConfig) -> None:
     """Threads, of which each rank on this machine gets an equal part; and the instructions that PyTorch's own products
     may use."""
@@ -162,7 +172,8 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     backend that the configuration names, on a GPU like this."""
     device = check_device(choose_device(config), model_config)
     dtype, changed = choose_dtype(config, model_config, device)
-    spec = decoder_spec(model_config)
+    spec = decoder_spec(replace(model_config, context=config.max_model_len))
+    check_attention(device, model_config, spec)
     return Chosen(spec, device, dtype, changed, *choose_backend(config, device, dtype, spec, tried=tried))
 
 

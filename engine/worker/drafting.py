@@ -11,7 +11,13 @@ from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.draft_head import LoadedHead, load_draft_head, start_heads
-from quire.engine.worker.loading.draft_model import DraftModel, DraftWorker, load_draft_model, start_draft_worker
+from quire.engine.worker.loading.draft_model import (
+    DraftModel,
+    DraftWorker,
+    load_draft_model,
+    spare_pages,
+    start_draft_worker,
+)
 from quire.kernels.backend import Backend
 
 
@@ -27,10 +33,16 @@ def load_drafting(
 
 
 def start_drafting(
-    draft: DraftModel | LoadedHead | None, config: EngineConfig, model: Decoder, slots: Slots, num_blocks: int
+    draft: DraftModel | LoadedHead | None,
+    config: EngineConfig,
+    model: Decoder,
+    slots: Slots,
+    num_blocks: int,
+    make_heads: Callable[..., Heads],
 ) -> tuple[DraftWorker[DraftRunner] | DraftWorker[Heads] | None, Heads | None]:
     """The same with its pages; and the heads, where it is these, which the runner runs beside every step."""
     if isinstance(draft, LoadedHead):
-        heads = start_heads(draft, config, model, slots, num_blocks)
-        return heads, heads.source
+        heads = start_heads(draft, config, model, slots, num_blocks, make_heads)
+        spare = spare_pages(config, slots.block_size)
+        return DraftWorker(heads, spare, model.max_model_len, heads.measure_costs()), heads
     return None if draft is None else start_draft_worker(draft, config, num_blocks), None

@@ -76,7 +76,7 @@ class DecodeGraphs:
         count, pages = len(picks.rows), -(-int(picks.positions.max()) // self._slots.block_size)
         size = next(size for size in self._sizes if size >= count)
         pages = next(width for width in self._pages if width >= pages)
-        adapters = self._slots.adapters(picks.rows)
+        adapters = self._slots.adapters[picks.slots]
         rows = np.zeros((3 if adapters.any() else 2, size), dtype=np.int64)
         rows[0], rows[0, :count], rows[1, :count] = self._slots.scratch_slot, picks.slots, picks.positions - 1
         rows[2:, :count] = adapters

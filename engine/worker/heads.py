@@ -54,7 +54,7 @@ class Heads:
         self._reads_all = head.reads_all
         self._argmax = decoder.argmax
         self._vocab_size = decoder.spec.vocab_size
-        self._sample = choose_sampler(slots.device, decoder.argmax, decoder.draw)
+        self._sample = choose_sampler(slots.device, decoder.argmax, decoder.draw, decoder.shard.group)
         self._downloads = torch.cuda.Stream(slots.device) if slots.device.type == "cuda" else None
         shape = (len(slots.owners), 1 + most, decoder.spec.hidden_size)
         self._states = torch.empty(shape, dtype=decoder.dtype, device=slots.device)
@@ -158,19 +158,19 @@ class Heads:
             max_context_len=longest,
         )
 
-    @torch.inference_mode()
     def measure_costs(self) -> list[tuple[int, float]]:
-        """(sequences, seconds) of one more guess for each; nobody uses the pages yet."""
+        """(sequences, seconds) of one more guess for each."""
+        return measured(self.try_guess)
+
+    @torch.inference_mode()
+    def try_guess(self, count: int) -> None:
+        """Guess for so many sequences, while nobody uses the pages yet."""
         size, device = self._slots.block_size, self._slots.device
         length = size if not self.pages else min(CONTEXT, size * self.pages[0].shape[1])
-
-        def step(count: int) -> list[Tensor]:
-            states = torch.zeros((count, self._states.shape[2]), dtype=self._states.dtype, device=device)
-            ids = torch.zeros(count, dtype=torch.int32, device=device)
-            states = self.head.advance(ids, states, _decodes(count, length, size, device), self._kv_cache)
-            return Download([self._argmax(self.head.logits(states, 0))], self._downloads).wait()
-
-        return measured(step)
+        states = torch.zeros((count, self._states.shape[2]), dtype=self._states.dtype, device=device)
+        ids = torch.zeros(count, dtype=torch.int32, device=device)
+        states = self.head.advance(ids, states, _decodes(count, length, size, device), self._kv_cache)
+        Download([self._argmax(self.head.logits(states, 0))], self._downloads).wait()
 
 
 def _decodes(count: int, length: int, block_size: int, device: torch.device) -> AttentionMetadata:

@@ -71,6 +71,8 @@ class Slots:
         self.scratch_slot = num_slots
         self.max_pages = -(-max_model_len // block_size)
         self.owners: list[Owner | None] = [None] * num_slots
+        self.adapters = np.zeros(num_slots + 1, dtype=np.int64)
+        """The slot of each owner's adapter; 0: none."""
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
         self._blocks = np.zeros((num_slots, self.max_pages * groups), dtype=np.int32)
@@ -83,6 +85,7 @@ class Slots:
     def admit(self, owner: Owner) -> None:
         admission = owner.admission
         self.owners[admission.slot] = owner
+        self.adapters[admission.slot] = admission.adapter
         self._num_blocks[admission.slot] = 0
         ids = upload([np.array(admission.token_ids, dtype=np.int32)], self.device)[0]
         self.token_ids[admission.slot, : len(ids)] = ids
@@ -130,20 +133,15 @@ class Slots:
             rows = [row for row in rows for _ in (None, *row.draft_ids)]
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         there = upload([slots, positions], self.device)
-        return Picks(rows, slots, positions, there[0], there[1], self.context(rows, np.ones(len(rows), dtype=np.int64)))
+        return Picks(rows, slots, positions, there[0], there[1], self.context(slots))
 
-    def context(self, rows: list[Row], counts: np.ndarray) -> LinearContext:
-        """Of `counts` [rows] tokens of each row."""
-        adapters = self.adapters(rows)
+    def context(self, slots: np.ndarray) -> LinearContext:
+        """Of tokens of these slots, [T] int64."""
+        adapters = self.adapters[slots]
         if not adapters.any():
             return NO_ADAPTERS
-        (there,) = upload([np.repeat(adapters, counts)], self.device)
+        (there,) = upload([adapters], self.device)
         return LinearContext.of(there)
-
-    def adapters(self, rows: list[Row]) -> np.ndarray:
-        """The slot of each row's adapter, [rows] int64."""
-        owners = [self.owners[row.slot] for row in rows]
-        return np.array([0 if owner is None else owner.admission.adapter for owner in owners], dtype=np.int64)
 
     def decode_inputs(self, rows: Tensor, pages: int) -> tuple[Tensor, AttentionMetadata]:
         """Token ids [B] and metadata for one token of each of B slots, made on the device alone, so that a graph can
@@ -196,29 +194,36 @@ class Slots:
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         starts = np.array([row.start for row in rows], dtype=np.int64)
         counts = np.array([row.count for row in rows], dtype=np.int64)
-        ends = np.cumsum(counts)
-        picked = _picked([row for row in rows if row.sample], ends[[row.sample for row in rows]]) - 1
-        return self.inputs(slots, starts, counts, picked, self.context(rows, counts))
+        ends, sampling = counts.cumsum(), [row for row in rows if row.sample]
+        if len(sampling) < len(rows):
+            ends = ends[np.array([row.sample for row in rows])]
+        return self.inputs(slots, starts, counts, _picked(sampling, ends) - 1, self.context(slots.repeat(counts)))
 
     def inputs(
         self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, picked: np.ndarray, linear: LinearContext
     ) -> ForwardInputs:
         """The tensors of rows of `counts` tokens from `starts` on, each [rows] int64. picked [R] int64: the tokens that
         are followed by a pick, by their place among all."""
-        ends = np.cumsum(counts)
-        owner = np.repeat(slots, counts)
-        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        # Every rank of a model makes these in each step: methods of arrays take half the time of NumPy's functions.
+        ends, contexts = counts.cumsum(), starts + counts
+        owner = slots.repeat(counts)
+        positions = (contexts - ends).repeat(counts)
+        positions += np.arange(len(positions))
+        page = positions // self.block_size
         tables = self._blocks.reshape(len(self._blocks), -1, self.groups)
-        pages = tables[owner, positions // self.block_size].astype(np.int64)
-        stored = pages * self.block_size + (positions % self.block_size)[:, None]
-        contexts = starts + counts
+        stored = tables[owner, page].astype(np.int64)
+        stored *= self.block_size
+        stored += (positions - page * self.block_size)[:, None]
         longest = int(contexts.max())
         tables = tables[slots, : -(-longest // self.block_size)]
+        starting = np.zeros((2, len(slots) + 1), dtype=np.int32)
+        starting[0, 1:] = ends
+        starting[1, 1:] = contexts.cumsum()
         query_start, context_lens, key_start, at, owners, sampled, *paged = upload(
             [
-                np.concatenate(([0], ends)).astype(np.int32),
+                starting[0],
                 contexts.astype(np.int32),
-                np.concatenate(([0], np.cumsum(contexts))).astype(np.int32),
+                starting[1],
                 positions,
                 owner,
                 picked,

@@ -25,7 +25,7 @@ from quire.engine.checkpoint.kv_plan import (
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.part import PageTensor
-from quire.engine.lora.modules import adaptable_modules, adapter_numbers, kept_adapters
+from quire.engine.lora.modules import adapted_linears, adapter_numbers, kept_adapters
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.engine.types import SamplingParams
 from quire.engine.worker.sampling.device_sampler import choose_sampler
@@ -92,7 +92,7 @@ def set_aside(model: Decoder, model_config: ModelConfig, backend: Backend, confi
     if model.device.type != "cuda":
         if not config.enable_lora:
             return 0
-        each = adapter_numbers(adaptable_modules(model_config), config.max_lora_rank) * model.dtype.itemsize
+        each = adapter_numbers(adapted_linears(model_config), config.max_lora_rank) * model.dtype.itemsize
         return each * kept_adapters(config.max_loras, config.max_cpu_loras)
     tokens = config.max_num_batched_tokens
     with explained(f"a step of {tokens} tokens", "max_num_batched_tokens", "Lower it, or --max-num-seqs"):

@@ -87,6 +87,12 @@ class Runner:
 
     def _begin(self, batch: Batch) -> Begun:
         """Take in what a batch says, and make its tensors."""
+        self._take_in(batch)
+        picks = self._slots.picks(batch)
+        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
+        return Begun(batch, picks, inputs)
+
+    def _take_in(self, batch: Batch) -> None:
         self._admit(batch)
         for copy in batch.copies:
             copy_page(self._pages, copy)
@@ -96,9 +102,6 @@ class Runner:
         self._slots.take_pages(batch.rows)
         if self._headroom is not None:
             self._headroom.use(page for row in batch.rows for page in row.new_blocks)
-        picks = self._slots.picks(batch)
-        inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
-        return Begun(batch, picks, inputs)
 
     def _finish(self, begun: Begun) -> PendingStep:
         """Compute a batch that was begun, in the order of the calls, before any of its slots has another owner."""
@@ -205,14 +208,18 @@ class Runner:
         if not picks.rows:
             return [hidden.new_empty(0, dtype=torch.int64)]
         logits = self._model.logits(hidden, picks.context)
-        (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
-        unmodified = logits[reported] if asked else None
+        unmodified = None
+        if asked:
+            (reported,) = upload([np.array(asked, dtype=np.int64)], logits.device)
+            unmodified = logits[reported]
         table = self._slots.token_ids
-        rows = [
-            SamplingRow(each.rules, each.admission.seed, length, each.admission.num_prompt, table, row.slot)
-            for row, each, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
-        ]
-        mask = self._grammars.mask(picks.rows)
+        rows, mask = [], None
+        if self._model.shard.rank == 0:  # the others hear what it picks
+            rows = [
+                SamplingRow(each.rules, each.admission.seed, length, each.admission.num_prompt, table, row.slot)
+                for row, each, length in zip(picks.rows, owners, picks.positions.tolist(), strict=True)
+            ]
+            mask = self._grammars.mask(picks.rows)
         picked = self._sample(logits, rows, mask)
         table[picks.slots_there, picks.positions_there] = picked.to(torch.int32)
         if unmodified is None:
@@ -235,8 +242,10 @@ class Runner:
                 top = owner.rules.prompt_logprobs or 0
                 for first in range(0, len(following), _LOGIT_ROWS):
                     part = following[first : first + _LOGIT_ROWS]
-                    context = self._slots.context([row], np.array([len(part)]))
+                    context = self._slots.context(np.full(len(part), row.slot))
                     logits = self._model.logits(hidden[begin + first : begin + first + len(part)], context)
+                    if self._model.shard.rank > 0:
+                        continue  # the first rank alone has all of them
                     (tokens,) = upload([np.array(part, dtype=np.int64)], logits.device)
                     chunks.append(PromptChunk(row.request_id, part, top))
                     tensors += logprob_tensors(logits, tokens, top)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,8 +17,6 @@ from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.executor import AdapterLoader, Executor
-from quire.engine.layers.adapters import Adapters
-from quire.engine.layers.shard import Shard
 from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import Task
@@ -34,17 +31,15 @@ from quire.engine.worker.loading.checkpoint import held_bytes
 from quire.engine.worker.loading.draft_head import LoadedHead
 from quire.engine.worker.loading.draft_model import DraftModel, DraftWorker, spare_pages
 from quire.engine.worker.loading.loader import Tensors
-from quire.engine.worker.loading.model import LoadedModel, load_model
+from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
 from quire.engine.worker.loading.room import make_room
 from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes
-from quire.engine.worker.ranks.leader import LeadingAdapters, LeadingDecoder, MachineRanks, TensorRanks
+from quire.engine.worker.ranks.alone import Alone
 from quire.engine.worker.ranks.messages import Allocate
-from quire.engine.worker.ranks.pipeline import PipelineRunner, Stages
+from quire.engine.worker.ranks.pipeline import Stages
 from quire.engine.worker.ranks.processes import Ranks
-from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
-from quire.engine.worker.ranks.stages import Stage
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.ranks.spmd import SpmdRanks
 from quire.engine.worker.sampling.grammar import SlotGrammars
 from quire.kernels.backend import Backend
 
@@ -106,8 +101,7 @@ def start_worker(
     try:
         return _start(config, path, model_config, chosen, progress, tensors, ranks, kept)
     except BaseException:
-        if ranks is not None:
-            ranks.close()
+        ranks.close()
         raise
 
 
@@ -118,26 +112,25 @@ def _start(
     chosen: Chosen,
     progress: Callable[[], None],
     tensors: Tensors | None,
-    ranks: Ranks | None,
+    ranks: Ranks | Alone,
     kept: str | None,
 ) -> Worker:
     device, backend = chosen.device, chosen.backend
     with explained_weights():
-        load = partial(load_model, config, path, model_config, chosen, progress)
-        loaded, elsewhere = (load(tensors), 0) if ranks is None else load_first(load, ranks)
+        loaded, elsewhere = ranks.load(partial(load_model, config, path, model_config, chosen, progress, tensors))
         model = loaded.model
         weight_bytes = elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
         draft = load_drafting(config, model_config, backend, progress, model)
     plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
     room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len)
-    if ranks is not None:
-        ranks.send(Allocate(plan.group_pages, plan.max_model_len))
+    ranks.send(Allocate(plan.group_pages, plan.max_model_len))
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
-    drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks)
-    notes = (chosen.changed, kept, None if ranks is None else ranks.note, kept_windows(config, chosen.spec))
+    drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
+    notes = (chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec))
     eos = model_config.eos_token_ids
-    runner = make_runner(ranks, model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads)
+    runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads)
+    adapters = None if loaded.adapters is None else adapter_loader(config, model_config, loaded.adapters)
     return Worker(
         runner=runner,
         plan=plan,
@@ -157,23 +150,10 @@ def _start(
         quantization=loaded.quantization,
         step_costs=measure_costs(runner, plan, config),
         draft=drafting,
-        adapters=serve_adapters(config, model_config, loaded.adapters, ranks),
+        adapters=None if adapters is None else ranks.adapters(adapters),
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
     )
-
-
-def make_runner(ranks: Ranks | None, *parts: Any) -> Runner:
-    """`parts`: a Runner's. Where there are other processes it leads those that need a runner's lead."""
-    if isinstance(ranks, Stages):
-        last = PipelineRunner(*parts)
-        last.lead(ranks)
-        return last
-    if isinstance(ranks, SpmdRanks):
-        first = SpmdRunner(*parts)
-        first.lead(ranks)
-        return first
-    return Runner(*parts)
 
 
 def kept_windows(config: EngineConfig, spec: DecoderSpec) -> str | None:
@@ -194,7 +174,7 @@ def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None
     if wrong is not None:
         raise ConfigError(f"tensor_parallel_size: {wrong}", param="tensor_parallel_size")
     asked = config.speculative_config
-    if are_equal(chosen.device) and asked is not None and asked.hidden_states:
+    if chosen.device.type == "cuda" and asked is not None and asked.hidden_states:
         wrong = f"{asked.method!r} does not go with several GPUs (tensor_parallel_size) yet; a draft_model does"
         raise ConfigError(f"speculative_config: {wrong}", param="speculative_config")
 
@@ -214,12 +194,6 @@ def lacking_gpus(ranks: int, device: torch.device) -> str | None:
     if not torch.distributed.is_nccl_available():
         return f"this PyTorch ({torch.__version__}) was built without NCCL, by which GPUs reach each other"
     return None
-
-
-def are_equal(device: torch.device) -> bool:
-    """Whether ranks there all run the same steps. On CPUs the first one tells the others every call instead: that needs
-    no copies there, and one process alone computes what follows the logits."""
-    return device.type == "cuda"
 
 
 def check_stages(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
@@ -249,55 +223,22 @@ def start_ranks(
     on_end: Callable[[int], None] | None,
     *,
     given: bool,
-) -> Ranks | None:
-    """The processes that compute the model together with this one; None: it is alone. given: the weights are in no
-    file. Raises ConfigError."""
+) -> Ranks | Alone:
+    """The processes that compute the model together with this one. given: the weights are in no file. Raises
+    ConfigError."""
     if config.node_rank:
         raise ConfigError("node_rank: machines but the first run nothing but `quire serve`", param="node_rank")
     if config.ranks == 1:
-        return None
+        return Alone()
     check = check_stages if config.pipeline_parallel_size > 1 else check_division
     check(config, chosen, given=given)
     weights = None if config.weights is None else str(stored_at(config))
     told = {"model": str(path), "revision": None, "weights": weights, "device": chosen.device.type}
+    told |= {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
     local = config.model_copy(update=told)
     if config.pipeline_parallel_size > 1:
         return Stages(local, progress, on_end)
-    if are_equal(chosen.device):
-        same = {"attention_backend": chosen.backend.name, "dtype": str(chosen.dtype).removeprefix("torch.")}
-        return SpmdRanks(local.model_copy(update=same), chosen.device, on_end)
-    if config.nnodes > 1:
-        return MachineRanks(config, local, on_end)
-    return TensorRanks(local, chosen.backend, 4 * -(-chosen.spec.vocab_size // config.tensor_parallel_size), on_end)
-
-
-def load_first(load: Callable[..., LoadedModel], ranks: Ranks) -> tuple[LoadedModel, int]:
-    """This process' part of the model, which `load` loads, once all have theirs; and the bytes of what other stages
-    hold. Of ranks that divide every layer it counts what all have read."""
-    if isinstance(ranks, Stages):
-        loaded = load(kind=Stage)
-        assert isinstance(loaded.model, Stage)
-        loaded.model.follow(ranks.passed)
-        others = ranks.wait_loaded()
-        checkpoint = loaded.checkpoint.joined(each.table for each in others)
-        return replace(loaded, checkpoint=checkpoint), sum(each.weight_bytes for each in others)
-    assert isinstance(ranks, TensorRanks | SpmdRanks)
-    kind = LeadingDecoder if isinstance(ranks, TensorRanks) else Decoder
-    loaded = load(shard=Shard(0, ranks.count, ranks.group), kind=kind)
-    if isinstance(loaded.model, LeadingDecoder):
-        loaded.model.lead(ranks)
-    others = ranks.wait_loaded()
-    return replace(loaded, read_bytes=loaded.read_bytes + sum(each.weight_bytes for each in others)), 0
-
-
-def serve_adapters(
-    config: EngineConfig, model_config: ModelConfig, room: Adapters | None, ranks: Ranks | None
-) -> AdapterLoader | None:
-    """What loads adapters, where they are served."""
-    if room is None:
-        return None
-    own = adapter_loader(config, model_config, room)
-    return own if ranks is None else LeadingAdapters(own, ranks)
+    return SpmdRanks(config, local, chosen, on_end)
 
 
 def plan_pages(
@@ -307,20 +248,18 @@ def plan_pages(
     backend: Backend,
     draft: DraftModel | LoadedHead | None,
     groups: PageGroups,
-    ranks: Ranks | None,
+    ranks: Ranks | Alone,
 ) -> KVPlan:
     """The KV cache for what the loaded weights leave of the memory, here and where others compute; groups: of all
     layers."""
     count, places = model.shard.count // config.nnodes, sum(places_of_stages(groups, config.pipeline_parallel_size))
     formula = model.formula_of(places) if count == 1 else f"{model.page_formula} x {count} ranks"
     each = page_bytes(model) * places // model.groups.places * groups.count * count
-    measure = partial(available_bytes, model, model_config, backend, config)
-    available = count * ranks.least(measure) if isinstance(ranks, SpmdRanks) else measure()
-    if ranks is not None and ranks.least_free is not None and config.kv_cache_memory is None:
-        available = min(available, ranks.least_free)
+    available = ranks.available(partial(available_bytes, model, model_config, backend, config))
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)
-        if isinstance(ranks, SpmdRanks):  # what drafts is on the first GPU, and the others have as many pages
+        # All ranks have heads, the first one alone has a model that drafts; but each GPU has as many pages as that.
+        if count > 1 and (isinstance(draft, LoadedHead) or model.device.type == "cuda"):
             formula, own = f"{formula} x {count}", own * count
         each, available = each + own, available - spare_pages(config, backend.block_size) * config.max_num_seqs * own
     return plan_kv(

@@ -14,6 +14,7 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import Activation
 from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
@@ -23,7 +24,6 @@ from quire.kernels.backend import (
     Layer,
     Linear,
     Recorded,
-    Rope,
     Softmax,
     Table,
 )
@@ -36,6 +36,7 @@ from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
+from quire.kernels.rotation import NORMS, Rope
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ALL = 2**31 - 1
@@ -124,7 +125,13 @@ class Cpu(Reference):
             head_dim,
         )
         ahead = _ALL if softmax.ahead is None else softmax.ahead
-        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, ahead, *_bias(softmax.bias))
+        rules = (
+            softmax.scale,
+            softmax.window or 0,
+            softmax.softcap or 0.0,
+            ahead,
+            *native.bias_arguments(softmax.bias),
+        )
         sinks = _sinks(softmax.sinks, heads)
         held = native.kv_format(k_cache, softmax.kv_scales)
         pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]
@@ -157,12 +164,21 @@ class Cpu(Reference):
         kernel(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
         return x, residual
 
-    def gelu(self, x: Tensor) -> Tensor:
-        kernel = self.library.gelu.get(x.dtype)
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """In place: returns residual itself where it is contiguous."""
+        kernel = self.library.add.get(x.dtype)
+        if kernel is None or residual.dtype != x.dtype:
+            return super().add(x, residual)
+        x, residual = x.contiguous(), residual.contiguous()
+        kernel(x.data_ptr(), residual.data_ptr(), x.numel(), torch.get_num_threads())
+        return residual
+
+    def activate(self, x: Tensor, activation: Activation) -> Tensor:
+        kernel = self.library.activate.get(x.dtype)
         if kernel is None:
-            return super().gelu(x)
+            return super().activate(x, activation)
         x = x.contiguous()
-        kernel(x.data_ptr(), x.numel(), torch.get_num_threads())
+        kernel(x.data_ptr(), x.numel(), *native.activation_numbers(activation), torch.get_num_threads())
         return x
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -208,12 +224,13 @@ class Cpu(Reference):
         tokens, width = qkv.shape
         heads = width // rope.head_dim - 2 * kv_heads
         q = qkv.new_empty((tokens, heads, rope.head_dim))
-        weights = (rope.q_norm, rope.k_norm, rope.cos_sin)
+        weights = (rope.q_norm, rope.k_norm, rope.cos_sin, rope.q_scale)
         for each in weights:
             if each is not None and each.dtype != torch.float32:
-                raise TypeError(f"q_norm, k_norm and cos_sin must be float32, not {each.dtype}")
+                raise TypeError(f"q_norm, k_norm, cos_sin and q_scale must be float32, not {each.dtype}")
         held = native.kv_format(k_cache, rope.kv_scales)
-        pointers = _pointers(qkv, *weights, metadata.positions, metadata.slots, q, k_cache, v_cache)
+        where = _pointers(metadata.positions, metadata.slots, q, k_cache, v_cache)
+        pointers = [*_pointers(qkv, *weights), NORMS.index(rope.norm), *where]
         shapes = (k_cache.stride(0), v_cache.stride(0), tokens, pages, heads, kv_heads, rope.head_dim)
         sizes = (*shapes, rope.eps, torch.get_num_threads())
         outside = self.library.rope_store[qkv.dtype](*pointers, _address(held), *sizes)
@@ -310,15 +327,6 @@ class Cpu(Reference):
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _bias(bias: Tensor | None) -> tuple[int | None, int, int]:
-    """Softmax.bias as the kernel takes it: where it is, its rows' stride, and the column of distance 0."""
-    if bias is None:
-        return None, 0, 0
-    if bias.dtype != torch.float32 or not bias.is_contiguous():
-        raise TypeError("a bias must be float32 and contiguous")
-    return bias.data_ptr(), bias.shape[1], (bias.shape[1] - 15) // 2 - 1
 
 
 def _sinks(sinks: Tensor | None, heads: int) -> int | None:

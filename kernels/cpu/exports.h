@@ -92,6 +92,7 @@ struct Collective {
 
 EXPORTED int sum_ranks_f32(Collective* group, float* x, long size, int threads);
 EXPORTED int sum_ranks_bf16(Collective* group, bf16* x, long size, int threads);
+EXPORTED int share_rank(Collective* group, char* x, long size);
 EXPORTED int gather_ranks(Collective* group, const float* own, float* out, long rows, const int64_t* starts);
 EXPORTED long compressed_size(const uint16_t* packed, int in, int outs, int threads);
 EXPORTED void compress(const uint16_t* packed, uint8_t* to, int in, int outs, int threads);
@@ -121,16 +122,19 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
                                       int threads);                                                                    \
   EXPORTED void layer_norm_##suffix(const T* x, T* residual, const float* weight, const float* bias, T* out,           \
                                     long rows, int size, float eps, int threads);                                      \
-  EXPORTED void gelu_##suffix(T* x, long size, int threads);                                                           \
+  EXPORTED void add_##suffix(const T* x, T* residual, long size, int threads);                                         \
+  EXPORTED void activate_##suffix(T* x, long size, int kind, float positive, float negative, float slope,              \
+                                  int threads);                                                                        \
   EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
   EXPORTED void gelu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
   EXPORTED void clamped_mul_##suffix(const T* gate_up, T* out, long rows, int size, float alpha, float limit,          \
                                      int threads);                                                                     \
   EXPORTED void mix_experts_##suffix(const Experts* experts, const T* x, T* out, long rows, int threads);              \
   EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
-                                   const int64_t* positions, const int64_t* slots, T* query, void* keys, void* values, \
-                                   const KVFormat* format, long key_stride, long value_stride, long tokens,            \
-                                   long pages, int heads, int kv_heads, int dim, float eps, int threads);              \
+                                   const float* q_scale, int norm, const int64_t* positions, const int64_t* slots,     \
+                                   T* query, void* keys, void* values, const KVFormat* format, long key_stride,        \
+                                   long value_stride, long tokens, long pages, int heads, int kv_heads, int dim,       \
+                                   float eps, int threads);                                                            \
   EXPORTED int store_kv_##suffix(const T* k, const T* v, void* keys, void* values, const KVFormat* format,             \
                                  const int64_t* slots, long key_stride, long value_stride, long tokens, long pages,    \
                                  int kv_heads, int dim);                                                               \
@@ -158,7 +162,8 @@ struct Kernels;
     static constexpr auto rms_norm = rms_norm_##suffix;                                                                \
     static constexpr auto add_rms_norm = add_rms_norm_##suffix;                                                        \
     static constexpr auto layer_norm = layer_norm_##suffix;                                                            \
-    static constexpr auto gelu = gelu_##suffix;                                                                        \
+    static constexpr auto add = add_##suffix;                                                                          \
+    static constexpr auto activate = activate_##suffix;                                                                \
     static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
     static constexpr auto gelu_mul = gelu_mul_##suffix;                                                                \
     static constexpr auto clamped_mul = clamped_mul_##suffix;                                                          \

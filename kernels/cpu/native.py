@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quire.kernels.activation import KINDS, Activation
 from quire.kernels.kv_codes import KVScales
 
 HERE = Path(__file__).parent
@@ -113,6 +114,19 @@ def kv_format(cache: Tensor, scales: KVScales) -> KVFormat | None:
     return None if held is None else KVFormat(held, scales.key, scales.value)
 
 
+def bias_arguments(bias: Tensor | None) -> tuple[int | None, int, int]:
+    """Softmax.bias as the kernel takes it: where it is, its rows' stride, and the column of distance 0."""
+    if bias is None:
+        return None, 0, 0
+    if bias.dtype != torch.float32 or not bias.is_contiguous():
+        raise TypeError("a bias must be float32 and contiguous")
+    return bias.data_ptr(), bias.shape[1], (bias.shape[1] - 15) // 2 - 1
+
+
+def activation_numbers(activation: Activation) -> tuple[int, float, float, float]:
+    return KINDS.index(activation.kind), activation.positive, activation.negative, activation.slope
+
+
 _HUGE, _CHUNK = 2 << 20, 32 << 20
 
 
@@ -148,11 +162,12 @@ SIGNATURES = {
         *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
     ],
     "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
-    "rope_store": [*[_POINTER] * 10, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
+    "rope_store": [*[_POINTER] * 5, _INT, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "layer_norm": [*[_POINTER] * 5, _LONG, _INT, _FLOAT, _INT],
-    "gelu": [_POINTER, _LONG, _INT],
+    "add": [*[_POINTER] * 2, _LONG, _INT],
+    "activate": [_POINTER, _LONG, _INT, *[_FLOAT] * 3, _INT],
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "gelu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "clamped_mul": [*[_POINTER] * 2, _LONG, _INT, _FLOAT, _FLOAT, _INT],
@@ -175,6 +190,7 @@ _SINGLE = {
     "argmax_f32": [_POINTER, _POINTER, _LONG, _LONG, _INT],
     "draw_f32": [*[_POINTER] * 4, _LONG, _LONG, _INT],
     "gather_ranks": [*[_POINTER] * 3, _LONG, _POINTER],
+    "share_rank": [*[_POINTER] * 2, _LONG],
 }
 """Of the others. compressed_size gives the bytes of a packed bfloat16 matrix when compressed; 0: compressing does not
 pay, or this instruction set cannot (compress12.h)."""

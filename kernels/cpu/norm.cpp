@@ -1,4 +1,5 @@
-// RMSNorm and LayerNorm, alone and fused with the residual addition, the MLP's gates (SiLU and GELU), and GELU alone.
+// RMSNorm and LayerNorm, alone and fused with the residual addition, the MLP's gates (SiLU and GELU), and what stands
+// in MLPs without a gate.
 // Computed in float32 and rounded once at the end.
 #include "kernels.h"
 
@@ -36,16 +37,6 @@ void add_rms_norm(T* x, T* residual, const float* weight, long rows, int size, f
   });
 }
 
-// Sum of the 16-lane partial sums of f(x[i .. i + 16]) over a row, in a fixed order.
-template <class T, class Of>
-INLINE float row_sum(const T* x, int size, const Of& of) {
-  Vec sums = vset(0.0f);
-  int i = 0;
-  for (; i + 16 <= size; i += 16) sums = vadd(sums, of(vload(x + i)));
-  if (i < size) sums = vadd(sums, vkeep(of(vload_first(x + i, size - i)), 0, size - i, 0.0f));
-  return vsum(sums);
-}
-
 // out = LayerNorm(x), or with a residual: residual += x, rounded to T, and out = LayerNorm(residual).
 template <class T>
 void layer_norm(const T* x, T* residual, const float* weight, const float* bias, T* out, long rows, int size, float eps,
@@ -59,12 +50,8 @@ void layer_norm(const T* x, T* residual, const float* weight, const float* bias,
           vstore_first(sum + i, vadd(vload_first(row + i, size - i), vload_first(sum + i, size - i)), size - i);
         row = sum;
       }
-      const Vec mean = vset(row_sum(row, size, [](Vec v) { return v; }) / size);
-      const float squares = row_sum(row, size, [&](Vec v) {
-        const Vec apart = vsub(v, mean);
-        return vmul(apart, apart);
-      });
-      const Vec factor = vset(1.0f / __builtin_sqrtf(squares / size + eps));
+      float average;
+      const Vec factor = vset(centred_factor(row, size, eps, &average)), mean = vset(average);
       for (int i = 0; i < size; i += 16) {
         const Vec scaled = vmul(vsub(vload_first(row + i, size - i), mean), factor);
         const Vec moved = vfma(scaled, vload_first(weight + i, size - i), vload_first(bias + i, size - i));
@@ -74,15 +61,53 @@ void layer_norm(const T* x, T* residual, const float* weight, const float* bias,
   });
 }
 
-// x = GELU(x).
-template <class T>
-void gelu(T* x, long size, int threads) {
-  constexpr long kPiece = 4096;
+constexpr long kPiece = 4096;  // numbers that one thread takes at once
+
+// x = of(x), each number.
+template <class T, class Of>
+void each_number(T* x, long size, int threads, const Of& of) {
   parallel_rows(threads, (size + kPiece - 1) / kPiece, size * 6, [&](long begin, long end) {
     const long last = end * kPiece < size ? end * kPiece : size;
     for (long i = begin * kPiece; i < last; i += 16) {
       const int count = last - i < 16 ? static_cast<int>(last - i) : 16;
-      vstore_first(x + i, vgelu_exact(vload_first(x + i, count)), count);
+      vstore_first(x + i, of(vload_first(x + i, count)), count);
+    }
+  });
+}
+
+// kernels/activation.py has the same numbers for the kinds, and says what xIELU is.
+enum { kGelu = 0, kGeluTanh = 1, kRelu = 2, kSquaredRelu = 3, kXielu = 4 };
+
+template <class T>
+void activate(T* x, long size, int kind, float positive, float negative, float slope, int threads) {
+  const Vec zero = vset(0.0f), one = vset(1.0f);
+  switch (kind) {
+    case kGelu:
+      return each_number(x, size, threads, [](Vec v) { return vgelu_exact(v); });
+    case kGeluTanh:
+      return each_number(x, size, threads, [](Vec v) { return vgelu(v); });
+    case kRelu:
+      return each_number(x, size, threads, [&](Vec v) { return vmax(v, zero); });
+    case kSquaredRelu:
+      return each_number(x, size, threads, [&](Vec v) { return vmul(vmax(v, zero), vmax(v, zero)); });
+    default:
+      const Vec a = vset(positive), c = vset(negative), b = vset(slope);
+      return each_number(x, size, threads, [&](Vec v) {
+        const Vec above = vmax(v, zero), below = vmin(v, zero);
+        const Vec bent = vsub(vsub(vexp2(vmul(below, vset(kLog2E))), one), below);
+        return vfma(b, v, vfma(vmul(a, above), above, vmul(c, bent)));
+      });
+  }
+}
+
+// residual += x.
+template <class T>
+void add(const T* x, T* residual, long size, int threads) {
+  parallel_rows(threads, (size + kPiece - 1) / kPiece, size, [&](long begin, long end) {
+    const long last = end * kPiece < size ? end * kPiece : size;
+    for (long i = begin * kPiece; i < last; i += 16) {
+      const int count = last - i < 16 ? static_cast<int>(last - i) : 16;
+      vstore_first(residual + i, vadd(vload_first(x + i, count), vload_first(residual + i, count)), count);
     }
   });
 }
@@ -131,7 +156,11 @@ void clamped_mul(const T* gate_up, T* out, long rows, int size, float alpha, flo
                                     long rows, int size, float eps, int threads) {                                     \
     layer_norm(x, residual, weight, bias, out, rows, size, eps, threads);                                              \
   }                                                                                                                    \
-  EXPORTED void gelu_##suffix(T* x, long size, int threads) { gelu(x, size, threads); }                                \
+  EXPORTED void add_##suffix(const T* x, T* residual, long size, int threads) { add(x, residual, size, threads); }     \
+  EXPORTED void activate_##suffix(T* x, long size, int kind, float positive, float negative, float slope,              \
+                                  int threads) {                                                                       \
+    activate(x, size, kind, positive, negative, slope, threads);                                                       \
+  }                                                                                                                    \
   EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads) {                        \
     gate_mul<false>(gate_up, out, rows, size, threads);                                                                \
   }                                                                                                                    \

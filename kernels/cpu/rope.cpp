@@ -6,25 +6,38 @@
 
 namespace {
 
-// One head of `dim` elements: RMSNorm if `weight` is not null, then the rotation if `cosines` is not null (the sines
-// follow the cosines in memory). Computed in float32 and rounded once.
+// What is done to a head; by the numbers that kernels/rotation.py has for the kinds of norm.
+enum { kHeads = 0, kWhole = 1, kCentred = 2, kAfter = 3 };
+struct Head {
+  const float* weight;   // of its norm; null: it has none
+  float mean, factor;    // of the norm: (x - mean) * factor * weight
+  bool after;            // whether the norm comes behind the rotation
+  const float* cosines;  // null: no rotation; the sines follow the cosines in memory
+  float scale;           // of the result
+};
+
+// One head of `dim` elements, computed in float32 and rounded once.
 template <class T>
-INLINE void norm_and_rotate(const T* x, const float* weight, const float* cosines, float eps, int dim, T* out) {
+INLINE void norm_and_rotate(const T* x, const Head& head, int dim, T* out) {
   const int half = dim / 2;
-  const float factor = weight ? rms_factor(x, dim, eps) : 1.0f;
+  const bool before = head.weight && !head.after, after = head.weight && head.after;
   for (int i = 0; i < half; i += 16) {
     const int n = half - i;
     Vec first = vload_first(x + i, n), second = vload_first(x + half + i, n);
-    if (weight) {
-      first = vmul(vmul(first, vset(factor)), vload_first(weight + i, n));
-      second = vmul(vmul(second, vset(factor)), vload_first(weight + half + i, n));
-    }
-    if (cosines) {
-      const Vec cosine = vload_first(cosines + i, n), sine = vload_first(cosines + half + i, n);
+    const auto norm = [&] {
+      const Vec mean = vset(head.mean), factor = vset(head.factor);
+      first = vmul(vmul(vsub(first, mean), factor), vload_first(head.weight + i, n));
+      second = vmul(vmul(vsub(second, mean), factor), vload_first(head.weight + half + i, n));
+    };
+    if (before) norm();
+    if (head.cosines) {
+      const Vec cosine = vload_first(head.cosines + i, n), sine = vload_first(head.cosines + half + i, n);
       const Vec rotated = vsub(vmul(first, cosine), vmul(second, sine));
       second = vfma(second, cosine, vmul(first, sine));
       first = rotated;
     }
+    if (after) norm();
+    if (head.scale != 1.0f) first = vmul(first, vset(head.scale)), second = vmul(second, vset(head.scale));
     vstore_first(out + i, first, n);
     vstore_first(out + half + i, second, n);
   }
@@ -34,7 +47,8 @@ template <class T>
 struct Projection {
   const T* qkv;
   const float *q_norm, *k_norm;
-  const float* cos_sin;  // null: no rotary embedding
+  const float *cos_sin, *q_scale;  // null: no rotary embedding; null: queries are not scaled
+  int norm;
   const int64_t *positions, *slots;
   T* query;
   void *keys, *values;
@@ -59,18 +73,42 @@ INLINE void store_head(const T* key, const T* value, const Projection<T>& p, lon
   store_value(value, reinterpret_cast<T*>(values), at, p.dim);
 }
 
+// What is done to head h of `heads` queries or keys of one token.
+template <class T>
+INLINE Head head_of(const T* all, int h, int heads, const float* weights, const float* cosines, float scale,
+                    const Projection<T>& p) {
+  Head head = {weights, 0.0f, 1.0f, p.norm == kAfter, cosines, scale};
+  if (!weights) return head;
+  const T* x = all + static_cast<long>(h) * p.dim;
+  if (p.norm == kWhole || p.norm == kCentred) head.weight += static_cast<long>(h) * p.dim;
+  if (p.norm == kWhole)
+    head.factor = rms_factor(all, heads * p.dim, p.eps);
+  else if (p.norm == kCentred)
+    head.factor = centred_factor(x, p.dim, p.eps, &head.mean);
+  else
+    head.factor = rms_factor(x, p.dim, p.eps);
+  return head;
+}
+
 template <class T>
 void rope_token(const Projection<T>& p, long token) {
   const T* row = p.qkv + token * (p.heads + 2L * p.kv_heads) * p.dim;
   const float* cosines = p.cos_sin ? p.cos_sin + p.positions[token] * p.dim : nullptr;
+  const float scale = p.q_scale ? p.q_scale[p.positions[token]] : 1.0f;
   T* query = p.query + token * p.heads * p.dim;
-  for (int h = 0; h < p.heads; ++h)
-    norm_and_rotate(row + h * p.dim, p.q_norm, cosines, p.eps, p.dim, query + h * p.dim);
+  Head head;
+  for (int h = 0; h < p.heads; ++h) {
+    if (!h || p.norm != kWhole) head = head_of(row, h, p.heads, p.q_norm, cosines, scale, p);
+    norm_and_rotate(row + h * p.dim, head, p.dim, query + h * p.dim);
+    if (p.norm == kWhole && head.weight) head.weight += p.dim;
+  }
   const T *key = row + static_cast<long>(p.heads) * p.dim, *value = key + static_cast<long>(p.kv_heads) * p.dim;
   T* rotated = reinterpret_cast<T*>(scratch(p.dim * (sizeof(T) + 1)));
   auto* codes = reinterpret_cast<uint8_t*>(rotated + p.dim);
   for (int h = 0; h < p.kv_heads; ++h) {
-    norm_and_rotate(key + h * p.dim, p.k_norm, cosines, p.eps, p.dim, rotated);
+    if (!h || p.norm != kWhole) head = head_of(key, h, p.kv_heads, p.k_norm, cosines, 1.0f, p);
+    norm_and_rotate(key + h * p.dim, head, p.dim, rotated);
+    if (p.norm == kWhole && head.weight) head.weight += p.dim;
     store_head(rotated, value + h * p.dim, p, p.slots[token], h, codes);
   }
 }
@@ -107,18 +145,20 @@ int store_kv(const T* k, const T* v, const Projection<T>& p, long tokens, long p
 // Both return 1, and write nothing, if a slot is outside of the caches. No format: pages hold the type itself.
 #define EXPORT(suffix, T)                                                                                              \
   EXPORTED int rope_store_##suffix(const T* qkv, const float* q_norm, const float* k_norm, const float* cos_sin,       \
-                                   const int64_t* positions, const int64_t* slots, T* query, void* keys, void* values, \
-                                   const KVFormat* format, long key_stride, long value_stride, long tokens,            \
-                                   long pages, int heads, int kv_heads, int dim, float eps, int threads) {             \
-    const Projection<T> p = {qkv,    q_norm,          k_norm,     cos_sin,      positions, slots,    query, keys,      \
-                             values, held_as(format), key_stride, value_stride, heads,     kv_heads, dim,   eps};      \
+                                   const float* q_scale, int norm, const int64_t* positions, const int64_t* slots,     \
+                                   T* query, void* keys, void* values, const KVFormat* format, long key_stride,        \
+                                   long value_stride, long tokens, long pages, int heads, int kv_heads, int dim,       \
+                                   float eps, int threads) {                                                           \
+    const Projection<T> p = {qkv,  q_norm, k_norm,          cos_sin,    q_scale,      norm,  positions, slots, query,  \
+                             keys, values, held_as(format), key_stride, value_stride, heads, kv_heads,  dim,   eps};   \
     return rope_store(p, tokens, pages, threads);                                                                      \
   }                                                                                                                    \
   EXPORTED int store_kv_##suffix(const T* k, const T* v, void* keys, void* values, const KVFormat* format,             \
                                  const int64_t* slots, long key_stride, long value_stride, long tokens, long pages,    \
                                  int kv_heads, int dim) {                                                              \
-    const Projection<T> p = {nullptr, nullptr,         nullptr,    nullptr,      nullptr, slots,    nullptr, keys,     \
-                             values,  held_as(format), key_stride, value_stride, 0,       kv_heads, dim,     0.0f};    \
+    const Projection<T> p = {nullptr,    nullptr,      nullptr, nullptr,  nullptr, kHeads,                             \
+                             nullptr,    slots,        nullptr, keys,     values,  held_as(format),                    \
+                             key_stride, value_stride, 0,       kv_heads, dim,     0.0f};                              \
     return store_kv(k, v, p, tokens, pages);                                                                           \
   }
 EXPORT(f32, float)

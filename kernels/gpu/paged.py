@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Backend, Linear, Rope, Table
+from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
+from quire.kernels.rotation import Rope
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256

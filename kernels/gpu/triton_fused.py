@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Rope
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_codes import held_in, integer_scale, to_float8, to_integer
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+from quire.kernels.rotation import Rope
 
 _GATE_BLOCK = 1024
 _ROPE_HEADS = 8

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Linear, Rope, Softmax, Table
+from quire.kernels.backend import AttentionMetadata, Linear, Softmax, Table
 from quire.kernels.gpu import triton_fused
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
@@ -25,6 +25,7 @@ from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
+from quire.kernels.rotation import Rope
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIXED_SPLIT = 512
@@ -92,6 +93,8 @@ class Triton(Reference):
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
+        if not rope.is_plain:  # few families, in PyTorch's operations
+            return super().rope_store(qkv, rope, k_cache, v_cache, metadata)
         return triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
 
     def pack_quantized(

@@ -78,7 +78,7 @@ def main(argv: Sequence[str], started: float) -> int:
     if config.node_rank:
         if args.models is not None:
             parser.error("--models has no place on machines but the first (--node-rank)")
-        status: int = import_module("quire.engine.nodes.member").run(config)
+        status: int = import_module("quire.engine.main").join(config)
         return status
     models: OneModel | SeveralModels | None = None
     if config.api_server_count > 1:

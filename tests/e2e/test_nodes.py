@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL, NODE_SECRET
+from quire.engine.config import DEMO_MODEL
 from quire.engine.nodes.member import Member
 from quire.kernels.cpu.backend import Cpu
 from tests.e2e.server import Server, free_port
@@ -45,19 +45,23 @@ class Machines:
     def __init__(self, folder: Path, ranks: int = 2) -> None:
         self.marks = uuid.uuid4().hex, uuid.uuid4().hex
         self.second_log = folder / "second"
-        self._flags = ["--tensor-parallel-size", str(ranks), "--nnodes", "2", "--master-port", str(free_port())]
+        self._flags = ["--tensor-parallel-size", str(ranks), "--nnodes", "2"]
+        self._launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        """As torchrun says it; with RANK."""
         self._flags += ["--threads", str(ranks // 2), "--tool-call-parser", "hermes"]
         self.join()
-        secret = {NODE_SECRET: "between us", "TEST_MARK": self.marks[0]}
-        self.server = Server(folder / "first", *self._flags, env=secret, wait=False)
+        self.server = Server(folder / "first", *self._flags, env=self._variables(0), wait=False)
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        return self._launched | {"RANK": str(rank), "TEST_MARK": self.marks[rank]}
 
     def join(self) -> None:
         with self.second_log.open("ab") as log:
             self.second = subprocess.Popen(
-                [QUIRE, "serve", *self._flags, "--node-rank", "1"],
+                [QUIRE, "serve", *self._flags],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {NODE_SECRET: "between us", "TEST_MARK": self.marks[1]},
+                env=os.environ | self._variables(1),
             )
 
     def end(self) -> None:
@@ -130,6 +134,20 @@ async def test_no_stream_notices_what_dies_on_either_machine(ranks: int, machine
     assert marked(made.marks[1]) == {}
 
 
+def test_all_ranks_are_back_in_the_rendezvous_within_ten_seconds(machines: Callable[..., Machines]) -> None:
+    """After each kind of death; where the machine is so busy that a start takes longer, within that."""
+    began = time.monotonic()
+    made = machines()
+    seconds = max(10.0, time.monotonic() - began)
+    for way in (kill_rank, kill_command, kill_engine):
+        wait_until(lambda: made.server.healthy() and bool(ranks_of(made.marks[1])), "no engine came after it")
+        joined, began = made.second_log.read_text().count("has joined"), time.monotonic()
+        way(made)
+        again = lambda before=joined: made.second_log.read_text().count("has joined") > before  # noqa: E731
+        wait_until(again, f"{way.__name__}: it did not join again")
+        assert time.monotonic() - began < seconds, way.__name__
+
+
 def test_a_rank_that_was_stopped_is_replaced_once_its_engine_has_gone(machines: Callable[..., Machines]) -> None:
     made = machines()
     (stopped,) = ranks_of(made.marks[1])
@@ -162,8 +180,7 @@ async def test_the_other_machine_joins_a_server_that_was_started_again(machines:
         before = await answer(client, KINDS["seeded"])
     made.server.process.kill()
     made.server.process.wait()
-    flags = [*made._flags]
-    again = Server(made.second_log.with_name("again"), *flags, env={NODE_SECRET: "between us"})
+    again = Server(made.second_log.with_name("again"), *made._flags, env=made._variables(0))
     try:
         async with httpx.AsyncClient(base_url=again.url, timeout=280) as client:
             assert await answer(client, KINDS["seeded"]) == before

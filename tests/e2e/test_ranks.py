@@ -20,8 +20,8 @@ import pytest
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import EngineError
 from quire.engine.loop import Engine, let_go
-from quire.engine.worker.ranks.leader import LeadingDecoder
 from quire.engine.worker.ranks.pipeline import PipelineRunner
+from quire.engine.worker.ranks.spmd import SpmdRunner
 from quire.kernels.cpu.backend import Cpu
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
@@ -87,8 +87,8 @@ def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
     made = Engine(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
     expected = run(Engine(EngineConfig(model=DEMO_MODEL, dtype="float32", **settings)), [request("a", [435, 1029])])
     assert len(run(made, [request("a", [435, 1029])])["a"].ids) == len(expected["a"].ids)
-    assert isinstance(made.runner._model, LeadingDecoder)
-    (pid,) = made.runner._model._ranks.pids
+    assert isinstance(made.runner, SpmdRunner)
+    (pid,) = made.runner._ranks.pids
     made.add(request("b", [435, 1029]))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=f"rank 1 of 2 .process {pid}. was killed by SIGKILL"):

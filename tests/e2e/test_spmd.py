@@ -1,4 +1,4 @@
-"""Servers whose ranks all run the same steps, as GPUs' do, here on a CPU over gloo: a rank's death is survived as an
+"""Servers whose ranks meet at a store, as GPUs' do, here on a CPU over connections: a rank's death is survived as an
 engine's is, and no rank outlives its server."""
 
 from __future__ import annotations
@@ -14,52 +14,25 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch.distributed as dist
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import EngineError
 from quire.engine.loop import Engine, let_go
-from quire.engine.worker import startup
 from quire.engine.worker.ranks.spmd import SpmdRunner
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
 from tests.e2e.test_ranks import marked, ranks_of, wait_until
 from tests.engine.harness import request, run
-from tests.tree import ROOT
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 STREAMS = 8
 KILLS = int(os.environ.get("TEST_KILLS", "3"))
-ENGINE = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from quire.engine import main
-last = main.end_with_parent
-def before_torch():
-    last()
-    from quire.engine.worker import startup
-    startup.are_equal = lambda device: True
-main.end_with_parent = before_torch
-main.main()
-"""
-"""An engine's process whose ranks do on the CPU what those on GPUs do."""
-PROGRAM = f"""#!{sys.executable}
-import sys
-sys.path.insert(0, {str(ROOT)!r})
-from quire.engine.client.process import EngineProcess
-EngineProcess.PROGRAM = ("-P", "-c", {ENGINE!r})
-from quire.server.cli.main import main
-if __name__ == "__main__":
-    main()
-"""
 
 
-def test_an_engine_in_this_process_says_which_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "are_equal", lambda device: True)
+def test_an_engine_in_this_process_says_which_rank_has_ended() -> None:
     settings = {"max_model_len": 256, "num_kv_blocks": 64, "threads": 2, "attention_backend": "reference"}
     made = Engine(EngineConfig(model=DEMO_MODEL, tensor_parallel_size=2, **settings))
     assert len(run(made, [request("a", [435, 1029], max_tokens=8)])["a"].ids) == 8
@@ -78,11 +51,9 @@ def test_an_engine_in_this_process_says_which_rank_has_ended(monkeypatch: pytest
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[Server, str]]:
     """One of two ranks; and what marks its processes. It does not outlive a test that fails."""
-    (program := tmp_path / "quire").write_text(PROGRAM)
-    program.chmod(0o700)
     mark = uuid.uuid4().hex
     flags = ["--tensor-parallel-size", "2", "--threads", "2", "--attention-backend", "reference", "--dtype", "float32"]
-    made = Server(tmp_path / "log", *flags, "--tool-call-parser", "hermes", quire=program, env={"TEST_MARK": mark})
+    made = Server(tmp_path / "log", *flags, "--tool-call-parser", "hermes", env={"TEST_MARK": mark})
     yield made, mark
     made.process.kill()
     made.process.wait()

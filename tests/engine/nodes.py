@@ -1,5 +1,5 @@
-"""Other machines as threads of the test's process: the same greeting, connections and sums, without the seconds that a
-process takes to start."""
+"""Other machines as threads of the test's process: the same store, orders and sums, without the seconds that a process
+takes to start."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineConfig
-from quire.engine.nodes.member import Member
-from quire.engine.worker.ranks.follower import Here, follow
+from quire.engine.nodes.member import Life, Member
+from quire.engine.worker.ranks.follower import follow_joined
 from quire.engine.worker.ranks.remote import Gathering, Remote
 from tests.e2e.server import free_port
 
@@ -35,13 +33,11 @@ class ThreadMember(Member):
 
     def _live(self, place: int) -> None:
         process: Any = _Running()
-        if (connection := self._connect(place, process)) is None:
-            return
-        with connection, tempfile.TemporaryDirectory() as copies, suppress(ConnectionError):
-            settings = self._config.model_dump(include={"model", "revision"})
-            here = Here(settings, set(), connection.getsockname()[0], Path(copies))
-            with connection.makefile("rb") as orders, connection.makefile("wb") as answers:
-                follow(orders, answers, here)
+        with tempfile.TemporaryDirectory() as copies:
+            if (joined := self._join(place, process, copies)) is None:
+                return
+            life = Life(joined)
+            life.end(follow_joined(self._config, joined, set()))
 
 
 @pytest.fixture

@@ -7,14 +7,15 @@ import os
 import subprocess
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
 from quire.engine.worker.ranks import processes
-from quire.engine.worker.ranks.follower import follow
-from quire.engine.worker.ranks.messages import Start, decode_to_rank, frame
+from quire.engine.worker.ranks.follower import follow, teller
+from quire.engine.worker.ranks.messages import Start, decode_to_rank, frame, read_frame
 
 
 class _Orders:
@@ -51,7 +52,7 @@ class ThreadProcess:
 
         def run() -> None:
             with ends[0] as orders, ends[1] as answers:
-                follow(orders, answers)
+                follow(partial(read_frame, orders), teller(answers))
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()

@@ -13,6 +13,7 @@ from quire.engine.types import PoolingParams, Request, ThinkingBudget
 from quire.kernels.select import select_backend
 from tests.engine.harness import request, run
 from tests.tiny_models import VOCAB, save_tiny_model
+from tests.variants import nightly
 
 SETTINGS = (
     {"temperature": 0.0},
@@ -45,17 +46,25 @@ def tokens(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
 GPU_BACKENDS = ("flash", "torch_varlen", "triton", "reference")
 
 
+OTHERS = ("phi3-longrope", "ministral3", "granite", "olmo2", "hunyuan_v1_dense", "apertus", "cohere-norms", "falcon")
+"""Families that have parts which Qwen 3 has not; beside ALiBi and learned positions."""
+
+
 @pytest.mark.parametrize(
-    ("dtype", "backend", "device"),
+    ("dtype", "backend", "device", "family"),
     [
-        ("float32", "cpu", "cpu"),
-        ("bfloat16", "cpu", "cpu"),
-        pytest.param("bfloat16", "reference", "cpu", marks=pytest.mark.slow),
-        *(pytest.param("bfloat16", name, "cuda", marks=pytest.mark.gpu) for name in GPU_BACKENDS),
+        ("float32", "cpu", "cpu", "qwen3"),
+        ("bfloat16", "cpu", "cpu", "qwen3"),
+        ("bfloat16", "cpu", "cpu", "bloom"),
+        *nightly(*(("bfloat16", "cpu", "cpu", family) for family in (*OTHERS, "gpt2", "mpt", "gpt_neox"))),
+        pytest.param("bfloat16", "reference", "cpu", "qwen3", marks=pytest.mark.slow),
+        *(pytest.param("bfloat16", name, "cuda", "qwen3", marks=pytest.mark.gpu) for name in GPU_BACKENDS),
     ],
 )
-def test_tokens_do_not_depend_on_what_else_runs(dtype: str, backend: str, device: str, tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, "qwen3", num_hidden_layers=2)
+def test_tokens_do_not_depend_on_what_else_runs(
+    dtype: str, backend: str, device: str, family: str, tmp_path: Path
+) -> None:
+    path = save_tiny_model(tmp_path, family, num_hidden_layers=2)
 
     def engine(**options: int) -> Engine:
         options = {"num_kv_blocks": 600} | options

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import hmac
 import random
 import shutil
 import signal
 import socket
-import threading
+import time
+import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from pydantic import ValidationError
 
-from quire.engine.config import DEMO_MODEL, NODE_SECRET, EngineConfig
+from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 from quire.engine.loop import Engine, let_go
-from quire.engine.nodes.greeting import Refused, introduce, join_of
-from quire.engine.worker.ranks.leader import LeadingDecoder, MachineRanks
-from quire.engine.worker.ranks.mesh import KEY, connect_all, open_door
-from quire.engine.worker.ranks.remote import Remote
-from quire.kernels.collective import RankEnded
+from quire.engine.nodes.member import Life
+from quire.engine.worker.ranks.meeting import find_store
+from quire.engine.worker.ranks.messages import encode
+from quire.engine.worker.ranks.remote import JOINS, Answer, Join, Joined, Remote, join_of
+from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
-from tests.e2e.server import free_port
 from tests.engine.harness import run
 from tests.engine.nodes import Nodes, ThreadMember, gathering, member_config, nodes, told
 from tests.engine.ranks import thread_ranks
@@ -57,11 +57,9 @@ def engine(path: Path | str, **settings: Any) -> Engine:
     return Engine(EngineConfig(model=str(path), **BASE | settings))
 
 
-def ranks_of(made: Engine) -> MachineRanks:
-    assert isinstance(made.runner._model, LeadingDecoder)
-    ranks = made.runner._model._ranks
-    assert isinstance(ranks, MachineRanks)
-    return ranks
+def ranks_of(made: Engine) -> SpmdRanks:
+    assert isinstance(made.runner, SpmdRunner)
+    return made.runner._ranks
 
 
 @pytest.mark.parametrize(("family", "ranks", "count"), [("llama", 2, 2), ("gemma3", 4, 2), ("qwen3", 4, 4)])
@@ -149,7 +147,7 @@ def test_each_machine_has_a_path_and_an_engine_after_another(nodes: Nodes, tmp_p
 
 def test_the_machine_with_the_least_room_decides(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny_model(tmp_path, "llama")
-    monkeypatch.setattr("quire.engine.worker.ranks.follower.host_kv_budget", lambda free: 300_000)
+    monkeypatch.setattr("quire.engine.worker.ranks.rank.available_bytes", lambda *_: 300_000)
     made = engine(path, **nodes(str(path), 4), max_model_len=64)
     each = sum(tensor.nbytes for layer in made.runner._model.pages(1) for tensor in layer)
     assert made.info.num_blocks == 300_000 // (2 * each)
@@ -165,55 +163,39 @@ def test_a_machine_that_goes_ends_the_engine(nodes: Nodes, tmp_path: Path) -> No
     made.step()
     (remote,) = ranks_of(made)._processes
     remote.kill()
-    with pytest.raises(EngineError, match=r"rank 1 of 2 .process .* on 127.0.0.1. is out of reach"):
+    with pytest.raises(EngineError, match=r"rank 1 of 2 .process .* on 127.0.0.1. was killed by SIGKILL"):
         run(made, [])
 
 
-def connect(config: EngineConfig) -> socket.socket:
-    return socket.create_connection((config.master_addr, config.master_port), 30)
+def ask(settings: dict[str, Any], join: Join) -> Answer:
+    """What one that wants to join is told."""
+    store = find_store((settings.get("master_addr", "127.0.0.1"), settings["master_port"]))
+    store.set_timeout(timedelta(seconds=30))
+    store.queue_push(JOINS, encode(replace(join, host="127.0.0.1", reply=(reply := uuid.uuid4().hex))))
+    return msgspec.msgpack.decode(store.queue_pop(reply), type=Answer)
 
 
-def test_garbage_and_half_open_connections_keep_nobody_out(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(NODE_SECRET, "s3cret")
+def alive(settings: dict[str, Any], rank: int) -> Life:
+    """What says that a rank is there."""
+    return Life(Joined("", ("127.0.0.1", settings["master_port"]), rank, 0, "127.0.0.1", ""))
+
+
+def test_strangers_at_the_port_keep_nobody_out(capfd: pytest.CaptureFixture[str]) -> None:
     settings = told()
     _, thread, found = gathering(settings)
-    config, rng, idle = member_config(settings), random.Random(1), []
+    place, rng, idle = ("127.0.0.1", settings["master_port"]), random.Random(1), []
     for size in (0, 1, 40, 5000):
-        with connect(config) as one:
-            one.recv(64)
+        with socket.create_connection(place, 30) as one:
             one.sendall(rng.randbytes(size))
-    with connect(config) as one:
-        one.sendall(b"\xff" * 40)  # a greeting of four gigabytes
-    for _ in range(12):
-        idle.append(connect(config))
-    with connect(config) as own:
-        introduce(own, b"s3cret", join_of(config, 1, 0, 77))
-        thread.join(30)
-        assert [each.pid for each in found] == [77]
+    for _ in range(80):
+        idle.append(socket.create_connection(place, 30))
+    find_store(place).queue_push(JOINS, b"\xff" * 40)
+    assert ask(settings, join_of(member_config(settings), 1, 0, 77)) == Answer("", final=False)
+    thread.join(30)
+    assert [each.pid for each in found] == [77]
     for one in idle:
         one.close()
-    assert capfd.readouterr().err.count("is not from a machine that can join") > 0
-
-
-def test_more_connections_than_are_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those beyond are closed at once, and who wants to join comes again."""
-    monkeypatch.setattr("quire.engine.nodes.greeting.GREETING_SECONDS", 1.0)
-    settings = told()
-    _, thread, found = gathering(settings)
-    config = member_config(settings)
-    idle = [connect(config) for _ in range(80)]
-    while thread.is_alive():
-        with connect(config) as own:
-            try:
-                introduce(own, b"", join_of(config, 1, 0, 78))
-            except (OSError, ValueError):
-                continue
-            thread.join(30)
-    assert [each.pid for each in found] == [78]
-    for one in idle:
-        one.close()
+    assert "something that is no machine wants to join" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -230,142 +212,52 @@ def test_who_would_compute_something_else_is_refused(changed: dict[str, Any], wr
     if "model" in changed:
         changed = {"model": str(save_tiny_model(tmp_path, "llama"))}
     other = EngineConfig(**{"model": DEMO_MODEL} | settings | {"node_rank": 1} | changed)
-    with connect(other) as one, pytest.raises(Refused, match=wrong):
-        introduce(one, b"", join_of(other, 1, 0, 5))
+    refused = ask(settings, join_of(other, 1, 0, 5))
+    assert wrong in refused.refused
+    assert refused.final
     config = member_config(settings)
     for node, place in ((0, 0), (1, 1), (1, -1)):
-        with connect(config) as one, pytest.raises(Refused, match="there is no rank"):
-            introduce(one, b"", join_of(config, node, place, 5))
-    with connect(config) as one:
-        introduce(one, b"", join_of(config, 1, 0, 6))
-        thread.join(30)
+        assert "there is no rank" in ask(settings, join_of(config, node, place, 5)).refused
+    assert not ask(settings, join_of(config, 1, 0, 6)).refused
+    thread.join(30)
     assert [each.pid for each in found] == [6]
 
 
-def test_who_does_not_know_the_secret_neither_joins_nor_gives_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NODE_SECRET, "s3cret")
+def test_a_machine_whose_kernels_are_others_is_refused_in_a_line_that_names_both(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     settings = told()
     _, thread, found = gathering(settings)
-    config = member_config(settings)
-    for secret in (b"", b"another"):
-        with connect(config) as one, pytest.raises(Refused, match=f"another {NODE_SECRET}"):
-            introduce(one, secret, join_of(config, 1, 0, 5))
-    assert not found
-    with connect(config) as one:
-        introduce(one, b"s3cret", join_of(config, 1, 0, 6))
-        thread.join(30)
+    member, ours = ThreadMember(member_config(settings)), join_of(member_config(settings), 1, 0).kernels
+    member._own = replace(member._own, kernels="NEON, PyTorch 9")
+    member.keep(0)
+    wrong = f"machine 1 cannot join: what computes is {ours} on machine 0 and NEON, PyTorch 9 there"
+    assert str(member.failure) == f"node_rank: 127.0.0.1:{settings['master_port']} refused: {wrong}"
+    assert f"quire: {wrong}\n" in capfd.readouterr().err
+    assert not ask(settings, join_of(member_config(settings), 1, 0, 6)).refused
+    thread.join(30)
     assert [each.pid for each in found] == [6]
 
 
-def test_who_says_anything_learns_nothing_of_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A seal of something known would tell whether a guess is right."""
-    monkeypatch.setenv(NODE_SECRET, "s3cret")
-    settings = told()
-    made, thread, _ = gathering(settings)
-    config = member_config(settings)
-    with connect(config) as one:
-        one.settimeout(30)
-        nonce = one.recv(64)[-32:]
-        one.sendall((4).to_bytes(4, "little") + bytes(32) + b"\x83abc")
-        with one.makefile("rb") as said:
-            length = int.from_bytes(said.read(4), "little")
-            seal, body = said.read(32), said.read(length)
-    known = b"", nonce, bytes(32)
-    assert seal not in {hmac.digest(b"s3cret", each + body, "sha256") for each in known}
-    for size in range(5000, 5300):
-        with connect(config) as one:
-            one.recv(64)
-            one.sendall(size.to_bytes(4, "little"))
-            one.recv(64)
-    assert len(made._said) < 8, "each text once, and strangers cannot make up more"
-    with connect(config) as one:
-        introduce(one, b"s3cret", join_of(config, 1, 0, 5))
-        thread.join(30)
-
-
-@pytest.mark.parametrize("joined", [False, True])
-def test_who_does_not_know_the_secret_ends_no_machine_that_had_joined(
-    joined: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While no engine gathers machines, anybody may listen where machine 0 did."""
-    monkeypatch.setattr("quire.engine.nodes.member._AGAIN_SECONDS", 0.05)
-    settings = told()
-    member, asked = ThreadMember(member_config(settings)), 0
-    member._joined = joined
-    with socket.create_server(("127.0.0.1", settings["master_port"])) as listener:
-        thread = threading.Thread(target=member.keep, args=(0,), daemon=True)
-        thread.start()
-        listener.settimeout(30)
-        while asked < (3 if joined else 1):
-            with listener.accept()[0] as one:
-                one.sendall(b"quire nodes 1\n" + bytes(32))
-                one.recv(4096)
-                one.sendall(bytes(4 + 32))
-            asked += 1
-        member.ending.set() if joined else thread.join(30)
-    thread.join(30)
-    assert not thread.is_alive()
-    assert (member.failure is None) == joined
-
-
-@pytest.mark.parametrize("length", [2**40, 2**62, 2**64 - 1])
-def test_an_answer_of_any_length_ends_its_rank_alone(length: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours, theirs = socket.create_connection(listener.getsockname()), listener.accept()[0]
-    remote = Remote(ours, join_of(member_config(told()), 1, 0, 5))
-    theirs.sendall(length.to_bytes(8, "little") + b"x")
-    theirs.close()
-    assert remote.get() is None
-    assert remote.wait(30) == -signal.SIGKILL
-
-
-def test_one_place_is_taken_once_until_it_is_free_again() -> None:
+def test_one_place_is_taken_once_until_its_machine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.ranks.remote.SILENCE", timedelta(seconds=2))
+    monkeypatch.setattr("quire.engine.nodes.member.SILENCE", timedelta(seconds=2))
     settings = told() | {"tensor_parallel_size": 4}
     _, thread, found = gathering(settings)
     config = member_config(settings)
-    with connect(config) as gone:
-        introduce(gone, b"", join_of(config, 1, 0, 5))
-        with connect(config) as one, pytest.raises(ValueError, match="machine 1 has joined already"):
-            introduce(one, b"", join_of(config, 1, 0, 6))
-    joined = False
-    while not joined:  # until it is noticed that the first has gone
-        with connect(config) as again, suppress(ValueError):
-            introduce(again, b"", join_of(config, 1, 0, 7))
-            joined = True
-            with connect(config) as second:
-                introduce(second, b"", join_of(config, 1, 1, 8))
-                thread.join(30)
+    assert not ask(settings, join_of(config, 1, 0, 5)).refused
+    assert ask(settings, join_of(config, 1, 0, 6)) == Answer("machine 1 has joined already", final=False)
+    while ask(settings, join_of(config, 1, 0, 7)).refused:  # until it is noticed that the first has gone
+        time.sleep(0.05)
+    lives = [alive(settings, 2)]
+    assert not ask(settings, join_of(config, 1, 1, 8)).refused
+    lives.append(alive(settings, 3))
+    thread.join(30)
     assert [each.pid for each in found] == [7, 8]
-
-
-def test_ranks_meet_whoever_else_comes_to_their_doors() -> None:
-    """Strangers that say nothing, too little, or show another key; more of them than are listened to."""
-    key, doors = b"k" * KEY, [open_door("127.0.0.1") for _ in range(3)]
-    places: list[tuple[str, int]] = [door.getsockname()[:2] for door in doors]
-    strangers = [socket.create_connection(places[at % 2]) for at in range(160)]
-    for at, stranger in enumerate(strangers):
-        stranger.sendall([b"", b"k" * 7, b"x" * KEY + b"\2", key + b"\0", key + b"\7"][at % 5])
-    with ThreadPoolExecutor(3) as pool:
-        over = lambda: False  # noqa: E731
-        found = list(pool.map(lambda rank: connect_all(doors[rank], rank, places, key, 30, over), range(3)))
-    assert [sorted(each) for each in found] == [[1, 2], [0, 2], [0, 1]]
-    for rank, each in enumerate(found):
-        for other, peer in each.items():
-            peer.sendall(bytes([rank]))
-            assert found[other][rank].recv(1) == bytes([rank])
-            found[other][rank].sendall(b"!")
-            assert peer.recv(1) == b"!"
-    for one in [*strangers, *(peer for each in found for peer in each.values())]:
-        one.close()
-
-
-def test_nobody_waits_at_a_door_for_a_rank_that_has_ended() -> None:
-    with pytest.raises(RankEnded):
-        connect_all(open_door("127.0.0.1"), 0, [("127.0.0.1", 1)] * 2, b"k" * KEY, 60, lambda: True)
-    with pytest.raises(RankEnded):
-        connect_all(open_door("127.0.0.1"), 0, [("127.0.0.1", 1)] * 2, b"k" * KEY, 0.1, lambda: False)
-    with pytest.raises(RankEnded):
-        connect_all(open_door("127.0.0.1"), 1, [("127.0.0.1", free_port())] * 2, b"k" * KEY, 60, lambda: False)
+    for life, remote, code in zip(lives, found, (3, -signal.SIGSEGV), strict=True):
+        life.end(code)
+        assert remote.wait(30) == code
+        assert not remote.lost
 
 
 def test_who_never_comes_ends_the_start() -> None:

@@ -24,7 +24,7 @@ from quire.engine.text.grammar import json_grammar
 from quire.engine.types import PoolingParams, Request
 from quire.engine.worker.device import choose
 from quire.engine.worker.loading.model import load_model
-from quire.engine.worker.ranks.leader import LeadingDecoder
+from quire.engine.worker.ranks.spmd import SpmdRunner
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
 from tests.adapters import ALL, save_adapter
@@ -48,7 +48,8 @@ SMALL = {"num_kv_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 24
 """Prompts come in chunks, and sequences are preempted."""
 
 
-SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3"]
+SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "phi3", "gptj", "gpt2", "bloom", "granite_swa"]
+SHAPES += ["hunyuan_v1_dense", "apertus", "cohere", "falcon-newer"]
 """More key-value heads than ranks, as many, and fewer."""
 
 
@@ -198,7 +199,7 @@ def test_adapters(tmp_path: Path) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "medusa"])
 def test_guessed_tokens(method: str, tmp_path: Path) -> None:
-    """What guesses is whole on the first rank, which asks the others for embeddings and logits."""
+    """Heads are whole on every rank, and what they ask for is computed by all; a draft model is the first rank's."""
     path = save_tiny_model(tmp_path / "model", "llama")
     told: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     if method == "draft_model":
@@ -275,6 +276,7 @@ def test_each_rank_holds_its_part(tmp_path: Path) -> None:
     [
         ("llama", 3, "the model's 4 heads cannot be divided among 3 ranks"),
         ("llama", 8, "the model's 4 heads cannot be divided among 8 ranks"),
+        ("olmo2", 2, "the norm of all heads' queries and keys cannot be divided among ranks"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(family: str, ranks: int, wrong: str, tmp_path: Path) -> None:
@@ -291,8 +293,6 @@ def test_other_refusals(tmp_path: Path) -> None:
     heads = save_tiny_model(tmp_path / "heads", "llama", hidden_size=96, num_attention_heads=12, num_key_value_heads=6)
     with pytest.raises(ConfigError, match="tensor_parallel_size: 4 ranks can neither divide the model's 6 key-value"):
         engine(heads, 4)
-    with pytest.raises(ConfigError, match="tensor_parallel_size: the compiled CPU kernels alone"):
-        engine(odd, 2, attention_backend="reference")
     with pytest.raises(ConfigError, match="tensor_parallel_size: weights given as tensors"):
         Engine(EngineConfig(model=str(odd), tensor_parallel_size=2, **BASE), tensors=iter([]))
     experts = save_tiny_model(tmp_path / "experts", "mixtral")
@@ -308,8 +308,8 @@ def test_other_refusals(tmp_path: Path) -> None:
 
 def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 4)
-    assert isinstance(made.runner._model, LeadingDecoder)
-    running = [process._thread for process in made.runner._model._ranks._processes]
+    assert isinstance(made.runner, SpmdRunner)
+    running = [process._thread for process in made.runner._ranks._processes]
     assert all(each.is_alive() for each in running)
     del made
     let_go()

@@ -1,4 +1,5 @@
-"""Ranks that all run the same steps, as GPUs' do: here on a CPU, over gloo. They give the tokens of one process."""
+"""Ranks that meet at a store, as GPUs' do: here on a CPU, over connections, with plain PyTorch's operations, and with
+steps launched ahead. They give the tokens of one process."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from quire.engine.batch import Admission, Batch, PageCopy, Row
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import DEMO_MODEL, EngineConfig
 from quire.engine.drafting.adaptive import Adaptive
@@ -26,11 +30,13 @@ from quire.engine.steps import Steps
 from quire.engine.text.grammar import json_grammar
 from quire.engine.types import Grammar, PoolingParams, Request, SamplingParams
 from quire.engine.worker import graphs, startup
+from quire.engine.worker.device import choose
 from quire.engine.worker.loading import room
-from quire.engine.worker.ranks import spmd, spmd_rank
-from quire.engine.worker.ranks.follower import follow
+from quire.engine.worker.ranks import meeting, rank, spmd
+from quire.engine.worker.ranks.follower import follow, teller
+from quire.engine.worker.ranks.meeting import check_connection, in_order
 from quire.engine.worker.ranks.messages import Failed, Start, decode_from_rank, frame, read_frame
-from quire.engine.worker.ranks.spmd import SpmdRunner, check_connection, for_others, in_order, visible_gpus
+from quire.engine.worker.ranks.spmd import SpmdRunner, for_others, visible_gpus
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 from tests.engine.harness import request, run
@@ -44,17 +50,10 @@ from tests.variants import nightly
 
 __all__ = ["fake_flash", "one_thread", "thread_ranks"]
 pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
     pytest.mark.skipif(sys.platform != "linux", reason="ranks that all run the same steps are GPUs', on Linux"),
     pytest.mark.usefixtures("one_thread"),
 ]
 BASE = {"dtype": "float32", "attention_backend": "reference", "threads": 4}
-
-
-@pytest.fixture
-def equal(thread_ranks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What GPUs' ranks do is done on the CPU, by threads."""
-    monkeypatch.setattr(startup, "are_equal", lambda device: True)
 
 
 def engine(path: Path | str, ranks: int, *, ahead: int = 1, **settings: Any) -> Engine:
@@ -65,7 +64,7 @@ def engine(path: Path | str, ranks: int, *, ahead: int = 1, **settings: Any) -> 
 
 
 @pytest.mark.few(1)
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("ranks", [2, *nightly(4)])
 @pytest.mark.parametrize("family", [*SHAPES[:2], *nightly(*SHAPES[2:])])
 def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: Path) -> None:
@@ -85,7 +84,7 @@ def test_families_say_what_one_process_says(family: str, ranks: int, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside free rows, with stops, biases, bans and thinking; the other ranks load no compiler."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -102,7 +101,7 @@ def test_grammars_are_the_first_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.few(1)
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("way", ["int8", "int4", "fp8"])
 def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
     wide = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -112,7 +111,7 @@ def test_weights_in_few_bits(way: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 def test_adapters(tmp_path: Path) -> None:
     path, requests = asked_with_adapters(tmp_path)
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 64}
@@ -120,7 +119,7 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     """A model that drafts is whole on the first rank, and is not the others' concern."""
@@ -138,7 +137,7 @@ def test_guessed_tokens(method: str, tmp_path: Path) -> None:
     assert guessing.stats.drafts > 0
 
 
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.parametrize("kind", ["mean", "last"])
 def test_vectors(kind: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
@@ -199,13 +198,11 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     library.impl("collect", collect, "CompositeExplicitAutograd")
 
-    def join(
-        memory: int, key: bytes, rank: int, count: int, device: torch.device, *, in_order: bool
-    ) -> DistributedCollective:
-        made = join_ranks(memory, key, rank, count, device, in_order=in_order)
-        return DistributedCollective(Operators(made._group), rank, count, in_order=in_order)
+    def join(store: dist.Store, rank: int, count: int, *parts: Any, **settings: Any) -> DistributedCollective:
+        made = join_ranks(store, rank, count, *parts, **settings)
+        return DistributedCollective(lambda: Operators(made._join()), rank, count, in_order=settings["in_order"])
 
-    for module in (spmd, spmd_rank):
+    for module in (spmd, meeting):
         monkeypatch.setattr(module, "join_ranks", join)
     yield
     Operators.groups.clear()
@@ -213,13 +210,13 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("equal", "operators", "fake_flash")
+@pytest.mark.usefixtures("thread_ranks", "operators", "fake_flash")
 @pytest.mark.parametrize(("ranks", "ordered"), [*nightly((2, False), (4, True)), (2, True)])
 def test_decode_graphs_hold_the_sums(ranks: int, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank captures the same graphs in the same order, some at the start and some when a step needs them; and they
     compute what steps without graphs do, bit by bit."""
     monkeypatch.setattr(graphs, "FIRST_CONTEXT", 256)
-    for module in (spmd, spmd_rank):
+    for module in (spmd, meeting):
         monkeypatch.setattr(module, "in_order", lambda *_: ordered)
     settings: dict[str, Any] = {"attention_backend": "flash", "dtype": "bfloat16", "num_kv_blocks": 40}
     settings |= {"max_num_seqs": 6, "max_model_len": 1024, "max_num_batched_tokens": 256, "warmup_seconds": 0.0}
@@ -255,7 +252,7 @@ class Failing(FakeCapture):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 def test_a_graph_that_cannot_be_captured_ends_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other ranks would wait in it for this one, so it cannot go on without."""
     monkeypatch.setattr(room, "choose_capture", lambda *_: Failing())
@@ -263,26 +260,26 @@ def test_a_graph_that_cannot_be_captured_ends_the_engine(tmp_path: Path, monkeyp
         engine(save_tiny_model(tmp_path, "llama"), 2, warmup_seconds=60.0)
 
 
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 def test_all_ranks_have_as_many_pages_as_the_smallest_has_room_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save_tiny_model(tmp_path, "llama")
     monkeypatch.setattr(startup, "available_bytes", lambda *_: 2**30)
-    monkeypatch.setattr(spmd_rank, "available_bytes", lambda *_: 2**20)
+    monkeypatch.setattr(rank, "available_bytes", lambda *_: 2**20)
     made = engine(path, 2, max_model_len=128)
-    assert made.info.kv_bytes <= 2 * 2**20 < made.info.kv_bytes + 4 * made.info.kv_bytes // made.info.num_blocks
+    assert made.info.kv_bytes <= 2**20 < made.info.kv_bytes + 4 * made.info.kv_bytes // made.info.num_blocks
     assert "x 2 ranks" in made.info.arithmetic
 
     def nothing(*_: object) -> int:
         raise ConfigError("gpu_memory_utilization: leaves nothing", param="gpu_memory_utilization")
 
-    monkeypatch.setattr(spmd_rank, "available_bytes", nothing)
+    monkeypatch.setattr(rank, "available_bytes", nothing)
     with pytest.raises(ConfigError, match="gpu_memory_utilization: leaves nothing"):
         engine(path, 2)
 
 
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) -> None:
     """A GPU that waits for it no longer goes on with what it has, and what it computed looks like any result."""
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
@@ -295,21 +292,6 @@ def test_nothing_is_taken_from_a_step_in_which_a_rank_has_ended(tmp_path: Path) 
         made.step()
     with pytest.raises(EngineError, match="was killed by SIGKILL"), ranks.watched():
         raise RuntimeError("NCCL communicator was aborted on rank 0")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("equal")
-def test_engines_of_one_process_meet_in_one_file_that_stays_open(tmp_path: Path) -> None:
-    """What a group has of it is opened by its number even when it is destroyed: another file must not have that."""
-    path = save_tiny_model(tmp_path, "llama")
-    place = spmd._meeting_place()
-    for _ in range(3):
-        made = engine(path, 2)
-        before = os.fstat(place).st_size
-        del made
-        let_go()
-        assert os.readlink(f"/proc/self/fd/{place}").startswith("/memfd:quire-ranks")
-    assert 0 < os.fstat(place).st_size >= before
 
 
 class Apart(DistributedCollective):
@@ -325,10 +307,31 @@ class Apart(DistributedCollective):
             raise RankEnded from error
 
 
-def test_gpus_that_do_not_reach_each_other_end_the_start() -> None:
+class Event:
+    """Of a GPU that has done all, or never will."""
+
+    done = True
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return self.done
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU whose tensors are the host's."""
+    arange = torch.arange
+    monkeypatch.setattr(torch, "arange", lambda n, device, dtype: arange(n, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return torch.device("cuda")
+
+
+def test_gpus_that_do_not_reach_each_other_end_the_start(cuda: torch.device) -> None:
     said = "NCCL error in: ProcessGroupNCCL.cpp:9, unhandled system error\nLast error:\nError while creating shm"
     with pytest.raises(ConfigError, match=r"reach each other: NCCL error in: .*unhandled system error; .*--shm-size"):
-        check_connection(Apart(said), torch.device("cpu"))
+        check_connection(Apart(said), cuda)
 
 
 class Wrong(DistributedCollective):
@@ -344,26 +347,19 @@ class Wrong(DistributedCollective):
         return x
 
 
-def test_sums_that_come_wrong_end_the_start() -> None:
-    check_connection(Wrong(None), torch.device("cpu"))
+def test_sums_that_come_wrong_end_the_start(cuda: torch.device) -> None:
+    check_connection(Wrong(None), cuda)
     with pytest.raises(ConfigError, match=r"reach each other: a sum came wrong; NCCL_P2P_DISABLE=1"):
+        check_connection(Wrong(999_999), cuda)
+    with pytest.raises(ConfigError, match=r"reach each other: a sum came wrong$"):
         check_connection(Wrong(999_999), torch.device("cpu"))
 
 
-def test_sums_that_do_not_come_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Never:
-        def record(self) -> None:
-            pass
-
-        def query(self) -> bool:
-            return False
-
-    monkeypatch.setattr(torch.cuda, "Event", Never)
-    monkeypatch.setattr(spmd, "_SUM_SECONDS", 0.05)
-    arange = torch.arange
-    monkeypatch.setattr(torch, "arange", lambda n, device, dtype: arange(n, dtype=dtype))
+def test_sums_that_do_not_come_end_the_start(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "done", False)
+    monkeypatch.setattr(meeting, "_SUM_SECONDS", 0.05)
     with pytest.raises(ConfigError, match=r"a sum did not come in 0\.05 s; NCCL_P2P_DISABLE=1"):
-        check_connection(Wrong(None), torch.device("cuda"))
+        check_connection(Wrong(None), cuda)
 
 
 def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> None:
@@ -375,25 +371,25 @@ def test_a_rank_that_cannot_load_stays_until_that_is_read(tmp_path: Path) -> Non
 
     def run() -> None:
         with os.fdopen(orders, "rb") as told, os.fdopen(answers, "wb") as said:
-            codes.append(follow(told, said))
+            codes.append(follow(partial(read_frame, told), teller(said)))
 
-    rank = threading.Thread(target=run, daemon=True)
-    rank.start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     with os.fdopen(tell, "wb") as pipe, os.fdopen(hear, "rb") as heard:
-        pipe.write(frame(Start(config.model_dump_json(), 1, [], [], b"", spmd=True)))
+        pipe.write(frame(Start(config.model_dump_json(), 1, [], [])))
         pipe.flush()
         content = read_frame(heard)
         assert content is not None
         failed = decode_from_rank(content)
         assert isinstance(failed, Failed)
         assert "nowhere" in failed.message
-        rank.join(0.3)
-        assert rank.is_alive()
-    rank.join(10)
+        thread.join(0.3)
+        assert thread.is_alive()
+    thread.join(10)
     assert codes == [0]
 
 
-@pytest.mark.usefixtures("equal")
+@pytest.mark.usefixtures("thread_ranks")
 def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     made = engine(save_tiny_model(tmp_path, "llama"), 2)
     assert isinstance(made.runner, SpmdRunner)
@@ -404,17 +400,13 @@ def test_ranks_end_with_their_engine(tmp_path: Path) -> None:
     assert not any(each.is_alive() for each in running)
 
 
-@pytest.mark.usefixtures("equal")
-@pytest.mark.parametrize(
-    ("settings", "wrong"),
-    [
-        ({"speculative_config": {"method": "eagle", "model": "x"}}, "speculative_config: 'eagle' does not go with"),
-        ({"kv_offload_memory": 1}, "kv_offload_memory: pages of several ranks"),
-    ],
-)
-def test_refusals(settings: dict[str, Any], wrong: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=wrong):
-        engine(save_tiny_model(tmp_path, "llama"), 2, **settings)
+def test_heads_beside_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "lacking_gpus", lambda *_: None)
+    asked: Any = {"method": "eagle", "model": "x"}
+    config = EngineConfig(model=str(save_tiny_model(tmp_path, "llama")), speculative_config=asked, **BASE)
+    chosen = replace(choose(config, read_model_config(tmp_path)), device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match="speculative_config: 'eagle' does not go with"):
+        startup.check_division(config, chosen, given=False)
 
 
 def test_gpus_and_nccl_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -353,12 +353,13 @@ void collect() {
   char* aligned = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
   const int spins[2] = {draw(0, 100), draw(0, 100)};
   Collective groups[2] = {{aligned, capacity, 0, 2, 0, spins[0], 0}, {aligned, capacity, 1, 2, 0, spins[1], 0}};
-  Array<T> parts[2] = {numbers<T>(size), numbers<T>(size)};
+  Array<T> parts[2] = {numbers<T>(size), numbers<T>(size)}, shared[2] = {numbers<T>(size), numbers<T>(size)};
   const int64_t middle = draw(1, 500), starts[3] = {0, middle, draw(500, 1000)};
   Array<float> own[2] = {numbers<float>(rows * starts[1]), numbers<float>(rows * (starts[2] - starts[1]))};
   Array<float> out(new float[rows * starts[2]]);
   const auto work = [&](int rank) {
     Kernels<T>::sum_ranks(&groups[rank], parts[rank].get(), size, 1);
+    share_rank(&groups[rank], reinterpret_cast<char*>(shared[rank].get()), size * sizeof(T));
     gather_ranks(&groups[rank], own[rank].get(), rank ? nullptr : out.get(), rows, starts);
   };
   std::thread other([&] { work(1); });
@@ -366,6 +367,7 @@ void collect() {
   other.join();
   expect_finite(parts[0], size, "sum of ranks");
   expect_finite(out, rows * starts[2], "gathered ranks");
+  expect_finite(shared[1], size, "the first rank's");
 }
 
 int main(int count, char** arguments) {

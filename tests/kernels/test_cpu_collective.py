@@ -97,6 +97,8 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
         first.sum(torch.ones(3))
     with pytest.raises(RankEnded):
         first.gather(torch.ones(2, 3), [3, 3])
+    with pytest.raises(RankEnded):
+        first.share(torch.ones(3))
 
 
 def test_a_rank_ends_with_its_parent() -> None:
@@ -108,6 +110,17 @@ def test_a_rank_ends_with_its_parent() -> None:
         orphan.sum(torch.ones(3))
 
 
-def test_plain_pytorch_says_that_it_cannot() -> None:
-    with pytest.raises(ValueError, match="compiled CPU kernels alone"):
-        Reference().ranks_memory(2, 0)
+def test_plain_pytorch_has_no_such_memory() -> None:
+    assert Reference().ranks_memory(2, 0) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_the_first_rank_shares(count: int) -> None:
+    """Of all sizes, one after another: none, and longer than a buffer."""
+    sizes = [1, 0, 7, 300_001]
+
+    def work(group: Collective) -> list[Tensor]:
+        return [group.share(torch.arange(size) if group.rank == 0 else torch.empty(size, dtype=int)) for size in sizes]
+
+    for found in together(count, work):
+        assert all(torch.equal(each, torch.arange(size)) for each, size in zip(found, sizes, strict=True))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Rope, Softmax
+from quire.kernels.activation import KINDS, Activation
+from quire.kernels.backend import AttentionMetadata, Softmax
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
+from quire.kernels.rotation import Rope
 from tests.kernels.ragged import attend, error, page, random_part
 
 reference = Reference()
@@ -51,13 +55,20 @@ def test_layer_norm(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, genera
     assert error(normed, expected) < 3 * TOLERANCE[dtype]
 
 
+ACTIVATIONS = [*(Activation(kind) for kind in KINDS if kind != "xielu"), Activation("xielu", 0.8, 1.3, 0.5)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1536), (7, 37), (300, 704)])
-def test_gelu_alone(cpu: Cpu, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda each: each.kind)
+def test_activations(
+    cpu: Cpu, activation: Activation, shape: tuple[int, int], dtype: torch.dtype, generator: torch.Generator
+) -> None:
     x = (torch.randn(shape, generator=generator) * 4).to(dtype)
-    assert error(cpu.gelu(x.clone()), reference.gelu(x.double())) < TOLERANCE[dtype]
-    rows = torch.cat([cpu.gelu(row.clone()[None]) for row in x])
-    assert torch.equal(rows, cpu.gelu(x.clone())), "a row's bits do not depend on the others"
+    assert error(cpu.activate(x.clone(), activation), reference.activate(x.double(), activation)) < TOLERANCE[dtype]
+    rows = torch.cat([cpu.activate(row.clone()[None], activation) for row in x])
+    assert torch.equal(rows, cpu.activate(x.clone(), activation)), "a row's bits do not depend on the others"
+    assert torch.equal(cpu.add(x, rows.clone()), x + rows)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -128,6 +139,29 @@ def test_rope_store(
     expected = reference.rope_store(qkv.double(), rope, k_wide, v_wide, metadata)
     got = cpu.rope_store(qkv, rope, k_cache, v_cache, metadata)
     assert got.shape == (tokens, heads, dim)
+    assert error(got, expected) < TOLERANCE[dtype]
+    out = cpu.paged_attention(got, k_cache, v_cache, metadata, Softmax(dim**-0.5))
+    judge = reference.paged_attention(expected, k_wide, v_wide, metadata, Softmax(dim**-0.5))
+    assert error(out, judge) < 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [8, 50, 96])
+@pytest.mark.parametrize("norm", ["whole", "centred", "after", "heads"])
+def test_norms_of_heads_and_scales_of_queries(
+    cpu: Cpu, norm: Any, dim: int, dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    heads, kv_heads = 6, 2
+    parts = [random_part(c, q, heads, kv_heads, dim, dtype, generator) for c, q in [(1, 1), (300, 12)]]
+    k_cache, v_cache, metadata = page(cpu, parts)
+    k_wide, v_wide, _ = page(reference, [part.to(torch.float64) for part in parts])
+    qkv = (torch.randn((len(metadata.slots), (heads + 2 * kv_heads) * dim), generator=generator) * 2 + 1).to(dtype)
+    sizes = (heads, kv_heads) if norm in ("whole", "centred") else (1, 1)
+    norms = [1 + torch.randn(count * dim, generator=generator) / 4 for count in sizes]
+    scales = 1 + torch.rand(300, generator=generator) if norm == "heads" else None
+    rope = Rope(dim, tables(300, dim).float(), *norms, 1e-5, norm=norm, q_scale=scales)
+    expected = reference.rope_store(qkv.double(), rope, k_wide, v_wide, metadata)
+    got = cpu.rope_store(qkv, rope, k_cache, v_cache, metadata)
     assert error(got, expected) < TOLERANCE[dtype]
     out = cpu.paged_attention(got, k_cache, v_cache, metadata, Softmax(dim**-0.5))
     judge = reference.paged_attention(expected, k_wide, v_wide, metadata, Softmax(dim**-0.5))

@@ -1,11 +1,11 @@
-"""Sums, gathers and shares whose results all ranks have, over gloo, by threads."""
+"""Sums, gathers and shares whose results all ranks have, over connections between CPUs, by threads."""
 
 from __future__ import annotations
 
-import os
-import sys
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import pytest
@@ -16,10 +16,6 @@ from torch import Tensor
 from quire.kernels.collective import RankEnded
 from quire.kernels.distributed import DistributedCollective, join_ranks
 
-pytestmark = [
-    pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo"),
-    pytest.mark.skipif(sys.platform != "linux", reason="needs files in memory"),
-]
 CPU = torch.device("cpu")
 WIDTHS = {2: [5, 4], 3: [4, 0, 5], 4: [3, 3, 3, 2]}
 Found = TypeVar("Found")
@@ -28,10 +24,10 @@ Found = TypeVar("Found")
 def together(count: int, work: Callable[[DistributedCollective], Found], *, in_order: bool = True) -> list[Found]:
     """What `work` gives each of so many ranks."""
     found: dict[int, Found] = {}
-    memory = os.memfd_create("ranks")
+    store = dist.HashStore()
 
     def rank(number: int) -> None:
-        found[number] = work(join_ranks(memory, b"key", number, count, CPU, in_order=in_order))
+        found[number] = work(join_ranks(store, number, count, CPU, in_order=in_order))
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(count)]
     for thread in threads:
@@ -101,3 +97,39 @@ def test_nobody_waits_once_it_is_closed() -> None:
         return True
 
     assert together(2, work) == [True, True]
+
+
+def test_many_sums_with_ranks_that_lag() -> None:
+    """Of several pieces each, so that a rank may be a piece ahead of another."""
+
+    def work(group: DistributedCollective) -> list[float]:
+        found = []
+        for step in range(100):
+            if step % 29 == group.rank:
+                threading.Event().wait(0.005)
+            found.append(float(group.sum(torch.full((50_000,), float(step * (group.rank + 1))))[49_999]))
+        return found
+
+    assert together(4, work) == [[float(step * 10) for step in range(100)]] * 4
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(16) + b"\x01"])
+def test_a_stranger_at_the_door_is_no_rank(said: bytes) -> None:
+    store, found = dist.HashStore(), list[Tensor]()
+
+    def rank(number: int) -> None:
+        found.append(join_ranks(store, number, 2, CPU, in_order=True).sum(torch.full((3,), 1.0 + number)))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    threads[0].start()
+    store.wait(["sums/0"])
+    host, port, _ = store.get("sums/0").decode().split()
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(said)
+        threads[1].start()
+        for thread in threads:
+            thread.join(60)
+        assert [each.tolist() for each in found] == [[3.0] * 3] * 2
+        stranger.settimeout(30)
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""

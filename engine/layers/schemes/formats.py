@@ -24,8 +24,11 @@ _DTYPES = {
 }
 
 
-def formats_of(formats: WeightFormats, headers: Mapping[str, TensorHeader]) -> Callable[[str], Format | None]:
-    """The format of a linear by its name; None: it is not quantized. headers: of all the checkpoint's tensors."""
+def formats_of(
+    formats: WeightFormats, headers: Mapping[str, TensorHeader], stored: Callable[[str], str]
+) -> Callable[[str], Format | None]:
+    """The format of a linear by its name; None: it is not quantized. headers: of all the checkpoint's tensors; stored:
+    what config.json calls a linear."""
     names = sorted(headers)
 
     def tensors_of(linear: str) -> dict[str, Stored]:
@@ -35,7 +38,7 @@ def formats_of(formats: WeightFormats, headers: Mapping[str, TensorHeader]) -> C
         return {name.removeprefix(prefix): _stored(headers[name]) for name in found}
 
     def format_of(linear: str) -> Format | None:
-        weight_format, beside = formats.of(linear), tensors_of(linear)
+        weight_format, beside = formats.of(stored(linear)), tensors_of(linear)
         if weight_format is None or (linear == _HEAD and _is_plain(beside)):
             return None
         return _made(weight_format, beside, linear)

@@ -22,6 +22,7 @@ from quire.engine.layers.adapters import Adapters, LowRank, PackedAdapter
 from quire.engine.lora.files import WEIGHTS, read_adapter
 from quire.engine.lora.modules import Modules, adaptable_modules, kept_adapters
 from quire.engine.types import Adapter
+from quire.engine.worker.loading.layout import Arrangement
 
 log = logging.getLogger("quire.adapters")
 
@@ -29,9 +30,12 @@ log = logging.getLogger("quire.adapters")
 class ModelAdapters:
     """An AdapterLoader. `load`, `loaded` and `wait` are called by the engine's loop."""
 
-    def __init__(self, adapters: Adapters, modules: Modules, *, max_rank: int, most: int) -> None:
-        """`most`: adapters that the host's memory keeps, those in slots included."""
-        self._adapters = adapters
+    def __init__(
+        self, adapters: Adapters, modules: Modules, arrangement: Arrangement, *, max_rank: int, most: int
+    ) -> None:
+        """`modules`, `arrangement`: what adapters may be of, and what that is in the model. `most`: adapters that the
+        host's memory keeps, those in slots included."""
+        self._adapters, self._arrangement = adapters, arrangement
         self._modules = modules
         self._max_rank = max_rank
         self._most = most
@@ -84,12 +88,18 @@ class ModelAdapters:
 
     def _low_ranks(self, adapter: Adapter) -> dict[str, LowRank]:
         embedding = self._adapters.serves_embeddings
-        return read_low_ranks(Path(adapter.folder), self._modules, self._max_rank, embedding=embedding)
+        stored = read_low_ranks(Path(adapter.folder), self._modules, self._max_rank, embedding=embedding)
+        return {
+            own: LowRank(part.down, rows)
+            for name, part in stored.items()
+            for own, rows in self._arrangement.outputs(name, part.up)
+        }
 
 
 def adapter_loader(config: EngineConfig, model_config: ModelConfig, room: Adapters) -> ModelAdapters:
     most = kept_adapters(config.max_loras, config.max_cpu_loras)
-    return ModelAdapters(room, adaptable_modules(model_config), max_rank=config.max_lora_rank, most=most)
+    modules, arrangement = adaptable_modules(model_config), Arrangement(model_config)
+    return ModelAdapters(room, modules, arrangement, max_rank=config.max_lora_rank, most=most)
 
 
 @torch.inference_mode()

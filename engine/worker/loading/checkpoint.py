@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.checkpoint.families import STACKED
+from quire.engine.checkpoint.families import ENCODERS, STACKED
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import QUANTIZED_BITS, TABLE_BITS, int8_embedding
 from quire.engine.checkpoint.quantization import is_aside, weight_formats
@@ -24,6 +24,7 @@ from quire.engine.layers.schemes.gguf import Gguf
 from quire.engine.layers.schemes.mixed import Mixed
 from quire.engine.worker.loading.experts import experts_apart
 from quire.engine.worker.loading.gguf_loader import gguf_stream, linear_types
+from quire.engine.worker.loading.layout import Arrangement
 from quire.engine.worker.loading.loader import Tensors, TensorStream, safetensors_stream
 from quire.kernels.backend import Backend
 
@@ -52,7 +53,7 @@ def open_weights(
     if tensors is not None and not path.is_dir():
         raise ConfigError("model: tensors cannot take the place of a GGUF file's", param="model")
     stored = _stored(path, model_config) if tensors is None else iter(tensors)
-    stream = as_linears(model_config, stored)
+    stream = as_linears(model_config, stored, gguf=not path.is_dir())
     dummy = config.load_format == "dummy"
     if config.quantization is not None and not dummy and given:
         raise ConfigError("quantization: the checkpoint's weights are quantized already", param="quantization")
@@ -65,7 +66,9 @@ def open_weights(
         weights = Weights(Unquantized(backend, dtype), stream)
     elif path.is_dir():
         formats = weight_formats(given)
-        scheme = Mixed(backend, dtype, formats_of(formats, read_tensor_headers(path)))
+        arrangement = Arrangement(model_config)
+        headers = arrangement.headers(read_tensor_headers(path))
+        scheme = Mixed(backend, dtype, formats_of(formats, headers, arrangement.stored))
         needed = ((name, tensor) for name, tensor in stream if not is_aside(name))
         return _with_table(config, Weights(scheme, needed, formats.said), backend, dtype)
     else:
@@ -80,9 +83,12 @@ def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
     return safetensors_stream(path) if path.is_dir() else gguf_stream(read_gguf(path), model_config)
 
 
-def as_linears(model_config: ModelConfig, stream: TensorStream) -> TensorStream:
-    """The tensors of a checkpoint of this family, each that of one linear."""
-    return experts_apart(stream) if model_config.model_type in STACKED else stream
+def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
+    """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear."""
+    if model_config.model_type in ENCODERS:
+        return stream
+    apart = experts_apart(stream) if model_config.model_type in STACKED else stream
+    return Arrangement(model_config, gguf=gguf).arranged(apart)
 
 
 def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype: torch.dtype) -> Weights:
@@ -96,10 +102,12 @@ def _with_table(config: EngineConfig, weights: Weights, backend: Backend, dtype:
 
 def _gguf(path: Path, model_config: ModelConfig, backend: Backend, dtype: torch.dtype, said: str) -> Weights:
     header = read_gguf(path)
-    types = linear_types(header, model_config)
+    arrangement = Arrangement(model_config, gguf=True)
+    found = linear_types(header, model_config)
+    types = {own: kind for name, kind in found.items() for own in arrangement.modules(name)}
     stored = {name: Gguf(kind) for name, kind in types.items()}
     scheme = Mixed(backend, dtype, stored.get, stored.get("model.embed_tokens"))
-    return Weights(scheme, gguf_stream(header, model_config), said)
+    return Weights(scheme, arrangement.arranged(gguf_stream(header, model_config)), said)
 
 
 def held_bytes(table: ParameterTable, config: EngineConfig, backend: Backend, loaded: int) -> int:

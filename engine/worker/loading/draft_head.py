@@ -7,6 +7,7 @@ Medusa (https://github.com/FasterDecoding/Medusa): medusa_lm_head, whose tensors
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from quire.engine.models.heads.head import DraftHead
 from quire.engine.models.heads.medusa import Medusa
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
-from quire.engine.worker.loading.draft_model import DraftWorker, spare_pages
+from quire.engine.worker.loading.draft_model import spare_pages
 from quire.engine.worker.loading.loader import load_weights, present, stored_tensors
 from quire.engine.worker.memory import allocate_pages
 from quire.kernels.backend import Backend
@@ -47,14 +48,17 @@ class LoadedHead:
 
 
 def start_heads(
-    loaded: LoadedHead, config: EngineConfig, decoder: Decoder, slots: Slots, num_blocks: int
-) -> DraftWorker[Heads]:
+    loaded: LoadedHead,
+    config: EngineConfig,
+    decoder: Decoder,
+    slots: Slots,
+    num_blocks: int,
+    make: Callable[..., Heads] = Heads,
+) -> Heads:
     """Allocate pages for as many tokens as the served model has pages for, and some for drafts beyond these."""
     assert config.speculative_config is not None
-    spare = spare_pages(config, slots.block_size)
-    pages = allocate_pages(loaded.paged, num_blocks + spare * config.max_num_seqs)
-    heads = Heads(loaded.paged, decoder, pages, slots, config.speculative_config.num_speculative_tokens)
-    return DraftWorker(heads, spare, decoder.max_model_len, heads.measure_costs())
+    pages = allocate_pages(loaded.paged, num_blocks + spare_pages(config, slots.block_size) * config.max_num_seqs)
+    return make(loaded.paged, decoder, pages, slots, config.speculative_config.num_speculative_tokens)
 
 
 def load_draft_head(config: EngineConfig, backend: Backend, decoder: Decoder) -> LoadedHead:

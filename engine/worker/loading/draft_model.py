@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import Decoder
-from quire.engine.worker.device import check_device, widest
+from quire.engine.worker.device import check_attention, check_device, widest
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
@@ -63,7 +63,8 @@ def load_draft_model(
         check_device(like.device, model)
         if model.vocab_size != served.vocab_size:
             raise ConfigError(f"its vocabulary has {model.vocab_size} tokens, the served model's {served.vocab_size}")
-        spec = decoder_spec(model)
+        spec = decoder_spec(replace(model, context=like.max_model_len))
+        check_attention(like.device, model, spec)
         wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
         own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype)
         length = min(like.max_model_len, model.max_position)

@@ -49,7 +49,7 @@ def _names(stored: str, tensor: StoredTensor, config: ModelConfig) -> tuple[list
 def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
     """All tensors of a model's files."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads} if config.model_type in PERMUTED else {}
-    one = 1.0 if config.model_type.startswith("gemma") else 0.0
+    one = 1.0 if config.model_type.startswith(("gemma", "nemotron")) else 0.0
     for stored_name, stored in header.tensors.items():
         names, stacked = _names(stored_name, stored, config)
         if not names:
@@ -58,7 +58,7 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
         if stacked:
             yield from zip(names, rows, strict=True)
         elif names[0].endswith("norm.weight"):
-            yield names[0], rows.float() - one  # Gemma's files have what multiplies, not its offset from 1
+            yield names[0], rows.float() - one  # these families' files have what multiplies, not its offset from 1
         else:
             count = heads.get(names[0].split(".")[-2])
             yield names[0], rows if count is None else unpermuted(names[0], rows, count)

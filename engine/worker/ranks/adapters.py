@@ -1,13 +1,44 @@
-"""A rank's part of the adapters: it reads each by itself, and has it in the slot when the first rank has."""
+"""Adapters on several ranks: each reads its part of one by itself, and has it in the slot when the first rank has."""
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
+from quire.engine.executor import AdapterLoader
 from quire.engine.types import Adapter
 from quire.engine.worker.loading.adapters import ModelAdapters
+from quire.engine.worker.ranks.messages import UseAdapter
 
 _WAIT_SECONDS = 1.0
+
+
+class Followers(Protocol):
+    """The ranks but the first (processes.py)."""
+
+    def send(self, message: UseAdapter) -> None: ...
+    def send_adapter(self, slot: int, adapter: Adapter) -> None: ...
+
+
+class LeadingAdapters:
+    """The first rank's AdapterLoader."""
+
+    def __init__(self, own: AdapterLoader, ranks: Followers) -> None:
+        self._own = own
+        self._ranks = ranks
+
+    def load(self, slot: int, adapter: Adapter) -> None:
+        self._ranks.send_adapter(slot, adapter)
+        self._own.load(slot, adapter)
+
+    def loaded(self) -> list[tuple[int, str | None]]:
+        found = self._own.loaded()
+        for slot, failure in found:
+            self._ranks.send(UseAdapter(slot, failed=failure is not None))
+        return found
+
+    def wait(self, seconds: float) -> None:
+        self._own.wait(seconds)
 
 
 class RankAdapters:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import BinaryIO, Literal
+import struct
+from collections.abc import Callable
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.batch import Batch
-from quire.engine.nodes.greeting import FRAME_LENGTH, Ended
+from quire.engine.batch import Batch, DraftRow
 from quire.engine.types import Adapter
-from quire.kernels.backend import AttentionMetadata, LinearContext
+
+FRAME_LENGTH = struct.Struct("<Q")
+"""Before each message in a pipe."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -33,36 +36,35 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """Of the memory that all ranks share; or of the pipes that a stage writes to and, but for the first one, reads."""
     cores: list[int]
     """To stay on; none: all."""
-    key: bytes = b""
-    """Of several machines' ranks: what these show each other. Of ranks that run the same steps: under what they meet.
-    Empty: other ranks of one machine."""
-    spmd: bool = False
-    """It runs the same steps as the first one, which else tells it every call; they meet by the descriptor."""
-
-
-class Meet(msgspec.Struct, frozen=True, tag=True):
-    """Connect with the ranks of all machines."""
-
-    places: list[tuple[str, int]]
-    """Where each can be reached, in their order."""
+    store: tuple[str, int] | None = None
+    """The address of the store where ranks find each other (torch.distributed's TCPStore); None: they need none."""
 
 
 class Measure(msgspec.Struct, frozen=True, tag=True):
-    """Run the largest step. Answered by Measured or Failed."""
+    """Reach all other ranks, and on a GPU run the largest step. Answered by Measured or Failed."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
     """Make room for so many pages, of which there will be no more and no fewer."""
 
-    num_blocks: int
-    max_model_len: int = 0
-    """Of a rank that runs whole steps."""
+    pages: int
+    max_model_len: int
+
+
+class Picked(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a step picked, by the slots of its rows and the positions of the picks."""
+
+    slots: list[int]
+    positions: list[int]
+    token_ids: list[int]
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
     """Executor.launch."""
 
     batch: Batch
+    picked: list[Picked] = []
+    """Of a stage, which cannot hear it from a collective: what was picked since the step before."""
 
 
 Preparation = Literal["warm_up", "warm_sampler", "warm_prompts"]
@@ -74,32 +76,16 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
     what: Preparation
 
 
-class Forward(msgspec.Struct, frozen=True, tag=True):
-    """Decoder.forward_tapped."""
+class Draft(msgspec.Struct, frozen=True, tag=True):
+    """Heads.draft."""
 
-    token_ids: Array
-    rows: Array
-    taps: tuple[int, ...]
-    metadata: tuple[Array, ...]
-    """The tensors of AttentionMetadata, and the block tables and slots of its others."""
-    lengths: tuple[int, int]
-    """Its longest query and context."""
-    whole: bool
-    adapters: Array | None
+    rows: list[DraftRow]
 
 
-class Logits(msgspec.Struct, frozen=True, tag=True):
-    """Decoder.logits."""
+class TryGuess(msgspec.Struct, frozen=True, tag=True):
+    """Heads.try_guess."""
 
-    hidden: Array | None
-    """None: what the last forward pass gave."""
-    adapters: Array | None
-
-
-class Embed(msgspec.Struct, frozen=True, tag=True):
-    """Decoder.embed."""
-
-    token_ids: Array
+    count: int
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +104,7 @@ class UseAdapter(msgspec.Struct, frozen=True, tag=True):
     failed: bool
 
 
-ToRank = Start | Meet | Measure | Allocate | Step | Prepare | Forward | Logits | Embed | LoadAdapter | UseAdapter
+ToRank = Start | Measure | Allocate | Step | Prepare | Draft | TryGuess | LoadAdapter | UseAdapter
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -126,12 +112,12 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
     """As read; a stage's, as held."""
     table: dict[str, tuple[tuple[int, ...], str]] = {}
     """A stage's weights: shape and type, by name in the checkpoint."""
-    free: int | None = None
-    """Of a rank on another machine: bytes that are left there for keys and values."""
+    digest: str = ""
+    """Of the weights, as loading.samples tells them, where there are several machines."""
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """Bytes that the rank's device has for the KV cache."""
+    """Bytes that the rank's device, or its machine, has for the KV cache."""
 
     available: int
 
@@ -144,19 +130,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A part of a stage's step is done."""
+    """A part of a stage's step is done; or the machine of a rank is there."""
 
 
-class Reached(msgspec.Struct, frozen=True, tag=True):
-    """A rank of several machines can be reached there. Answered by Meet."""
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A rank on another machine has ended, with this return code, as subprocess says it."""
 
-    host: str
-    port: int
-    weights: str = ""
-    """As loading.samples tells them."""
+    code: int
 
 
-FromRank = Loaded | Measured | Failed | Progress | Reached | Ended
+FromRank = Loaded | Measured | Failed | Progress | Ended
 
 
 class Passed(msgspec.Struct, frozen=True, tag=True):
@@ -166,14 +149,14 @@ class Passed(msgspec.Struct, frozen=True, tag=True):
     residual: Array
 
 
-_encode = msgspec.msgpack.Encoder().encode
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
 decode_to_rank = msgspec.msgpack.Decoder(ToRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 decode_passed = msgspec.msgpack.Decoder(Passed).decode
 
 
 def frame(message: ToRank | FromRank | Passed) -> bytes:
-    encoded = _encode(message)
+    encoded = encode(message)
     return FRAME_LENGTH.pack(len(encoded)) + encoded
 
 
@@ -196,43 +179,3 @@ def tensor(array: Array) -> Tensor:
     if not array.content:
         return torch.empty(array.shape, dtype=dtype)
     return torch.from_numpy(np.frombuffer(bytearray(array.content), dtype=np.uint8)).view(dtype).view(array.shape)
-
-
-def adapters_of(context: LinearContext) -> Array | None:
-    return None if context.adapters is None else array(context.adapters)
-
-
-def context_of(adapters: Array | None) -> LinearContext:
-    return LinearContext(None if adapters is None else tensor(adapters))
-
-
-def forward(token_ids: Tensor, metadata: AttentionMetadata, rows: Tensor, taps: tuple[int, ...]) -> Forward:
-    lengths = (metadata.query_start, metadata.context_lens, metadata.key_start)
-    tables = [tensor for each in metadata.others for tensor in (each.block_table, each.slots)]
-    tensors = (*lengths, metadata.block_table, metadata.positions, metadata.slots, *tables)
-    return Forward(
-        token_ids=array(token_ids),
-        rows=array(rows),
-        taps=taps,
-        metadata=tuple(array(each) for each in tensors),
-        lengths=(metadata.max_query_len, metadata.max_context_len),
-        whole=metadata.whole,
-        adapters=adapters_of(metadata.linear),
-    )
-
-
-def metadata_of(message: Forward) -> AttentionMetadata:
-    starts, contexts, keys, table, positions, slots, *others = (tensor(each) for each in message.metadata)
-    first = AttentionMetadata(
-        query_start=starts,
-        context_lens=contexts,
-        key_start=keys,
-        block_table=table,
-        positions=positions,
-        slots=slots,
-        max_query_len=message.lengths[0],
-        max_context_len=message.lengths[1],
-        linear=context_of(message.adapters),
-        whole=message.whole,
-    )
-    return first.grouped([table, *others[::2]], [slots, *others[1::2]])

@@ -8,19 +8,20 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
 
 import torch
 
 from quire.engine.batch import Batch, StepOutput
 from quire.engine.config import EngineConfig
+from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.pending import PendingStep
-from quire.engine.worker.ranks.messages import Loaded, forward
+from quire.engine.worker.ranks.messages import Loaded, Picked, Step
 from quire.engine.worker.ranks.processes import Ranks
-from quire.engine.worker.ranks.stages import Inbox
+from quire.engine.worker.ranks.spmd import for_others
+from quire.engine.worker.ranks.stages import Stage, of_pipe, pass_to
 from quire.engine.worker.runner import Begun, Runner
-
-_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 class Stages(Ranks):
@@ -40,7 +41,7 @@ class Stages(Ranks):
         except BaseException:
             last.close()
             raise
-        self.passed = Inbox(last)
+        self._passed = of_pipe(last)
         """What the last of them passes on."""
         self._progress = progress
 
@@ -49,6 +50,17 @@ class Stages(Ranks):
         for read in self._answers:
             threading.Thread(target=_hear, args=(read, self._progress), name="progress", daemon=True).start()
         return found
+
+    def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
+        own = load(kind=Stage)
+        assert isinstance(own.model, Stage)
+        own.model.follow(self._passed)
+        others = self.wait_loaded()
+        checkpoint = own.checkpoint.joined(each.table for each in others)
+        return replace(own, checkpoint=checkpoint), sum(each.weight_bytes for each in others)
+
+    def runner(self, *parts: Any) -> Runner:
+        return PipelineRunner(self, *parts)
 
 
 def _hear(read: Callable[[], bytes | None], progress: Callable[[], None]) -> None:
@@ -60,12 +72,13 @@ class PipelineRunner(Runner):
     """The last stage's. What a step picks is computed when it is asked for, and the steps launched meanwhile are under
     way in the stages before."""
 
-    _stages: Stages
-
-    def lead(self, stages: Stages) -> None:
-        """Call it before use."""
+    def __init__(self, stages: Stages, *parts: Any) -> None:
+        """`parts`: a Runner's."""
+        super().__init__(*parts)
         self._stages = stages
         self._under_way: deque[_Passing] = deque()
+        self._picked: list[Picked] = []
+        """What the stages before have not heard yet."""
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> _Passing:
@@ -73,10 +86,9 @@ class PipelineRunner(Runner):
         taken = {admission.slot for admission in batch.admissions}
         if any(row.slot in taken for step in self._under_way for row in step.begun.batch.rows):
             self.finish(self._under_way[-1])  # what it picks for who had the slot, it must read there
-        begun = self._begin(batch)
-        assert begun.inputs is not None
-        self._stages.send(forward(begun.inputs.token_ids, begun.inputs.metadata, _NO_ROWS, ()))
-        self._under_way.append(step := _Passing(self, begun))
+        self._stages.send(Step(for_others(batch), self._picked))
+        self._picked = []
+        self._under_way.append(step := _Passing(self, self._begin(batch)))
         return step
 
     @torch.inference_mode()
@@ -86,6 +98,8 @@ class PipelineRunner(Runner):
             first = self._under_way.popleft()
             with self._stages.watched():
                 first.pending = self._finish(first.begun)
+            picks, picked = first.begun.picks, first.pending.download.wait()[0]
+            self._picked.append(Picked(picks.slots.tolist(), picks.positions.tolist(), picked.tolist()))
         return step.pending
 
 
@@ -99,3 +113,23 @@ class _Passing:
 
     def result(self) -> StepOutput:
         return self.runner.finish(self).result()
+
+
+class StageRunner(Runner):
+    """That of a stage but the last one, which passes on what it has computed."""
+
+    def __init__(self, after: BinaryIO, *parts: Any) -> None:
+        """`after`: the pipe to the next stage. `parts`: a Runner's."""
+        super().__init__(*parts)
+        self._after = after
+
+    @torch.inference_mode()
+    def compute(self, batch: Batch, picked: list[Picked]) -> None:
+        """`picked`: by steps before, what later ones go on with. Raises BrokenPipeError where the next stage has
+        ended."""
+        for each in picked:
+            at = torch.tensor([each.slots, each.positions], dtype=torch.int64)
+            self._slots.token_ids[at[0], at[1]] = torch.tensor(each.token_ids, dtype=torch.int32)
+        self._take_in(batch)
+        inputs = self._slots.build(batch)
+        pass_to(self._after, *self._model.pass_on(inputs.token_ids, inputs.metadata, self._kv_cache))

@@ -9,21 +9,25 @@ import sys
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from quire.engine.client.procfs import Stopped
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
+from quire.engine.executor import AdapterLoader
 from quire.engine.lora.files import CONFIG, WEIGHTS
 from quire.engine.replicas.cores import allowed_cores, node_cores, stay_on
 from quire.engine.types import Adapter
+from quire.engine.worker.heads import Heads
+from quire.engine.worker.loading.model import LoadedModel
+from quire.engine.worker.ranks.adapters import LeadingAdapters
 from quire.engine.worker.ranks.messages import (
     Failed,
-    FromRank,
     LoadAdapter,
     Loaded,
     Measured,
@@ -34,6 +38,7 @@ from quire.engine.worker.ranks.messages import (
     read_frame,
 )
 from quire.engine.worker.ranks.remote import Remote
+from quire.engine.worker.runner import Runner
 from quire.kernels.collective import RankEnded
 
 _STOP_SECONDS = 5.0
@@ -63,7 +68,7 @@ class RankProcess(Protocol):
     def kill(self) -> None: ...
 
 
-class Ranks:
+class Ranks(ABC):
     """Started when constructed; ended by `close`, or when nobody holds this any more. Raises ConfigError where they
     cannot be started."""
 
@@ -73,8 +78,6 @@ class Ranks:
     """What they are called."""
     pinned = True
     """Whether each stays on cores of its own, where there are several nodes of memory."""
-    spmd = False
-    """See Start."""
 
     def __init__(
         self,
@@ -82,11 +85,11 @@ class Ranks:
         descriptors: Sequence[list[int]],
         on_end: Callable[[int], None] | None = None,
         remote: Sequence[Remote] = (),
-        key: bytes = b"",
+        store: tuple[str, int] | None = None,
     ) -> None:
         """`descriptors`: for each process of this machine, by which it reaches others; they are closed here. `on_end`
         is called, by a thread, with the return code of a process that ends unasked, as subprocess says it; then every
-        later call raises EngineError. `remote`: those of other machines; then all show each other `key`."""
+        later call raises EngineError. `remote`: those of other machines. `store`: see Start."""
         local = 1 + len(descriptors)
         self.count = local + len(remote)
         self._on_end = on_end
@@ -99,8 +102,6 @@ class Ranks:
         """What reads each one's next frame; None: it has ended."""
         self._sent: set[str] = set()
         """Digests of the adapters that other machines have."""
-        self.least_free: int | None = None
-        """Bytes for keys and values that are left on the other machine that has the least, once all have loaded."""
         allowed = allowed_cores()
         self._cores = node_cores(local, allowed) if self.pinned else []
         self.close = weakref.finalize(self, _end, self._processes, self._closing, allowed if self._cores else set())
@@ -109,9 +110,9 @@ class Ranks:
             told = config.model_dump_json()
             for rank, own in enumerate(descriptors, 1):
                 cores = sorted(self._cores[rank]) if self._cores else []
-                self._start(Start(told, rank, own, cores, key, self.spmd))
+                self._start(Start(told, rank, own, cores, store))
             for rank, each in enumerate(remote, local):
-                self._begin(each, each.get, Start(told, rank, [], [], key))
+                self._begin(each, each.get, Start(told, rank, [], [], store))
             stay_on(self._cores[0] if self._cores else set())
             looks_at = (self._processes, self._closing, config.engine_heartbeat_timeout)
             threading.Thread(target=_kill_stopped, args=looks_at, name="rank-stopped", daemon=True).start()
@@ -161,20 +162,11 @@ class Ranks:
 
     def wait_loaded(self) -> list[Loaded]:
         """Wait until all have loaded their weights. Returns what each says of them. Raises what they raised."""
-        found = self.read(Loaded)
-        self.least_free = min((each.free for each in found if each.free is not None), default=None)
-        return found
+        return self.read(Loaded)
 
     def read(self, kind: type[Answer]) -> list[Answer]:
         """The next answer of each, which is of this kind. Raises what they raised."""
         found = []
-        for answer in self._answer_each():
-            assert isinstance(answer, kind)
-            found.append(answer)
-        return found
-
-    def _answer_each(self) -> Iterator[FromRank]:
-        """What each of them answers. Raises what they raised."""
         for read in self._answers:
             if (content := read()) is None:
                 with self.watched():
@@ -182,7 +174,30 @@ class Ranks:
             answer = decode_from_rank(content)
             if isinstance(answer, Failed):
                 raise ConfigError(answer.message, param=answer.param)
-            yield answer
+            assert isinstance(answer, kind)
+            found.append(answer)
+        return found
+
+    @abstractmethod
+    def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:
+        """This process' part of the model, which `load` loads, once all have theirs; and the bytes of what other stages
+        hold. Of ranks that divide every layer it counts what all have read."""
+
+    def available(self, measure: Callable[[], int]) -> int:
+        """Bytes for the KV cache, here and where others compute; `measure` finds this process'."""
+        return measure()
+
+    @abstractmethod
+    def runner(self, *parts: Any) -> Runner:
+        """This process', which leads the others'. `parts`: a Runner's."""
+
+    def heads(self, *parts: Any) -> Heads:
+        """`parts`: those of Heads."""
+        return Heads(*parts)
+
+    def adapters(self, own: AdapterLoader) -> AdapterLoader:
+        """What loads adapters on all of them; `own`: on this one."""
+        return LeadingAdapters(own, self)
 
     def environment(self, rank: int) -> dict[str, str] | None:
         """The variables of a process; None: this one's."""
@@ -236,7 +251,7 @@ class Ranks:
             self._on_end(code)  # which may end this process, before anybody gets an error for it
         self._ended.set()
 
-    def _let_go(self) -> None:
+    def _let_go(self) -> None:  # noqa: B027
         """Let none wait for one that has ended. Called by a thread."""
 
 
@@ -252,7 +267,7 @@ def _watch(process: RankProcess, rank: int, ranks: weakref.ref[Ranks], closing: 
 
 def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, patience: float) -> None:
     """In a thread: kill those that stand stopped for so many seconds. All others would wait for one, as long as a step
-    may take; a machine's member (engine/nodes) does the same for its own."""
+    may take; a machine's member (engine/nodes/member.py) does the same for its own."""
     stopped, last = Stopped(), time.monotonic()
     while not closing.wait(_LOOK_SECONDS):
         last, elapsed = time.monotonic(), min(time.monotonic() - last, 2 * _LOOK_SECONDS)

@@ -1,7 +1,10 @@
-"""The ranks of other machines, as the first one sees them: how they join, and each as if it were a process here."""
+"""The ranks of other machines, as the first one sees them: how they join, and each as if it were a process here. All of
+it goes over the first rank's store (torch.distributed's TCPStore): a queue for those that want to join, one for what
+each rank is told, and one for what it answers."""
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import socket
 import subprocess
@@ -10,123 +13,199 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import timedelta
+from importlib import metadata
 from queue import SimpleQueue
 
+import msgspec
+import torch
+
+from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.nodes.greeting import Answer, Ended, Join, join_of, own_secret, tune, welcome
-from quire.engine.worker.ranks.messages import decode_from_rank, read_frame
+from quire.engine.worker.ranks.meeting import find_store, open_store
+from quire.engine.worker.ranks.messages import FRAME_LENGTH, Ended, Progress, decode_from_rank, encode
+from quire.kernels.cpu.backend import Cpu
 
-_LOOK_SECONDS = 0.2
+JOINS = "joins"
+SILENCE = timedelta(seconds=5)
+"""So long after a machine's last sign of life it is given up: with a restart this is less than 10 s."""
+_LOOK_SECONDS = 0.05
 _SAY_SECONDS = 3.0
 """From so long on it says for whom it waits."""
-_MOST_GREETINGS = 32
-"""At a time; more connections are closed at once, and who wants to join comes again."""
+
+
+class Join(msgspec.Struct, frozen=True):
+    """Who wants to join."""
+
+    version: str
+    """Quire's."""
+    model: str
+    """A digest of its configuration."""
+    kernels: str
+    """What computes there: another instruction set, or PyTorch, may round otherwise."""
+    nodes: int
+    ranks: int
+    """Of all machines."""
+    node: int
+    place: int
+    """Which of its machine's ranks this is, from 0."""
+    pid: int
+    host: str
+    """At which the others reach it."""
+    reply: str
+    """The queue for the Answer."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    refused: str
+    """Why; "": it is welcome."""
+    final: bool = True
+    """Whether asking again is in vain."""
+
+
+class Joined(msgspec.Struct, frozen=True):
+    """What the process of a rank is told on its standard input: it has joined."""
+
+    config: str
+    """This machine's, as JSON."""
+    store: tuple[str, int]
+    rank: int
+    place: int
+    address: str
+    """This machine's, at which the others reach it."""
+    copies: str
+    """A folder for adapters."""
+
+
+def join_of(config: EngineConfig, node: int, place: int, pid: int = 0, host: str = "", reply: str = "") -> Join:
+    """For the machine's model. Raises ModelError."""
+    try:
+        version = metadata.version("quire")
+    except metadata.PackageNotFoundError:
+        version = "unknown"
+    model = repr(read_model_config(resolve_model(config.model, config.revision)))
+    digest, kernels = hashlib.sha256(model.encode()).hexdigest(), Cpu()
+    computes = f"{kernels.isa if kernels.missing is None else 'no kernels'}, PyTorch {torch.__version__}"
+    parts = (config.nnodes, config.tensor_parallel_size, node, place, pid, host, reply)
+    return Join(version, digest, computes, *parts)
+
+
+def orders_of(rank: int) -> str:
+    """The queue of what a rank is told; an empty message ends it."""
+    return f"orders/{rank}"
+
+
+def answers_of(rank: int) -> str:
+    """The queue of what it answers, and of the signs of life of its machine."""
+    return f"answers/{rank}"
 
 
 class Remote:
     """A rank on another machine, which may be used as its subprocess.Popen would be there."""
 
-    def __init__(self, connection: socket.socket, join: Join) -> None:
-        self.pid, self.host = join.pid, connection.getpeername()[0]
-        self.stdin = _Orders(connection)
+    def __init__(self, place: tuple[str, int], rank: int, join: Join) -> None:
+        """`place`: the store's."""
+        self.pid, self.host = join.pid, join.host
         self.lost = True
         """Whether nobody has said how it ended."""
-        self._connection = connection
+        self._store, self._rank = find_store(place), rank
+        self.stdin = _Orders(self)
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._code = -signal.SIGKILL  # nothing that was computed takes a machine away
         self._ended = threading.Event()
-        threading.Thread(target=self._read, name="rank-answers", daemon=True).start()
+        threading.Thread(target=self._read, args=(find_store(place),), name="rank-answers", daemon=True).start()
 
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
 
     def get(self) -> bytes | None:
-        """Wait for the next frame's content; None where it has ended."""
+        """Wait for the next message; None where it has ended."""
         if (content := self._frames.get()) is None:
             self._frames.put(None)
         return content
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until the connection has ended. Returns the rank's return code, or SIGKILL's where nobody says it. Raises
-        TimeoutExpired."""
+        """Until it has ended, or its machine is silent. Returns the rank's return code, or SIGKILL's where nobody says
+        it. Raises TimeoutExpired."""
         if not self._ended.wait(timeout):
             raise subprocess.TimeoutExpired(f"the rank on {self.host}", timeout or 0)
         return self._code
 
     def kill(self) -> None:
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        """Its machine ends it when the store is gone."""
+        self.tell(b"")
+        with suppress(RuntimeError):
+            self._store.queue_push(answers_of(self._rank), encode(Ended(self._code)))
 
-    def _read(self) -> None:
-        unreadable = OSError, ValueError, MemoryError, OverflowError  # the last two: of a length that nothing holds
-        with self._connection, suppress(*unreadable), self._connection.makefile("rb") as answers:
-            while (content := read_frame(answers)) is not None:
-                if isinstance(answer := decode_from_rank(content), Ended):
-                    self._code, self.lost = answer.code, False
-                    break
-                self._frames.put(content)
+    def tell(self, content: bytes) -> None:
+        with suppress(RuntimeError):
+            self._store.queue_push(orders_of(self._rank), content)
+
+    def _read(self, store: torch.distributed.TCPStore) -> None:
+        store.set_timeout(SILENCE)
+        with suppress(RuntimeError, msgspec.DecodeError):  # silence, or the store is gone
+            while True:
+                match decode_from_rank(content := store.queue_pop(answers_of(self._rank))):
+                    case Ended(code):
+                        self._code, self.lost = code, False
+                        break
+                    case Progress():
+                        pass
+                    case _:
+                        self._frames.put(content)
         self._frames.put(None)
         self._ended.set()
 
 
 class _Orders:
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    """Frames as a process' pipe takes them."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
 
     def write(self, content: bytes) -> None:
-        """Raises ConnectionError and TimeoutError."""
-        try:
-            self._connection.sendall(content)
-        except OSError as error:
-            raise BrokenPipeError(str(error)) from error  # a closed socket's error is none of a connection
+        """Raises BrokenPipeError."""
+        if self._remote.ended:
+            raise BrokenPipeError
+        self._remote.tell(content[FRAME_LENGTH.size :])
 
     def flush(self) -> None:
         pass
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+        self._remote.tell(b"")
 
 
 class Gathering:
-    """Waits for the ranks of other machines at an address. `host` is the address as a number."""
+    """Waits for the ranks of other machines at an address. `host` is the address as a number, and `store` where all
+    ranks meet."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError where nobody can be waited for there, and ModelError."""
         self._config = config
-        self._own = join_of(config, 0, 0, 0)
-        self._secret = own_secret()
+        self._own = join_of(config, 0, 0)
         self._joined: dict[int, Remote] = {}
-        self._lock = threading.Lock()
         self._said: set[str] = set()
-        self._over = False
-        self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
-        self._listener = _listen(config.master_addr, config.master_port)
-        self.host: str = self._listener.getsockname()[0]
+        listener = _listen(config.master_addr, config.master_port)
+        self.host: str = listener.getsockname()[0]
+        self.store = open_store(listener)
 
     def wait(self) -> list[Remote]:
-        """All of them, in the order of their ranks; then nobody listens any more. Raises ConfigError when some have not
-        come in time."""
+        """All of them, in the order of their ranks. Raises ConfigError when some have not come in time."""
         began = time.monotonic()
         try:
             while missing := self._missing():
                 self._tell(missing, time.monotonic() - began)
-                with suppress(TimeoutError):
-                    self._greet(self._listener.accept()[0])
+                while self.store.queue_len(JOINS):
+                    self._welcome(self.store.queue_pop(JOINS))
+                time.sleep(_LOOK_SECONDS)
         except BaseException:
-            for each in self._close():
+            for each in self._joined.values():
                 each.kill()
             raise
-        return self._close()
-
-    def _close(self) -> list[Remote]:
-        """Let nobody join any more. Returns who has, in the order of their ranks."""
-        self._listener.close()
-        with self._lock:
-            self._over = True
-            return [self._joined[rank] for rank in sorted(self._joined)]
+        return [self._joined[rank] for rank in sorted(self._joined)]
 
     def _tell(self, missing: list[int], waited: float) -> None:
         """Whom it waits for; raises ConfigError where that takes too long."""
@@ -141,61 +220,41 @@ class Gathering:
     def _missing(self) -> list[int]:
         """The machines of which a rank has not come, or has gone."""
         here = self._config.ranks_here
-        with self._lock:
-            there = {rank for rank, each in self._joined.items() if not each.ended}
+        there = {rank for rank, each in self._joined.items() if not each.ended}
         return sorted({rank // here for rank in set(range(here, self._config.ranks)) - there})
 
-    def _greet(self, connection: socket.socket) -> None:
-        if not self._greetings.acquire(blocking=False):
-            connection.close()
-            return
-        threading.Thread(target=self._welcome, args=(connection,), name="greeting", daemon=True).start()
-
-    def _welcome(self, connection: socket.socket) -> None:
+    def _welcome(self, content: bytes) -> None:
         try:
-            join = welcome(connection, self._secret, self._judge)
-            if join is not None:
-                tune(connection)
-                self._take(join, connection)
-                return
-        except (OSError, ValueError) as error:
-            self._say(f"a connection to port {self._config.master_port} is not from a machine that can join: {error}")
-        finally:
-            self._greetings.release()
-        connection.close()
-
-    def _take(self, join: Join, connection: socket.socket) -> None:
-        rank = join.node * self._config.ranks_here + join.place
-        with self._lock:
-            if self._over or (rank in self._joined and not self._joined[rank].ended):
-                connection.close()
-            else:
-                self._joined[rank] = Remote(connection, join)
+            join = msgspec.msgpack.decode(content, type=Join)
+        except msgspec.DecodeError:
+            self._say("something that is no machine wants to join")
+            return
+        answer = self._judge(join)
+        if not answer.refused:
+            rank = join.node * self._config.ranks_here + join.place
+            self._joined[rank] = Remote((self.host, self.store.port), rank, join)
+        self.store.queue_push(join.reply, encode(answer))
 
     def _say(self, text: str) -> None:
         """Each text once."""
-        with self._lock:
-            said = text in self._said
+        if text not in self._said:
             self._said.add(text)
-        if not said:
             with suppress(OSError):  # the output may be closed or full
                 print(f"quire: {text}", file=sys.stderr, flush=True)
 
     def _judge(self, join: Join) -> Answer:
-        wrong = _differences(self._own, join)
-        if wrong:
+        if wrong := _differences(self._own, join):
             self._say(said := f"machine {join.node} cannot join: {'; '.join(wrong)}")
             return Answer(said)
         if not (0 < join.node < join.nodes and 0 <= join.place < self._config.ranks_here):
             return Answer(f"there is no rank {join.place} of machine {join.node}")
         rank = join.node * self._config.ranks_here + join.place
-        with self._lock:
-            taken = self._over or (rank in self._joined and not self._joined[rank].ended)
+        taken = rank in self._joined and not self._joined[rank].ended
         return Answer(f"machine {join.node} has joined already" if taken else "", final=False)
 
 
 def _differences(own: Join, other: Join) -> list[str]:
-    kinds = ("version", "Quire"), ("nodes", "nnodes"), ("ranks", "tensor_parallel_size")
+    kinds = ("version", "Quire"), ("kernels", "what computes"), ("nodes", "nnodes"), ("ranks", "tensor_parallel_size")
     found: Iterable[tuple[str, object, object]] = [
         (name, getattr(own, key), getattr(other, key)) for key, name in kinds
     ]
@@ -214,7 +273,6 @@ def _listen(address: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(place)
         listener.listen()
-        listener.settimeout(_LOOK_SECONDS)
     except OSError as error:
         listener.close()
         why = f"cannot listen on {address}:{port}: {error.strerror}; give an address of this machine and a free port"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import BinaryIO
 
@@ -15,25 +16,35 @@ from quire.kernels.collective import RankEnded
 
 
 class Inbox:
-    """The frames of a pipe. A thread reads them as they come, so that who writes never waits for who computes: the
+    """Messages, as of a pipe. A thread reads them as they come, so that who writes never waits for who computes: the
     engine, which writes to all stages and reads from one, could wait for itself."""
 
-    def __init__(self, pipe: BinaryIO) -> None:
-        """The pipe is closed when it has ended."""
+    def __init__(self, read: Callable[[], bytes | None]) -> None:
+        """`read`: the next one; None: there is none any more."""
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
-        threading.Thread(target=_read, args=(pipe, self._frames), name="inbox", daemon=True).start()
+        threading.Thread(target=_read, args=(read, self._frames), name="inbox", daemon=True).start()
 
     def get(self) -> bytes | None:
-        """Wait for the next frame's content; None where the pipe has ended."""
+        """Wait for the next message; None where there is none any more."""
         if (content := self._frames.get()) is None:
             self._frames.put(None)
         return content
 
 
-def _read(pipe: BinaryIO, frames: SimpleQueue[bytes | None]) -> None:
-    with pipe:
-        while (content := read_frame(pipe)) is not None:
-            frames.put(content)
+def of_pipe(pipe: BinaryIO) -> Inbox:
+    """Of a pipe, which is closed when it has ended."""
+
+    def read() -> bytes | None:
+        if (content := read_frame(pipe)) is None:
+            pipe.close()
+        return content
+
+    return Inbox(read)
+
+
+def _read(read: Callable[[], bytes | None], frames: SimpleQueue[bytes | None]) -> None:
+    while (content := read()) is not None:
+        frames.put(content)
     frames.put(None)
 
 

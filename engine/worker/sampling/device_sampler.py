@@ -18,7 +18,7 @@ from quire.engine.worker.sampling.grammar import GrammarMask
 from quire.engine.worker.sampling.sampler import sample
 from quire.engine.worker.sampling.sampling_rules import Numbered, SamplingRow, change_logits
 from quire.engine.worker.transfer import upload
-from quire.kernels.collective import Collective, SpmdCollective
+from quire.kernels.collective import Collective
 
 Sampler = Callable[[Tensor, list[SamplingRow], GrammarMask | None], Tensor]
 """As `sampler.sample`: logits, rows, the grammars' mask."""
@@ -33,16 +33,16 @@ def choose_sampler(
     """The one for this device; `argmax` and `draw` are the backend's, `group` the model's ranks."""
     triton = device.type == "cuda" and find_spec("triton") is not None
     sampler: Sampler = sample_on_device if triton else partial(sample, argmax=argmax, draw=draw)
-    return partial(_sample_once, sampler, group) if isinstance(group, SpmdCollective) else sampler
+    return sampler if group is None else partial(_sample_once, sampler, group)
 
 
 def _sample_once(
-    sampler: Sampler, group: SpmdCollective, logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None
+    sampler: Sampler, group: Collective, logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None
 ) -> Tensor:
     """What the first rank picks, on all of them: no two can differ, and it alone has grammars, seeds and penalties."""
     if group.rank == 0:
         return group.share(sampler(logits, rows, mask))
-    return group.share(torch.empty(len(rows), dtype=torch.int64, device=logits.device))
+    return group.share(torch.empty(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def sample_on_device(logits: Tensor, rows: list[SamplingRow], mask: GrammarMask | None = None) -> Tensor:

@@ -30,6 +30,8 @@ _LINEAR = re.compile(r"(?:^|\.)layers\.\d+\..*\.weight$")
 """Weights of a decoder's layers; those of two axes are linears."""
 _ROUTER = re.compile(r"\.(?:gate|router)\.weight$")
 """Those that choose experts, which stay as they are."""
+_NAMED_OTHERWISE = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
+"""Families whose layers are not called layers, or whose weights are [in, out]."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*")
 _IMAGES = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*")
@@ -58,6 +60,11 @@ def quantize_folder(model: Path, out: Path, name: str, backend: Backend) -> str:
 
 @torch.inference_mode()
 def _write(model: Path, out: Path, to: WrittenFormat) -> str:
+    config = read_json(model / "config.json") or {}
+    if (kind := str(config.get("model_type"))) in _NAMED_OTHERWISE:
+        raise ModelError(
+            f"model: checkpoints of {kind} models are not written in few bits; serve it with --quantization"
+        )
     shards = present(weight_files(model))
     layouts = {shard: _layouts(shard, to) for shard in shards}
     _copy_others(model, out)
@@ -77,7 +84,6 @@ def _write(model: Path, out: Path, to: WrittenFormat) -> str:
         before, after = before + shard.stat().st_size, after + (out / shard.name).stat().st_size
     if (model / INDEX).exists():
         _write_json(out / INDEX, {"metadata": {"total_size": after}, "weight_map": index})
-    config = read_json(model / "config.json") or {}
     left = _ignored({name: layout for each in layouts.values() for name, layout in each.items()})
     _write_json(out / "config.json", config | {"quantization_config": to.config(left)})
     return f"{linears} linears {to.stored}; {before / 1e6:,.1f} MB became {after / 1e6:,.1f} MB"

@@ -139,6 +139,9 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(sum_ranks_##suffix)                                                                                           \
   CALLED(rms_norm_##suffix)                                                                                            \
   CALLED(add_rms_norm_##suffix)                                                                                        \
+  CALLED(add_##suffix)                                                                                                 \
+  CALLED(layer_norm_##suffix)                                                                                          \
+  CALLED(activate_##suffix)                                                                                            \
   CALLED(silu_mul_##suffix)                                                                                            \
   CALLED(gelu_mul_##suffix)                                                                                            \
   CALLED(rope_store_##suffix)                                                                                          \

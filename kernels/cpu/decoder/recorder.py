@@ -13,7 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded, Rope, Softmax
+from quire.kernels.activation import Activation
+from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded, Softmax
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native
 from quire.kernels.cpu.decoder.experts import CompiledMixture
@@ -21,6 +22,7 @@ from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
 from quire.kernels.kv_codes import KV_CODES
+from quire.kernels.rotation import NORMS, Rope
 
 _FIXED, _PER_TOKEN, _BUFFER, _OF_STEP, _FETCH = range(5)
 """How an argument follows from its value, as recorded.cpp has it."""
@@ -116,6 +118,21 @@ class _Recorder(Operations):
     def add_rms_norm(self, x: Any, residual: Any, weight: Tensor, eps: float) -> Any:
         return self._call("add_rms_norm", (x, residual), x, residual, weight, _TOKENS, x.width, eps, _THREADS)
 
+    def layer_norm(self, x: Any, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        out = self._buffer(x.width)
+        return self._call("layer_norm", out, x, None, weight, bias, out, _TOKENS, x.width, eps, _THREADS)
+
+    def add_layer_norm(self, x: Any, residual: Any, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        gives = (x, residual)
+        return self._call("layer_norm", gives, x, residual, weight, bias, x, _TOKENS, x.width, eps, _THREADS)
+
+    def add(self, x: Any, residual: Any) -> Any:
+        return self._call("add", residual, x, residual, _Given(_PER_TOKEN, x.width), _THREADS)
+
+    def activate(self, x: Any, activation: Activation) -> Any:
+        size, numbers = _Given(_PER_TOKEN, x.width), native.activation_numbers(activation)
+        return self._call("activate", x, x, size, *numbers, _THREADS)
+
     def silu_mul(self, gate_up: Any) -> Any:
         out = self._buffer(gate_up.width // 2)
         return self._call("silu_mul", out, gate_up, out, _TOKENS, out.width, _THREADS)
@@ -125,19 +142,22 @@ class _Recorder(Operations):
         return self._call("gelu_mul", out, gate_up, out, _TOKENS, out.width, _THREADS)
 
     def rope_store(self, qkv: Any, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: Any) -> Any:
-        kv_heads, dim, weights = k_cache.shape[1], rope.head_dim, (rope.q_norm, rope.k_norm, rope.cos_sin)
+        kv_heads, dim = k_cache.shape[1], rope.head_dim
+        weights = (rope.q_norm, rope.k_norm, rope.cos_sin, rope.q_scale, NORMS.index(rope.norm))
         q = self._buffer(qkv.width // dim - 2 * kv_heads, dim)
         where = (metadata.positions, metadata.slots, q, *self._caches(k_cache, v_cache, rope.kv_scales))
         sizes = (k_cache.stride(0), v_cache.stride(0), _TOKENS, len(k_cache), q.shape[0], kv_heads, dim, rope.eps)
         return self._call("rope_store", q, qkv, *weights, *where, *sizes, _THREADS)
 
     def paged_attention(self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Softmax) -> Any:
-        if softmax.ahead != 0 or softmax.bias is not None:
+        if softmax.ahead != 0:
             raise _NotOurs
         out, caches = self._buffer(*q.shape), self._caches(k_cache, v_cache, softmax.kv_scales)
         where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, k_cache.stride(0), v_cache.stride(0))
         sizes = (len(k_cache), _SEQUENCES, q.shape[0], k_cache.shape[1], q.shape[1])
-        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0, None, 0, 0, softmax.sinks)
+        _, *columns = native.bias_arguments(softmax.bias)
+        beside = (softmax.bias, *columns, softmax.sinks)
+        rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0, *beside)
         return self._call("paged_attention", out, out, q, *caches, *where, *sizes, *rules, _THREADS)
 
     def _caches(self, k_cache: Tensor, v_cache: Tensor, scales: Any) -> tuple[Any, ...]:

@@ -51,12 +51,12 @@ bool gone(const Collective& group) {
   return reinterpret_cast<Place*>(group.memory)->closed.load() || (group.parent && getppid() != group.parent);
 }
 
-// Waits until `other` has begun this step. False if a rank has ended.
-bool await(const Collective& group, Place& other) {
+// Waits until `other` has begun this step: after `looks` at its count it sleeps. False if a rank has ended.
+bool await(const Collective& group, Place& other, int looks) {
   for (int spins = 0;; ++spins) {
     const uint32_t steps = other.steps.load();
     if (static_cast<int32_t>(steps - group.steps) >= 0) return true;
-    if (spins < group.spins) {
+    if (spins < looks) {
       if (spins % 64 == 63) std::this_thread::yield();
 #if defined(__x86_64__) || defined(__i386__)
       __builtin_ia32_pause();
@@ -71,12 +71,12 @@ bool await(const Collective& group, Place& other) {
 }
 
 // Says that this rank's buffer is filled, and waits for those of all others. False if a rank has ended.
-bool exchange(Collective& group) {
+bool exchange(Collective& group, int looks) {
   Place& own = *place(group, group.rank);
   own.steps.store(group.steps);
   if (own.sleepers.load() > 0) wake_all(own.steps);
   for (int rank = 0; rank < group.count; ++rank)
-    if (rank != group.rank && !await(group, *place(group, rank))) return false;
+    if (rank != group.rank && !await(group, *place(group, rank), looks)) return false;
   return true;
 }
 
@@ -89,7 +89,7 @@ int sum_ranks(Collective& group, T* x, long size, int threads) {
     const long n = size - begin < most ? size - begin : most;
     ++group.steps;
     std::memcpy(buffer(group, group.rank), x + begin, n * sizeof(T));
-    if (!exchange(group)) return 1;
+    if (!exchange(group, group.spins)) return 1;
     parallel_rows(threads, (n + lines - 1) / lines, n, [&](long first, long last) {
       const long end = last * lines < n ? last * lines : n;
       for (long i = first * lines; i < end; i += 16) {
@@ -108,6 +108,19 @@ int sum_ranks(Collective& group, T* x, long size, int threads) {
 int sum_ranks_f32(Collective* group, float* x, long size, int threads) { return sum_ranks(*group, x, size, threads); }
 int sum_ranks_bf16(Collective* group, bf16* x, long size, int threads) { return sum_ranks(*group, x, size, threads); }
 
+// x [size] bytes = the first rank's x. Returns 1 if a rank has ended, else 0. Who waits sleeps at once: the first rank
+// computes something meanwhile that the others do not, so they wait longer than anybody should look.
+int share_rank(Collective* group, char* x, long size) {
+  for (long begin = 0; begin < size; begin += group->capacity) {
+    const long n = size - begin < group->capacity ? size - begin : group->capacity;
+    ++group->steps;
+    if (!group->rank) std::memcpy(buffer(*group, 0), x + begin, n);
+    if (!exchange(*group, 0)) return 1;
+    if (group->rank) std::memcpy(x + begin, buffer(*group, 0), n);
+  }
+  return 0;
+}
+
 // Puts the ranks' columns side by side: own [rows, starts[rank + 1] - starts[rank]] float32 to out [rows,
 // starts[count]], where it is not null. Returns 1 if a rank has ended, else 0. A row of the widest fits in a buffer.
 int gather_ranks(Collective* group, const float* own, float* out, long rows, const int64_t* starts) {
@@ -119,7 +132,7 @@ int gather_ranks(Collective* group, const float* own, float* out, long rows, con
     const long n = rows - begin < most ? rows - begin : most;
     ++group->steps;
     if (mine) std::memcpy(buffer(*group, group->rank), own + begin * mine, n * mine * item);
-    if (!exchange(*group)) return 1;
+    if (!exchange(*group, group->spins)) return 1;
     for (int rank = 0; out && rank < group->count; ++rank) {
       const auto* theirs = reinterpret_cast<const float*>(buffer(*group, rank));
       for (long r = 0; r < n; ++r)

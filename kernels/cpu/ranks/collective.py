@@ -47,6 +47,7 @@ class SharedCollective(Collective):
         self.native = native.Collective(self._memory.data_ptr(), capacity, rank, count, parent, spins, 0)
         self._sum = library.sum_ranks
         self._gather = library.gather_ranks
+        self._share = library.share_rank
         self.pointer = ctypes.addressof(self.native)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -64,6 +65,12 @@ class SharedCollective(Collective):
         if self._gather(self.pointer, x.data_ptr(), None if out is None else out.data_ptr(), rows, starts):
             raise RankEnded
         return x if out is None else out
+
+    def share(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        if self._share(self.pointer, x.data_ptr(), x.nbytes):
+            raise RankEnded
+        return x
 
     def close(self) -> None:
         self._memory[_CLOSED] = 1

@@ -165,7 +165,7 @@ def notes(made: Estimate) -> list[str]:
     if made.machine.replicas > 1:
         found.append(f"these are the figures of each of {made.machine.replicas} replicas")
     if (nodes := made.machine.nodes) > 1:
-        found.append(f"{nodes} machines like this one, of which each needs the weights' files, and QUIRE_NODE_SECRET")
+        found.append(f"{nodes} machines like this one in a private network, of which each needs the weights' files")
     if (stages := made.machine.stages) > 1:
         layers = ", ".join(str(len(each)) for each in stage_layers(sizes.num_layers, stages))
         found.append(f"stages of {layers} layers; these are the figures of one on average")

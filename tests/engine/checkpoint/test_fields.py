@@ -58,6 +58,18 @@ READERS = (
     "gemma3-with-images",
     "gpt_oss",
     "qwen3-moe",
+    "phi3-longrope",
+    "ministral3",
+    "granite_swa",
+    "olmo3",
+    "hunyuan_v1_dense",
+    "cohere-norms",
+    "gptj",
+    "gpt2",
+    "opt",
+    "falcon-newer",
+    "bloom",
+    "mpt",
 )
 """Families that read fields of their own."""
 
@@ -83,9 +95,17 @@ def test_a_wrong_value_is_named_whatever_the_field(family: str, tmp_path: Path) 
     assert refused > 300
 
 
+ROPES = {
+    "alpha": ("hunyuan_v1_dense",),
+    "llama_4_scaling_beta": ("ministral3",),
+    **dict.fromkeys(("long_factor", "partial_rotary_factor", "short_factor"), ("phi3-longrope",)),
+}
+"""Families by the fields that are of these alone."""
+
+
 @pytest.mark.parametrize("field", [*get_type_hints(OneRope), *get_type_hints(Ropes)])
 def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
-    for family in ("llama3-rope", "gemma3-linear-rope", "gpt_oss"):
+    for family in ROPES.get(field, ("llama3-rope", "gemma3-linear-rope", "gpt_oss")):
         config = tiny_models.SHAPE | tiny_models.FAMILIES[family]
         for value in VALUES:
             ropes = config["rope_parameters"]

@@ -15,10 +15,9 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
 from tests import tiny_models
 
-OTHERS = (
-    *("gpt2", "gpt_neox", "opt", "falcon", "bloom", "phi", "phi3", "starcoder2"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4_text", "cohere"),
-)
+OTHERS = ("qwen2_moe", "olmoe", "deepseek_v2", "deepseek_v3", "llama4_text")
+UNSAID = {"hunyuan_v1_dense": {"head_dim": 128}, "nemotron": {"num_key_value_heads": 48}}
+"""What transformers cannot do without, and has no default of."""
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -26,21 +25,24 @@ def count_parameters(model: torch.nn.Module) -> int:
     return sum({id(parameter): parameter.numel() for parameter in model.parameters()}.values())
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("kind", [*FAMILIES, *OTHERS])
 def test_parameters_are_those_of_the_real_model(kind: str) -> None:
-    config = AutoConfig.for_model(kind)
+    config = AutoConfig.for_model(kind, **UNSAID.get(kind, {}))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     found = read_sizes(config.to_dict())
     assert found.parameters == pytest.approx(count_parameters(model), rel=0 if kind in FAMILIES else 0.001)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
 def test_the_headers_of_a_checkpoint_give_the_number_of_its_weights(family: str, tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
     raw, folder = read_raw_config(str(path))
     assert folder is not None
-    assert read_stored_weights(folder) == StoredWeights(read_sizes(raw).parameters, 0)
+    buffers = 2 * raw["num_hidden_layers"] if family == "apertus" else 0  # xIELU's, which nobody has trained
+    assert read_stored_weights(folder) == StoredWeights(read_sizes(raw).parameters + buffers, 0)
 
 
 def test_experts_are_read_only_when_chosen() -> None:
@@ -107,7 +109,7 @@ def test_a_family_that_is_not_served_is_named(config: dict[str, Any], says: str,
     (tmp_path / "config.json").write_text(json.dumps(config))
     inner = config.get("text_config", {}).get("model_type")
     part = f", whose text part is {inner}" if inner else ""
-    with pytest.raises(ModelError, match=f"model_type: Quire does not serve {says} models yet{part}; served: gemma,"):
+    with pytest.raises(ModelError, match=f"model_type: Quire does not serve {says} models yet{part}; served: apertus,"):
         read_model_config(tmp_path)
     if not inner:
         with pytest.raises(ModelError, match=f"Quire does not serve {says} models yet"):

@@ -104,6 +104,39 @@ def test_every_format_computes_what_its_numbers_are(name: str, family: str, tmp_
         assert found == pytest.approx([each.logprob for each in answer.logprobs], abs=1e-5)
 
 
+JOINED = {
+    "phi3": ("gptq-4-asym", "gptq-4-ordered", "awq-32", "packed-4-asym", "int8-tensor", "float-channel", "mxfp4"),
+    "gpt_neox": ("packed-4-group32", "int8-channel", "fp8-tensor", "bnb8"),
+    "cohere": ("packed-8-group0", "float-tensor"),
+}
+"""By family, formats whose tensors can be taken apart as its linears must be."""
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, names in JOINED.items() for name in names])
+def test_linears_that_a_checkpoint_joins_are_taken_apart(family: str, name: str, tmp_path: Path) -> None:
+    pack, config = CASES[name]
+    folder = save_tiny_model(tmp_path / "dense", family)
+    packed = q.quantize_checkpoint(folder, tmp_path / "packed", pack, config, leave=("lm_head", "embed_out"))
+    (theirs, _), (ours, _) = answers(folder), answers(packed)
+    for key, answer in theirs.items():
+        assert ours[key].ids == answer.ids
+        found = [each.logprob for each in ours[key].logprobs]
+        assert found == pytest.approx([each.logprob for each in answer.logprobs], abs=1e-5)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("family", "name"), [("cohere", "awq-32"), ("phi3", "float-block"), ("gpt_neox", "nf4")])
+def test_what_cannot_be_taken_apart_is_refused(family: str, name: str, tmp_path: Path) -> None:
+    pack, config = CASES[name]
+    folder = save_tiny_model(tmp_path / "dense", family)
+    packed = q.quantize_checkpoint(folder, tmp_path / "packed", pack, config, leave=("lm_head", "embed_out"))
+    with pytest.raises(
+        ModelError, match=r"_proj\.\w+: its checkpoint has it joined with others, or its heads in another"
+    ):
+        answers(packed)
+
+
 def test_ignored_linears_and_groups_of_their_own_are_told_apart(tmp_path: Path) -> None:
     """Linears of one joined product in different formats, some by expressions and some not quantized at all."""
     folder = save_tiny_model(tmp_path / "dense", "qwen2", num_hidden_layers=2)

@@ -80,3 +80,32 @@ def test_merged_weights(family: str, tmp_path: Path) -> None:
         assert alone.prompt_logprobs == together[request.id].prompt_logprobs
     plain = run(engine(path, enable_lora=False), [requests[0]])["r0"]
     assert (plain.ids, plain.logprobs) == (together["r0"].ids, together["r0"].logprobs)
+
+
+JOINED = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "glm4": ("q_proj", "k_proj", "gate_up_proj"),
+    "gptj": ("q_proj", "k_proj", "v_proj", "out_proj", "fc_in"),
+    "gpt2": ("c_attn", "c_proj", "c_fc"),
+    "gpt_bigcode": ("c_attn", "c_proj"),
+    "falcon-newer": ("query_key_value", "dense_h_to_4h"),
+    "opt": ("q_proj", "out_proj", "fc1", "fc2"),
+    "stablelm": ALL,
+    "arcee": ("k_proj", "up_proj", "down_proj"),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", JOINED)
+def test_linears_that_a_checkpoint_joins_or_calls_otherwise(family: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path / "model", family)
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    options = {"fan_in_fan_out": True} if family == "gpt2" else {}
+    folder = save_adapter(tmp_path / "a", base, 8, targets=JOINED[family], seed=3, **options)
+    adapter = spool(tmp_path / "spool", path).add("a", str(folder))
+    requests = [asked(f"r{i}", prompt, adapter if i % 2 else None) for i, prompt in enumerate(prompts(4))]
+    together = run(engine(path), requests)
+    merged = merge(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), folder)
+    for i, prompt in enumerate(prompts(4)):
+        check(merged if i % 2 else base, prompt, together[f"r{i}"])

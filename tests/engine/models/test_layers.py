@@ -43,9 +43,12 @@ def unequal(spec: DecoderSpec) -> DecoderSpec:
         "qkv_bias": [True, False, False],
     }
     norms = [NormSpec(1e-6), NormSpec(1e-2, 1.0), NormSpec(1e-5)]
-    spec = spec.having(AttentionSpec, norm=norms, qk_norm=[False, True, True], **attention)
+    spec = spec.having(AttentionSpec, norm=norms, qk_norm=[None, "heads", "heads"], **attention)
     return spec.having(
-        MlpSpec, intermediate_size=[96, 160, 32], gelu=[True, False, False], output_norm=[False, True, False]
+        MlpSpec,
+        intermediate_size=[96, 160, 32],
+        activation=["gelu_tanh", "silu", "silu"],
+        output_norm=[False, True, False],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from quire.engine.checkpoint.files import read_model_config
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
+from quire.engine.models import decoder_spec
 from quire.engine.worker import device as devices
-from quire.engine.worker.device import choose_device, choose_dtype, keep_kernels, nvidia_driver
+from quire.engine.worker.device import check_attention, choose_device, choose_dtype, keep_kernels, nvidia_driver
 from quire.engine.worker.memory import explained
+from tests.tiny_models import FAMILIES, SHAPE
 
 PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version: 12\n"
@@ -174,3 +178,15 @@ def test_no_compiler_in_a_measured_step_is_one_sentence() -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
     with pytest.raises(OSError, match="else"), explained("a step", "x", "Lower it"):
         raise OSError("something else")
+
+
+@pytest.mark.parametrize(("family", "kind"), [("bloom", "ALiBi"), ("granite_swa", "sinks"), ("olmo2", None)])
+def test_attention_that_gpus_do_not_compute_is_refused(family: str, kind: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | FAMILIES[family]))
+    config = read_model_config(tmp_path)
+    check_attention(torch.device("cpu"), config, decoder_spec(config))
+    if kind is None:
+        check_attention(torch.device("cuda"), config, decoder_spec(config))
+    else:
+        with pytest.raises(ConfigError, match=f"device: {kind} of attention \\({family}\\) are served on CPUs alone"):
+            check_attention(torch.device("cuda"), config, decoder_spec(config))

@@ -101,10 +101,10 @@ def test_only_floating_point_tensors_are_cast() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "Quire does not serve mamba models yet; served: gemma"),
+        ({"model_type": "mamba"}, "Quire does not serve mamba models yet; served: apertus"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "quant_method: 'aqlm' is not served"),
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "proportional", "factor": 2.0}}, "'proportional' is not supported"),
         ({"hidden_act": "relu"}, "'relu' is not supported"),
     ],
 )

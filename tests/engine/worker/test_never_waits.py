@@ -30,7 +30,7 @@ from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading import draft_head, draft_model, room
 from quire.engine.worker.loading import model as loading_model
-from quire.engine.worker.ranks.spmd import SpmdRunner
+from quire.engine.worker.ranks.spmd import SpmdRanks, SpmdRunner
 from quire.engine.worker.runner import Runner
 from quire.kernels.distributed import DistributedCollective
 from quire.kernels.gpu import flash, flash3, flash4, torch_varlen
@@ -281,14 +281,16 @@ class Quiet:
         pass
 
 
-class QuietRanks:
+class QuietRanks(SpmdRanks):
     """Of two, this one alone is there."""
 
-    count, failure, note, least_free = 2, "", "2 ranks", None
+    note, failure = "2 ranks", ""
 
     def __init__(self, config: EngineConfig, rank: int, sums_in_order: bool) -> None:
-        self.group = DistributedCollective(Quiet(), rank, 2, in_order=sums_in_order)
+        self._config, self._device, self.count = config, torch.device("cuda"), 2
+        self.group = DistributedCollective(Quiet, rank, 2, in_order=sums_in_order)
         self.sent: list[object] = []
+        self._processes = []
 
     def send(self, message: object) -> None:
         self.sent.append(message)
@@ -296,11 +298,11 @@ class QuietRanks:
     def watched(self) -> contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
-    def wait_loaded(self) -> list[object]:
+    def wait_loaded(self) -> list[Any]:
         return []
 
-    def least(self, measure: Callable[[], int]) -> int:
-        return measure()
+    def available(self, measure: Callable[[], int]) -> int:
+        return 2 * measure()
 
     def close(self) -> None:
         pass
@@ -311,7 +313,6 @@ class QuietRanks:
 @pytest.mark.parametrize(("rank", "in_order"), [(0, True), *nightly((0, False)), (1, True)])
 def test_ranks(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, rank: int, in_order: bool, graphs: bool) -> None:
     """`rank`: whose picks are taken, its own or the first one's."""
-    monkeypatch.setattr(startup, "SpmdRanks", QuietRanks)
     monkeypatch.setattr(startup, "start_ranks", lambda config, *_, **__: QuietRanks(config, rank, in_order))
     options = {"attention_backend": "triton", "enable_lora": True, "tensor_parallel_size": 2}
     engine = start(gpu, monkeypatch, graphs=graphs, **options)

@@ -62,7 +62,7 @@ def meant(tensors: dict[str, Tensor], linear: str) -> Tensor:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-@pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "gemma3", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "gemma3", "qwen3", "qwen3-moe", "phi3", "gpt_neox"])
 def test_the_tokens_are_those_of_quantizing_at_load(name: str, family: str, backend: str, tmp_path: Path) -> None:
     if backend == "cpu" and Cpu().missing is not None:
         pytest.skip(str(Cpu().missing))
@@ -71,6 +71,12 @@ def test_the_tokens_are_those_of_quantizing_at_load(name: str, family: str, back
     for whole in (False, True):
         options = {"attention_backend": backend, "quantize_embedding": whole}
         assert answers(tmp_path / "out", **options) == answers(path, quantization=name, **options)
+
+
+def test_layers_of_other_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="checkpoints of gpt2 models are not written in few bits"):
+        quantize_folder(model(tmp_path, "gpt2"), tmp_path / "out", "int8", Reference())
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.few(3)

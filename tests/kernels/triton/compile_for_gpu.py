@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, LinearContext, Rope, Softmax
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, LinearContext, Softmax
 from quire.kernels.gpu import (
     triton_fused,
     triton_linear,
@@ -34,6 +34,7 @@ from quire.kernels.gpu import (
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.quantized import Float8Weight, GroupedWeight
+from quire.kernels.rotation import Rope
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

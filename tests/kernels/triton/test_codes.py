@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels.backend import Rope
 from quire.kernels.gpu import triton_fused
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.reference import Reference
+from quire.kernels.rotation import Rope
 from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
 from tests.kernels.test_kv_codes import on_codes
 from tests.kernels.triton.test_attention import DECODE, DTYPES, MIXED, TOLERANCE, Paged, to_device

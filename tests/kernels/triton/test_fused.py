@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import Rope
 from quire.kernels.gpu import triton_fused
 from quire.kernels.reference import Reference
+from quire.kernels.rotation import Rope
 from tests.kernels.ragged import error, page, random_part
 from tests.kernels.triton.test_attention import Paged, to_device
 

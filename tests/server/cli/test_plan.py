@@ -488,7 +488,7 @@ def test_contexts_are_counted_in_the_backend_s_pages() -> None:
 @pytest.mark.parametrize(
     ("config", "args", "reason"),
     [
-        ({"model_type": "starcoder2"}, (), "does not serve starcoder2"),
+        ({"model_type": "gpt_neo"}, (), "does not serve gpt_neo"),
         ({"model_type": "llava", "text_config": {"model_type": "llama"}}, (), "does not serve llava"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, (), None),
         ({"quantization_config": {"quant_method": "aqlm", "bits": 2}}, (), "quant_method: 'aqlm'"),

@@ -262,3 +262,19 @@ def test_a_key_given_to_vllm_is_said_not_to_guard(
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     small()
     assert capsys.readouterr().err == "small: VLLM_API_KEY is not read; QUIRE_API_KEY is\n"
+
+
+def test_torchrun_says_which_of_several_machines_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given counts more. Where no several machines are asked for, somebody else was launched, not we."""
+    for name, value in {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    several = {"nnodes": "2", "tensor_parallel_size": "2"}
+    found = load(EngineConfig, several)
+    assert (found.master_addr, found.master_port, found.node_rank) == ("10.0.0.1", 1234, 1)
+    assert load(EngineConfig, several | {"node_rank": "0", "master_port": "5"}).master_port == 5
+    assert load(EngineConfig, {}) == EngineConfig()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert load(EngineConfig, several).master_port == EngineConfig().master_port
+    monkeypatch.setenv("RANK", "one")
+    with pytest.raises(ConfigError, match=r"node_rank: .*got 'one' \(environment variable RANK\)"):
+        load(EngineConfig, several)

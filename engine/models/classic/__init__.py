@@ -1,0 +1,1 @@
+"""Families with LayerNorms: parallel blocks, MLPs without gates, learned positions, ALiBi."""

@@ -1,0 +1,216 @@
+"""A rank but the first: it loads its part of the model, and runs the same program on each batch that it is sent."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quire.engine.batch import Batch
+from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.config import EngineConfig
+from quire.engine.layers.shard import Shard
+from quire.engine.lora.files import CONFIG, WEIGHTS
+from quire.engine.replicas.cores import stay_on
+from quire.engine.text.grammar import GrammarCompiler
+from quire.engine.types import Adapter
+from quire.engine.worker.device import choose, set_up_cpu
+from quire.engine.worker.heads import Heads
+from quire.engine.worker.loading.adapters import adapter_loader
+from quire.engine.worker.loading.checkpoint import held_bytes
+from quire.engine.worker.loading.draft_head import LoadedHead, load_draft_head, start_heads
+from quire.engine.worker.loading.model import LoadedModel, load_model
+from quire.engine.worker.loading.pooler import choose_pooler
+from quire.engine.worker.loading.room import make_room
+from quire.engine.worker.loading.samples import sampled
+from quire.engine.worker.memory import available_bytes, explained_weights
+from quire.engine.worker.ranks.adapters import RankAdapters
+from quire.engine.worker.ranks.meeting import check_connection, meet
+from quire.engine.worker.ranks.messages import (
+    Allocate,
+    Draft,
+    FromRank,
+    LoadAdapter,
+    Loaded,
+    Measure,
+    Measured,
+    Picked,
+    Prepare,
+    Start,
+    Step,
+    TryGuess,
+    UseAdapter,
+    decode_to_rank,
+)
+from quire.engine.worker.ranks.pipeline import StageRunner
+from quire.engine.worker.ranks.stages import Stage, of_pipe
+from quire.engine.worker.runner import Runner
+from quire.engine.worker.sampling.grammar import SlotGrammars
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What a machine but the first knows better than the first."""
+
+    settings: Mapping[str, Any]
+    cores: Set[int]
+    """To stay on; none: all."""
+    address: str
+    """At which the ranks of other machines reach it."""
+    copies: Path
+    """A folder for adapters that are sent from another machine."""
+
+
+class Rank(ABC):
+    """Loads its part of the model when constructed. Raises QuireError."""
+
+    loaded: Loaded
+    _runner: Runner
+    _heads: Heads
+
+    def __init__(self, config: EngineConfig, start: Start, progress: Callable[[], None], here: Here | None) -> None:
+        """`progress` is called after each part of a stage's step. `here`: of a machine but the first."""
+        stay_on(set(start.cores) if here is None else here.cores)
+        if here is not None:
+            config = config.model_copy(update=here.settings)
+        self._config, self._here = config, here
+        self._path = resolve_model(config.model, config.revision)
+        self._model_config = read_model_config(self._path)
+        set_up_cpu(config)
+        self._chosen = choose(config, self._model_config, tried=True)
+        load = partial(load_model, config, self._path, self._model_config, self._chosen)
+        with explained_weights():
+            self._part = self._load(load, start, progress)
+        self._adapters: RankAdapters | None = None
+        if self._part.adapters is not None:
+            self._adapters = RankAdapters(adapter_loader(config, self._model_config, self._part.adapters))
+
+    @abstractmethod
+    def _load(self, load: Callable[..., LoadedModel], start: Start, progress: Callable[[], None]) -> LoadedModel: ...
+
+    @abstractmethod
+    def _measure(self) -> Measured: ...
+
+    @abstractmethod
+    def _make_runner(self, pages: int, max_model_len: int) -> Runner: ...
+
+    def _step(self, batch: Batch, picked: list[Picked]) -> None:
+        self._runner.launch(batch)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Compute nothing any more, and let no other rank wait."""
+
+    def do(self, content: bytes) -> FromRank | None:
+        """What a message says; returns what is to be answered. Raises QuireError, and RankEnded or BrokenPipeError
+        where another rank has ended."""
+        match decode_to_rank(content):
+            case Step(batch, picked):
+                self._step(batch, picked)
+            case Draft(rows):
+                self._heads.draft(rows)
+            case Prepare(what):
+                getattr(self._runner, what)()
+            case TryGuess(count):
+                self._heads.try_guess(count)
+            case Measure():
+                return self._measure()
+            case Allocate(pages, max_model_len):
+                self._runner = self._make_runner(pages, max_model_len)
+            case LoadAdapter(slot, adapter, files):
+                assert self._adapters is not None
+                self._adapters.load(slot, adapter if self._here is None else _copied(adapter, files, self._here.copies))
+            case UseAdapter(slot, failed):
+                assert self._adapters is not None
+                self._adapters.use(slot, failed=failed)
+            case other:
+                raise AssertionError(f"{other} is for other ranks")
+        return None
+
+
+class TensorRank(Rank):
+    """Has a part of every layer."""
+
+    _head: LoadedHead | None = None
+
+    def _load(self, load: Callable[..., LoadedModel], start: Start, progress: Callable[[], None]) -> LoadedModel:
+        config, chosen = self._config, self._chosen
+        address = config.master_addr if self._here is None else self._here.address
+        self._group = meet(start, config, chosen, address)
+        loaded = load(_nothing, shard=Shard(start.rank, config.tensor_parallel_size, self._group))
+        if config.speculative_config is not None and config.speculative_config.hidden_states:
+            self._head = load_draft_head(config, chosen.backend, loaded.model)
+        self.loaded = Loaded(loaded.read_bytes, digest=sampled(config) if config.nnodes > 1 else "")
+        return loaded
+
+    def _measure(self) -> Measured:
+        check_connection(self._group, self._chosen.device)
+        model, backend = self._part.model, self._chosen.backend
+        return Measured(available_bytes(model, self._model_config, backend, self._config))
+
+    def _make_runner(self, pages: int, max_model_len: int) -> Runner:
+        part, config, heads = self._part, self._config, None
+        room = make_room(config, self._chosen, part, pages, max_model_len)
+        if self._head is not None:
+            heads = self._heads = start_heads(self._head, config, part.model, room.slots, pages)
+        pooler = choose_pooler(config, self._path, part)
+        eos = self._model_config.eos_token_ids
+        return Runner(part.model, room.pages, room.slots, SlotGrammars(_no_grammars), eos, room.capture, pooler, heads)
+
+    def close(self) -> None:
+        self._group.close()
+
+
+class StageRank(Rank):
+    """Has some of the layers."""
+
+    def _load(self, load: Callable[..., LoadedModel], start: Start, progress: Callable[[], None]) -> LoadedModel:
+        own, *before = start.descriptors
+        self._next = os.fdopen(own, "wb")
+        inboxes = [of_pipe(os.fdopen(each, "rb")) for each in before]
+        loaded = load(progress, kind=Stage, stage=start.rank - 1)
+        assert isinstance(loaded.model, Stage)
+        for inbox in inboxes:
+            loaded.model.follow(inbox)
+        held = held_bytes(loaded.model.parameters(), self._config, self._chosen.backend, loaded.read_bytes)
+        table = loaded.checkpoint.table.items()
+        self.loaded = Loaded(held, {name: (each.shape, str(each.dtype)) for name, each in table})
+        return loaded
+
+    def _measure(self) -> Measured:
+        raise AssertionError("the last stage measures alone")
+
+    def _make_runner(self, pages: int, max_model_len: int) -> Runner:
+        part, eos = self._part, self._model_config.eos_token_ids
+        room = make_room(self._config, self._chosen, part, pages, max_model_len)
+        own = StageRunner(self._next, part.model, room.pages, room.slots, SlotGrammars(_no_grammars), eos)
+        self._compute = own.compute
+        return own
+
+    def _step(self, batch: Batch, picked: list[Picked]) -> None:
+        self._compute(batch, picked)
+
+    def close(self) -> None:
+        with suppress(BrokenPipeError):
+            self._next.close()
+
+
+def _copied(adapter: Adapter, files: Mapping[str, bytes], copies: Path) -> Adapter:
+    folder = copies / adapter.digest
+    folder.mkdir(exist_ok=True)
+    for name in files.keys() & {CONFIG, WEIGHTS}:
+        (folder / name).write_bytes(files[name])
+    return Adapter(adapter.name, adapter.digest, str(folder))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_grammars() -> GrammarCompiler:
+    raise AssertionError("the first rank has the grammars")

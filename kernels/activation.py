@@ -1,0 +1,46 @@
+"""What an MLP without a gate does to each number between its two matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KINDS = ("gelu", "gelu_tanh", "relu", "relu2", "xielu")
+"""By the numbers that kernels/cpu/norm.cpp gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    kind: Literal["gelu", "gelu_tanh", "relu", "relu2", "xielu"]
+    """GELU (Hendrycks and Gimpel, 2016), as it is and in its tanh approximation; ReLU and its square (So et al., 2021);
+    xIELU (Huang and Schlag, 2024)."""
+    positive: float = 0.0
+    """Of xIELU, which is a x^2 + b x above 0: a."""
+    negative: float = 0.0
+    """Below, where it is c (e^x - 1 - x) + b x: c."""
+    slope: float = 0.0
+    """b."""
+
+
+GELU = Activation("gelu")
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    match activation.kind:
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+        case "relu2":
+            return F.relu(x).square()
+        case "xielu":
+            wide = x if x.dtype == torch.float64 else x.float()
+            above, below = wide.clamp(min=0), wide.clamp(max=0)
+            curved = activation.positive * above.square() + activation.negative * (torch.expm1(below) - below)
+            return (curved + activation.slope * wide).to(x.dtype)

@@ -1,0 +1,50 @@
+"""LongRoPE has two sets of factors: which one counts, the served context says and no single request. And Mistral 3's
+text part, out of a checkpoint that sees images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from quire.engine.config import EngineConfig
+from quire.engine.loop import Engine
+from tests.engine.harness import request, run
+from tests.tiny_models import LONGROPE, QUERY_SCALES, SHAPE, TOWER, VOCAB, save_tiny_model
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def check(model: torch.nn.Module, path: Path, length: int, **options: int) -> None:
+    engine = Engine(EngineConfig(model=str(path), num_kv_blocks=32, dtype="float32", **options))
+    found = run(engine, [request("a", prompt(length), max_tokens=1, prompt_logprobs=0)])["a"].prompt_logprobs
+    with torch.inference_mode():
+        rows = model(input_ids=torch.tensor([prompt(length)])).logits[0].log_softmax(-1)
+    expected = [rows[at, token].item() for at, token in enumerate(prompt(length)[1:])]
+    assert found is not None
+    assert [each.logprob for each in found[1:] if each is not None] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(("length", "options"), [(90, {}), (60, {"max_model_len": 64})])
+def test_the_served_context_chooses_the_factors(length: int, options: dict[str, int], tmp_path: Path) -> None:
+    """transformers takes the long ones for what is longer than the old context, the short ones for the rest."""
+    path = save_tiny_model(
+        tmp_path, "phi3", rope_parameters=LONGROPE | {"original_max_position_embeddings": 64, "factor": None}
+    )
+    check(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), path, length, **options)
+
+
+def test_the_text_part_of_mistral_3(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    text = SHAPE | {"model_type": "ministral3", "head_dim": 16, "rope_parameters": QUERY_SCALES}
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=TOWER | {"model_type": "pixtral"})
+    config.tie_word_embeddings = False
+    model = AutoModelForImageTextToText.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+    model.save_pretrained(tmp_path)
+    check(model.eval(), tmp_path, 90)
