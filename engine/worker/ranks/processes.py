@@ -245,13 +245,13 @@ class Ranks(ABC):
         if isinstance(process, Remote) and process.lost:
             how = "is out of reach"
         self.failure = self.failure or f"rank {rank} of {self.count} (process {_name(process)}) {how}"
-        self._let_go()
+        self.let_go()
         if self._on_end is not None:
             print(f"quire: {self.failure}", file=sys.stderr, flush=True)
             self._on_end(code)  # which may end this process, before anybody gets an error for it
         self._ended.set()
 
-    def _let_go(self) -> None:  # noqa: B027
+    def let_go(self) -> None:  # noqa: B027
         """Let none wait for one that has ended. Called by a thread."""
 
 

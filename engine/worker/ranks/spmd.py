@@ -154,7 +154,7 @@ class SpmdRanks(Ranks):
         if self.failure:
             raise EngineError(self.failure) from error
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         self._over.set()
 
 
