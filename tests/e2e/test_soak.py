@@ -173,12 +173,15 @@ async def test_finished_requests_leave_no_memory_threads_or_files(server: Server
     pids = {"API": server.process.pid, "engine": server.engine_pid(), "workers": forker(server)}
     seen: dict[str, list[tuple[int, Footprint]]] = {name: [] for name in pids}
     limits = httpx.Limits(max_connections=USERS, max_keepalive_connections=USERS // 2)
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
-        for part in range(LOOKS):
-            rngs = [random.Random(f"{part} {number}") for number in range(REQUESTS // LOOKS)]
-            users = asyncio.Semaphore(USERS)
+    for part in range(LOOKS):
+        rngs = [random.Random(f"{part} {number}") for number in range(REQUESTS // LOOKS)]
+        users = asyncio.Semaphore(USERS)
+        # A client for each look: httpx's pool never gives back the place of a call that is given up while it connects.
+        async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
 
-            async def one(rng: random.Random, users: asyncio.Semaphore = users) -> None:
+            async def one(
+                rng: random.Random, users: asyncio.Semaphore = users, client: httpx.AsyncClient = client
+            ) -> None:
                 async with users:
                     await ask(client, rng)
 
@@ -195,7 +198,8 @@ async def test_finished_requests_leave_no_memory_threads_or_files(server: Server
         per_request = slope([(count, look.rss) for count, look in warm])
         print(f"{name}: {warm[-1][1].rss / 2**20:.1f} MiB, {per_request:.0f} bytes per request more", end="; ")
         print([(round(look.rss / 2**20, 1), look.threads, look.files) for _, look in looks])
-        assert max(look.threads for _, look in warm) <= looks[LOOKS // 2 - 1][1].threads + 1
+        # Pools of a few threads each grow until they are full; a leak would be one for each of hundreds of requests.
+        assert max(look.threads for _, look in warm) <= looks[LOOKS // 2 - 1][1].threads + 8
         assert abs(warm[-1][1].files - warm[0][1].files) <= USERS, "open connections come and go, nothing else"
         grown = warm[-1][1].rss - warm[0][1].rss
         assert grown < 8 * 2**20, f"{name} grew by {grown} bytes while {warm[-1][0] - warm[0][0]} requests went by"
