@@ -121,7 +121,7 @@ ATTACKS = (
     Attack("prompt: 2 M ids", COMPLETIONS, lambda: {"prompt": [5] * 2 * MILLION}),
     Attack("prompt: 5 M empty lists", COMPLETIONS, lambda: b'{"prompt":[' + b"[]," * 5 * MILLION + b"[]]}"),
     Attack("prompt: 4 M empty texts", COMPLETIONS, lambda: b'{"prompt":[' + b'"",' * 4 * MILLION + b'""]}'),
-    Attack("2,048 prompts", COMPLETIONS, lambda: {"prompt": ["a"] * 2048, "max_tokens": 1}, (200, 503)),
+    Attack("2,048 prompts", COMPLETIONS, lambda: {"prompt": ["a"] * 2048, "max_tokens": 1}),
     Attack("message of 10 MB", CHAT, lambda: {"messages": [{"role": "user", "content": "hi " * 3 * MILLION}]}),
     Attack("/tokenize: 10 MB of a", TOKENIZE, lambda: {"prompt": "a" * 10 * MILLION}, (200, 400)),
     Attack(

@@ -129,7 +129,7 @@ OTHERS: dict[str, Any] = {
     "query_pre_attn_scalar": 0,
     "attn_logit_softcapping": -1,
     "final_logit_softcapping": "30",
-    "sliding_window_pattern": 0,
+    "sliding_window_pattern": "LX",
     "rope_local_base_freq": "@NaN",
     "eos_token_id": ["2"],
     "quantization_config": "awq",

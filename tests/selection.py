@@ -88,6 +88,7 @@ class Running:
     def __init__(self) -> None:
         self.tests: dict[str, None] = {}
 
+    @pytest.hookimpl(tryfirst=True)  # before anybody says that it has begun
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.tests[nodeid] = None
 

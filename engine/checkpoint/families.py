@@ -124,7 +124,7 @@ def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...
         attend = [each for each in kinds if "attention" in each and "linear" not in each]
         return tuple(window if "sliding" in each else None for each in attend)
     every = text.get("sliding_window_pattern") or _FULL_EVERY.get(kind)
-    if isinstance(every, str) and set(every) <= {"L", "G"}:  # as EXAONE 4 was published: a letter for each layer
+    if isinstance(every, str):
         return tuple(window if every[layer % len(every)] == "L" else None for layer in range(layers))
     if isinstance(every, int):
         return tuple(window if layer % every else None for layer in range(1, layers + 1))

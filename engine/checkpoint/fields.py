@@ -28,6 +28,8 @@ _Experts = Annotated[int, Meta(ge=1, le=4096)]
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 _TokenIds = Annotated[list[_TokenId], Meta(max_length=4096)]
 _Text = Annotated[str, Meta(max_length=256)]
+_LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
+"""As EXAONE 4 was published: L for a layer with a window and G for one without, over and over."""
 _Names = Annotated[list[_Text], Meta(max_length=2**14)]
 
 
@@ -128,7 +130,7 @@ class SharedFields(TypedDict, total=False):
     torch_dtype: _Text | None
     quantization_config: Quantization | None
     layer_types: list[_Text] | None
-    sliding_window_pattern: _LayerCount | _Text | None
+    sliding_window_pattern: _LayerCount | _LayerLetters | None
     use_sliding_window: bool | None
     max_window_layers: _LayerCount | None
 

@@ -38,9 +38,9 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
 
 
 def _renamed(argument: str, known: Container[str]) -> str:
-    flag, rest = argument.partition("=")[0], argument.partition("=")[1:]
+    flag, equals, value = argument.partition("=")
     ours = OTHER_NAMES.get(flag)
-    return argument if ours is None or flag in known or ours not in known else ours + "".join(rest)
+    return argument if ours is None or flag in known or ours not in known else ours + equals + value
 
 
 def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:

@@ -135,9 +135,9 @@ class Remote:
 
     def kill(self) -> None:
         """Its machine ends it when the store is gone."""
-        self.tell(b"")
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
             self._store.queue_push(answers_of(self._rank), encode(Ended(self._code)))
+        self.tell(b"")
 
     def tell(self, content: bytes) -> None:
         with suppress(RuntimeError):
