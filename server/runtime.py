@@ -13,6 +13,7 @@ from quire.engine.types import EngineInfo
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
 from quire.server.adapters import Adapters
+from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.generation.background import Background
 from quire.server.generation.fold import Kept
@@ -47,6 +48,8 @@ class Runtime:
     kept: Kept
     background: Background
     store: Store | None
+    batches: BatchRunner | None
+    """These two are None without --data-dir."""
     gateways: Gateways
     adapters: Adapters | None
     """None where none are served."""

@@ -74,6 +74,7 @@ ROOMS = {
             "config",
             "encoding",
             "errors",
+            "budget",
             "store",
             "protocol",
             "formats",
@@ -82,7 +83,7 @@ ROOMS = {
             "adapters",
             "served_model",
         ),
-        *("generation", "resolve", "workers", "runtime", "bursts", "sse", "connection"),
+        *("generation", "resolve", "workers", "batches", "runtime", "bursts", "sse", "connection"),
         *("routes", "app", "fleet", "cli"),
     ),
     "engine": (

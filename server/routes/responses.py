@@ -24,8 +24,8 @@ from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.translated.responses import resolve_response
 from quire.server.routes.bodies import documented, resolved
-from quire.server.routes.pages import Limit, Order, answer, listed
 from quire.server.routes.reply import begin, events_of, nothing, reply
+from quire.server.routes.stored.pages import Limit, Order, answer, listed
 from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream

@@ -15,7 +15,7 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from quire.server.resolve.translated import history
-from quire.server.store.store import FILE
+from quire.server.store.database import FILE
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.hosted import serving
