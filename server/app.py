@@ -29,9 +29,9 @@ from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, HeldMiddleware
 from quire.server.access.tenants import Tenants
 from quire.server.adapters import Adapters, adapters_of
-from quire.server.batches.runner import BatchRunner
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
+from quire.server.durable import Durable, durable, go_on
 from quire.server.generation.background import Background
 from quire.server.generation.fold import Kept
 from quire.server.generation.turns import Turns
@@ -83,12 +83,11 @@ from quire.server.routes import (
 from quire.server.routes.bodies import with_bodies
 from quire.server.routes.ollama import endpoints as ollama
 from quire.server.routes.stored import batches as batch_routes
-from quire.server.routes.stored import conversations, files
+from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Runtime
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
 from quire.server.store.data import Data, open_data
-from quire.server.store.store import Store
 from quire.server.version import VERSION
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
@@ -139,17 +138,15 @@ def create_app(
             ending.push_async_callback((workers := WorkerPool(known, model.adapters)).close)
             ending.callback((turns := Turns()).close)
             ending.push_async_callback((background := Background()).close)
-            batches = None if data is None else BatchRunner(app, data.batches, data.files, tenants, config)
-            if batches is not None:
-                ending.push_async_callback(batches.close)
+            parts = None
+            if data is not None:
+                parts = await ending.enter_async_context(durable(data, app, tenants, config))
             app.state.admission = admission = Admission(client, config, info.max_model_len, keyed=tenants.closed)
             app.state.runtime = _runtime(
-                *(config, info, model, admission, client, group, workers, turns, background, gateways, served),
-                store=None if data is None else data.store,
-                batches=batches,
+                config, info, model, admission, client, group, workers, turns, background, gateways, served, parts
             )
-            if batches is not None:
-                batches.start()
+            if parts is not None:
+                ending.callback(asyncio.create_task(go_on(parts, app, tenants)).cancel)
             if not (config.disable_log_stats or isinstance(client.link, HubLink)):
                 ending.callback(asyncio.create_task(tell_throughput(client)).cancel)
             yield
@@ -202,7 +199,7 @@ def _tell_version(app: FastAPI, version: str) -> None:
 
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    for module in (*generating, batch_routes, files, models, tokenize, requests, engine, status, page):
+    for module in (*generating, batch_routes, files, streams, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
@@ -224,9 +221,7 @@ def _runtime(
     background: Background,
     gateways: Gateways,
     adapters: Adapters | None,
-    *,
-    store: Store | None,
-    batches: BatchRunner | None,
+    parts: Durable | None,
 ) -> Runtime:
     metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
     log = RequestLog(config.request_history)
@@ -251,8 +246,7 @@ def _runtime(
         turns=turns,
         kept=Kept(),
         background=background,
-        store=store,
-        batches=batches,
+        durable=parts,
         gateways=gateways,
         adapters=adapters,
     )
@@ -269,6 +263,8 @@ def _add_middleware(
     ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
+    if config.data_dir is not None:
+        app.add_middleware(streams.LastEventMiddleware)
     app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
@@ -304,6 +300,4 @@ def open_kept(config: ServerConfig) -> Data | None:
     """What is kept, if the operator wants anything kept. Raises ConfigError."""
     if config.data_dir is None:
         return None
-    data = open_data(config.data_dir, int(config.max_stored_size * 2**30))
-    data.store.end_unfinished(responses.lost)
-    return data
+    return open_data(config.data_dir, int(config.max_stored_size * 2**30))

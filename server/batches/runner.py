@@ -24,6 +24,7 @@ from msgspec.structs import replace as changed
 from starlette.types import ASGIApp
 
 from quire.engine.errors import InvalidRequest, RateLimited, RequestNotFound
+from quire.server.access.gateways import PRIORITY
 from quire.server.access.tenants import Tenant, Tenants
 from quire.server.batches.calls import client_for
 from quire.server.batches.lines import Job, answered_line, failed_line, parse_line
@@ -34,6 +35,8 @@ from quire.server.store.batches import ENDED, Batch, Batches, Line, LineError, R
 from quire.server.store.files import Files
 
 log = logging.getLogger("quire.server")
+BEHIND = 1 << 20
+"""The priority of batches: whatever comes with a smaller number, 0 unless it says otherwise, goes first."""
 MAX_OPEN = 64
 """Batches of a key that have not ended."""
 _AHEAD = 64
@@ -153,7 +156,8 @@ class BatchRunner:
             if (tenant := self._tenants.owner(owner)) is None:
                 log.error("the batch %s ends: its API key is not taken any more", batch.id)
             else:
-                async with client_for(self._app, self._behind(tenant), left) as client:
+                more = {"tenant": self._behind(tenant), PRIORITY: BEHIND}
+                async with client_for(self._app, more, left) as client:
                     await self._answer_lines(client, batch, left)
         finally:
             expire.cancel()

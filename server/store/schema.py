@@ -8,7 +8,7 @@ from typing import Any
 
 VERSION = 2
 """The file's user_version. Version 0 had one table, `kept`, with all of an object as one JSON text; version 1 had no
-files and batches."""
+files, batches and calls."""
 _OBJECTS = """
 create table objects (
     owner text not null, id text not null, kind text not null, at real not null, unfinished integer not null,
@@ -34,6 +34,11 @@ create table lines (
     length integer not null, custom_id text not null, failed integer, result blob, primary key (batch, place))
     without rowid;
 create index lines_left on lines (batch, place) where failed is null;
+create table calls (
+    owner text not null, id text not null, path text not null, body blob not null, pins blob not null,
+    name text, ends real not null, size integer not null, progress blob not null, primary key (owner, id));
+create unique index calls_by_name on calls (owner, name) where name is not null;
+create index calls_by_end on calls (ends);
 """
 
 

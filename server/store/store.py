@@ -187,20 +187,20 @@ class Store:
         with self._writing() as database:
             return self._drop(database, owner, id)
 
-    def end_unfinished(self, change: Callable[[Stored], Stored]) -> None:
-        """Put what `change` makes of those that another process worked on, which is gone. Their items stay."""
+    def unfinished(self) -> list[tuple[str, str]]:
+        """Owners and ids of the responses that are being worked on, or were when a process ended."""
         with self._database.reading() as database:
-            rows = database.execute("select owner, kind, id from objects where unfinished").fetchall()
-        for owner, kind, id in rows:
-            with self._writing() as database:
-                before = _get(database, owner, kind, id)
-                assert before is not None
-                now = change(before)
-                row = (json.dumps(now.about), now.data, owner, id)
-                database.execute(
-                    "update objects set about = ?, data = ?, unfinished = 0 where owner = ? and id = ?", row
-                )
-                self._grow(database, owner, id, len(now.data) - len(before.data), 0)
+            return database.execute("select owner, id from objects where unfinished").fetchall()
+
+    def end(self, owner: str, id: str, change: Callable[[Stored], Stored]) -> None:
+        """Put what `change` makes of a response that nobody works on any more. Its items stay."""
+        with self._writing() as database:
+            if (before := _get(database, owner, "response", id)) is None:
+                return
+            now = change(before)
+            row = (json.dumps(now.about), now.data, owner, id)
+            database.execute("update objects set about = ?, data = ?, unfinished = 0 where owner = ? and id = ?", row)
+            self._grow(database, owner, id, len(now.data) - len(before.data), 0)
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:

@@ -15,8 +15,7 @@ from quire.server.access.admission import CountedRoute
 from quire.server.encoding import encode_json
 from quire.server.protocol.stored.batches import BatchRequest
 from quire.server.resolve.batches import new_batch
-from quire.server.routes.bodies import documented, worked_on
-from quire.server.routes.responses import owner_of
+from quire.server.routes.bodies import documented, owner_of, worked_on
 from quire.server.routes.stored.files import PURPOSE, batches_of, missing
 from quire.server.routes.stored.pages import Limit, page_of
 from quire.server.store.batches import Batch

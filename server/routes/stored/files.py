@@ -20,8 +20,7 @@ from quire.server.access.admission import CountedRoute
 from quire.server.batches.runner import BatchRunner
 from quire.server.encoding import encode_json
 from quire.server.protocol.stored.batches import MAX_KEPT, MIN_KEPT
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST
-from quire.server.routes.responses import owner_of
+from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, owner_of
 from quire.server.routes.stored.pages import Order, page_of
 from quire.server.runtime import runtime_of
 from quire.server.store.files import Files, StoredFile, new_file

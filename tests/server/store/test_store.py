@@ -151,8 +151,10 @@ def test_what_nobody_will_end(tmp_path: Path) -> None:
     store.put("a", response("2"))
     database.close()
     database, again = opened(tmp_path, BIG)
-    for _ in range(2):
-        again.end_unfinished(lambda kept: replace(kept, data=kept.data + b" "))
+    assert again.unfinished() == [("a", "1")]
+    again.end("a", "1", lambda kept: replace(kept, data=kept.data + b" "))
+    assert again.unfinished() == []
+    again.end("a", "3", lambda kept: replace(kept, data=b"nobody's"))
     first, second = (again.get("a", "response", id) for id in "12")
     assert first is not None
     assert second is not None
@@ -198,7 +200,8 @@ def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
     assert told is not None
     assert json.loads(told.data) == {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "object": "conversation"}
     assert ids(store, "a", "conv_1") == (["m1", "m2"], False)
-    store.end_unfinished(lambda kept: replace(kept, data=b"ended"))
+    assert store.unfinished() == [("a", "resp_1")]
+    store.end("a", "resp_1", lambda kept: replace(kept, data=b"ended"))
     found = store.get("a", "response", "resp_1")
     assert found is not None
     assert found.data == b"ended"
