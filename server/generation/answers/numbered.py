@@ -35,9 +35,11 @@ class NumberedWriter(AnswerWriter):
 
     def __init__(self, writer: AnswerWriter, spec: GenerationSpec, seen: Sequence[int] = ()) -> None:
         self._writer = writer
-        self._id = spec.id
+        self._id = spec.id.encode()
         self._sent = [0] * (spec.num_choices + 2)
         self._seen = [*seen, *self._sent[len(seen) :]]
+        self._told = list(self._seen)
+        """What the last id said: of a choice that has not come so far again, what was seen."""
 
     @property
     def ping(self) -> bytes:
@@ -73,4 +75,5 @@ class NumberedWriter(AnswerWriter):
         self._sent[kind] += 1
         if self._sent[kind] <= self._seen[kind]:
             return b""
-        return b"id: %b:%b\n%b" % (self._id.encode(), ".".join(map(str, self._sent)).encode(), event)
+        self._told[kind] = self._sent[kind]
+        return b"id: %b:%b\n%b" % (self._id, ".".join(map(str, self._told)).encode(), event)
