@@ -186,9 +186,14 @@ class Streams:
             await asyncio.to_thread(self._calls.note, notes)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _end(running: Running, close: Callable[[], None]) -> None:
     close()
     running.ended.set()
+    running.close = _nothing  # no circle: the spec goes with its last reference, not at a collection
 
 
 def pinned(spec: GenerationSpec, resumed: Resumed | None, *, deterministic: bool) -> GenerationSpec:
