@@ -229,6 +229,8 @@ def _runtime(
     log = RequestLog(config.request_history)
     max_body = int(config.max_body_size * 2**20)
     metrics.tell_cache(info, config)
+    if parts is not None:
+        metrics.tell_durable(parts, model.names[0])
     if adapters is not None:
         metrics.tell_adapters(client, config.max_loras)
     return Runtime(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -28,6 +28,18 @@ class Durable:
     store: Store
     batches: BatchRunner
     streams: Streams
+
+    @property
+    def open_batches(self) -> int:
+        return self.batches.num_open
+
+    @property
+    def batch_requests(self) -> Mapping[str, int]:
+        return self.batches.results
+
+    @property
+    def resumed_streams(self) -> int:
+        return self.streams.resumptions
 
 
 @asynccontextmanager

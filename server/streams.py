@@ -75,7 +75,8 @@ class Streams:
         self._running: dict[tuple[str, str], Running] = {}
         self._claimed: dict[tuple[str, str], float] = {}
         """Owners and keys of calls that are about to be in the journal: until when they are waited for."""
-        self._attempts = 0
+        self.resumptions = 0
+        """Calls that were made again."""
         self._task = asyncio.create_task(self._note_always())
 
     async def close(self) -> None:
@@ -92,8 +93,8 @@ class Streams:
             running.close()
             await running.ended.wait()
             call = msgspec.structs.replace(call, progress=running.progress.copy())
-        self._attempts += 1
-        return Resumed(call, seen, self._attempts)
+        self.resumptions += 1
+        return Resumed(call, seen, self.resumptions)
 
     async def claimed(self, request: Request, owner: str, body: bytes, *, stream: bool) -> Resumed | None:
         """The call that had the request's Idempotency-Key before; None where it is new, or there is none.

@@ -78,8 +78,14 @@ class BatchRunner:
         self._left: dict[str, asyncio.Event] = {}
         """By the batch's id: set when its lines shall end."""
         self._owners: dict[str, str] = {}
+        self.results = {"completed": 0, "failed": 0}
+        """Lines that got their result in this process."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+
+    @property
+    def num_open(self) -> int:
+        return len(self._left)
 
     def start(self) -> None:
         """Go on with those that had not ended when the last server did."""
@@ -218,6 +224,7 @@ class BatchRunner:
 
     async def _put(self, batch: Batch, result: Result) -> None:
         await self._patiently(partial(self.batches.put_result, batch.id, result))
+        self.results["failed" if result.failed else "completed"] += 1
 
     async def _posted(self, client: httpx.AsyncClient, job: Job, left: asyncio.Event) -> httpx.Response | None:
         """The answer, once there is room for the request; None where nobody wants it any more."""

@@ -18,6 +18,7 @@ from quire.engine.client.history import Step, Timeline, TimelinePhase
 from quire.engine.config import EngineConfig
 from quire.engine.stats import TierStats
 from quire.engine.types import EngineInfo
+from quire.server.observe.durable import Counted, DurableCollector
 from quire.server.observe.gen_ai import GenAiHistograms
 from quire.server.observe.rolling_stats import RollingStats
 from quire.server.observe.summed import Count, Summed, counts
@@ -186,6 +187,10 @@ class Metrics:
         """All n choices of a prompt have ended, the longest with so many tokens."""
         self._n.observe(n)
         self._longest.observe(longest)
+
+    def tell_durable(self, counted: Counted, model_name: str) -> None:
+        """Show what outlives the server."""
+        self._registry.register(DurableCollector(counted, model_name))
 
     def tell_cache(self, info: EngineInfo, config: EngineConfig) -> None:
         """Show how the KV cache is divided, in the labels of a metric that is always 1, as vLLM does."""

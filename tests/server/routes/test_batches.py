@@ -101,6 +101,9 @@ async def test_a_batch_by_the_sdk(tmp_path: Path) -> None:
         assert output.expires_at == output.created_at + 3600
         listed = [each.id async for each in await api.openai.batches.list(limit=1)]
         assert listed == [batch.id]
+        metrics = (await api.http.get("/metrics")).text
+        assert f'quire:batch_requests_total{{model_name="{NAME}",result="completed"}} 20.0' in metrics
+        assert f'quire:batches{{model_name="{NAME}"}} 0.0' in metrics
 
 
 @pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses", "/v1/messages"])
