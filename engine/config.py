@@ -300,6 +300,8 @@ def _check_variables(model: type[BaseModel], others: Collection[str] | None) -> 
     for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
         if name in known or name in OTHER_VARIABLES or _KUBERNETES.fullmatch(name):
             continue
+        if others is None and advice.is_server_s(name.removeprefix(PREFIX).lower()):
+            continue
         advised = advice.on_setting(name.removeprefix(PREFIX).lower(), (each.lower()[len(PREFIX) :] for each in known))
         if advised or others is not None:
             wrong.append(f"environment variable {name}: no such setting{advised and f', {advised}'}")

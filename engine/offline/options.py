@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
-from quire.engine.advice import without_effect
+from quire.engine.advice import needless_option, other_names, summed_up
 from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig, load
 from quire.engine.errors import ConfigError
 
@@ -96,11 +96,15 @@ def engine_config(model: str | Path | None, options: EngineOptions) -> EngineCon
     if model is not None and not isinstance(model, str | Path):
         raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
     given: dict[str, Any] = {} if model is None else {"model": str(model)}
-    harmless = without_effect()
+    needless: dict[str, str] = {}
     for name, value in options.items():
-        why, _ = harmless.get(name.replace("_", "-"), ("", False))
-        if not why:
+        ours = other_names().get(name.replace("_", "-"), name).replace("-", "_")
+        if name not in EngineConfig.model_fields and ours in EngineConfig.model_fields and ours not in options:
+            given[ours] = value
+        elif name in EngineConfig.model_fields or not (why := needless_option(name, value)):
             given[name] = value
         elif value is not None and value is not False:
-            logger.warning("%s changes nothing: %s", name, why)
+            needless[name] = why
+    if needless:
+        logger.warning(summed_up(needless))
     return load(EngineConfig, given, origin="argument {key}")
