@@ -18,7 +18,7 @@ from quire.engine.errors import ConfigError
 
 PREFIX = "QUIRE_"
 """Of environment variables that are settings."""
-OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS"}
+OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
 """Not the engine's: kernels/cpu/native.py reads the first, and the server the others, which look like load_format and
 max_loras mistyped."""
 _KUBERNETES = re.compile(

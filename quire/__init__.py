@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from quire.engine.lora.offline import LoRARequest
     from quire.engine.offline.async_llm import AsyncLLM
     from quire.engine.offline.llm import LLM
-    from quire.engine.offline.model import TextPrompt, TokensPrompt
+    from quire.engine.offline.llm_engine import LLMEngine
+    from quire.engine.offline.model import PromptType, TextPrompt, TokensPrompt
     from quire.engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.engine.offline.params import (
         BeamSearchParams,
@@ -28,9 +29,11 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "Grammar",
+    "LLMEngine",
     "LoRARequest",
     "Logprob",
     "PoolingParams",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -46,7 +49,8 @@ _HOMES = {
     "quire.engine.lora.offline": ("LoRARequest",),
     "quire.engine.offline.async_llm": ("AsyncLLM",),
     "quire.engine.offline.llm": ("LLM",),
-    "quire.engine.offline.model": ("TextPrompt", "TokensPrompt"),
+    "quire.engine.offline.llm_engine": ("LLMEngine",),
+    "quire.engine.offline.model": ("PromptType", "TextPrompt", "TokensPrompt"),
     "quire.engine.offline.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
     "quire.engine.offline.params": (
         "BeamSearchParams",

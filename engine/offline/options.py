@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
 from quire.engine.advice import needless_option, other_names, summed_up
 from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig, load
@@ -69,6 +69,13 @@ class EngineOptions(TypedDict, total=False):
     engine_step_timeout: float
     max_engine_starts: int
     seed: int
+
+
+class ModelWithOptions(Protocol):
+    """`quire.EngineArgs`."""
+
+    model: str | Path | None
+    options: EngineOptions
 
 
 def documented(init: _F) -> _F:
