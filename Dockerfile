@@ -32,11 +32,13 @@ RUN python3 -m venv /opt/quire
 ENV PATH=/opt/quire/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # The dependencies have a layer of their own: a change of the sources does not fetch them again.
 COPY constraints.txt pyproject.toml ./
-ARG TORCH_INDEX=
-# On Linux the default build of torch carries CUDA; --build-arg TORCH_INDEX= names an index of other builds: for another
-# CUDA, or the smaller ones for CPUs. All else still comes from the default index.
+COPY deploy/install_torch.py deploy/
+ARG KIND
+# An index of other builds of torch: for another CUDA, or a mirror of those for CPUs, which are looked for where KIND=cpu
+# and nothing is said. All else still comes from the usual index.
+ARG TORCH_INDEX
 RUN pip install -c constraints.txt setuptools \
-    && pip install -c constraints.txt torch ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+    && python deploy/install_torch.py "$KIND" \
     && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
     > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return metadata.version("quire")
+        return import_module("quire.engine.version").VERSION
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -21,6 +21,7 @@ from quire.engine.hub.remote import HubLink, NoWeightsGroup
 from quire.engine.lora.modules import Modules
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo
+from quire.engine.version import VERSION
 from quire.server import errors
 from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware
@@ -85,7 +86,6 @@ from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Runtime
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
 from quire.server.store.store import Store
-from quire.server.version import VERSION
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 

@@ -16,9 +16,9 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo, Task
+from quire.engine.version import VERSION
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
-from quire.server.version import VERSION
 
 MADE: dict[Task, str] = {"generate": "text", "embed": "embeddings", "classify": "scores"}
 """What each task makes, for messages."""

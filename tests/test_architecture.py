@@ -70,7 +70,6 @@ SHARED = {
 ROOMS = {
     "server": (
         *(
-            "version",
             "config",
             "encoding",
             "errors",
@@ -87,6 +86,7 @@ ROOMS = {
     ),
     "engine": (
         *(
+            "version",
             "errors",
             "types",
             "stats",

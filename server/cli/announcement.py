@@ -8,8 +8,8 @@ import ssl
 from pathlib import Path
 
 from quire.engine.types import EngineInfo
+from quire.engine.version import VERSION
 from quire.server.config import ServerConfig
-from quire.server.version import VERSION
 
 
 def url(host: str, port: int, *, tls: bool = False) -> str:

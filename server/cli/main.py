@@ -13,13 +13,13 @@ from types import ModuleType
 
 from quire.engine.advice import nearest
 from quire.engine.errors import QuireError
+from quire.engine.version import VERSION
 from quire.server.cli.environment import (
     end_on_signals,
     give_up_closed_stderr,
     open_standard_streams,
     show_threads_on_signal,
 )
-from quire.server.version import VERSION
 
 COMMANDS = {
     "serve": "serve a model behind the OpenAI API",

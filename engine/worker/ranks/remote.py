@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from importlib import metadata
 from queue import SimpleQueue
 
 import msgspec
@@ -23,6 +22,7 @@ import torch
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
+from quire.engine.version import VERSION
 from quire.engine.worker.ranks.meeting import find_store, open_store
 from quire.engine.worker.ranks.messages import FRAME_LENGTH, Ended, Progress, decode_from_rank, encode
 from quire.kernels.cpu.backend import Cpu
@@ -80,15 +80,11 @@ class Joined(msgspec.Struct, frozen=True):
 
 def join_of(config: EngineConfig, node: int, place: int, pid: int = 0, host: str = "", reply: str = "") -> Join:
     """For the machine's model. Raises ModelError."""
-    try:
-        version = metadata.version("quire")
-    except metadata.PackageNotFoundError:
-        version = "unknown"
     model = repr(read_model_config(resolve_model(config.model, config.revision)))
     digest, kernels = hashlib.sha256(model.encode()).hexdigest(), Cpu()
     computes = f"{kernels.isa if kernels.missing is None else 'no kernels'}, PyTorch {torch.__version__}"
     parts = (config.nnodes, config.tensor_parallel_size, node, place, pid, host, reply)
-    return Join(version, digest, computes, *parts)
+    return Join(VERSION, digest, computes, *parts)
 
 
 def orders_of(rank: int) -> str:

@@ -1,5 +1,5 @@
-"""Every flag of `vllm serve`, and every argument of its LLM(), is honoured, accepted without effect, or refused with what
-to do instead; vllm_0_33.toml says which."""
+"""Every flag of `vllm serve`, and every argument of its LLM(), is honoured, accepted without effect, or refused with
+what to do instead; vllm_0_33.toml says which."""
 
 from __future__ import annotations
 
