@@ -153,8 +153,8 @@ def test_every_kind_of_image_has_its_stages() -> None:
 
 
 def rendered(**values: Any) -> list[dict[str, Any]]:
-    """The chart's objects: by `helm template` where it is installed, else by what is written below for the few actions and
-    functions that the chart keeps to."""
+    """The chart's objects: by `helm template` where it is installed, else by what is written below for the few actions
+    and functions that the chart keeps to."""
     given = yaml.safe_load((DEPLOY / "helm/values.yaml").read_text(encoding="utf-8"))
     given = {**given, **values, "storage": given["storage"] | values.get("storage", {})}
     if helm := shutil.which("helm"):

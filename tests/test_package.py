@@ -75,8 +75,8 @@ def site(dist: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tool(dist: Path) -> Path:
-    """The command `quire` of an environment that has the wheel, as uvx and pipx make them; what the wheel depends on is in
-    the tests' own environment."""
+    """The command `quire` of an environment that has the wheel, as uvx and pipx make them; what the wheel depends on is
+    in the tests' own environment."""
     (path,) = dist.glob("quire_llm-*.whl")
     folder = dist.with_name("tool")
     venv.create(folder, with_pip=False, symlinks=True)
@@ -168,11 +168,9 @@ def test_the_server_answers_wherever_the_user_stands(
 def test_the_command_of_the_wheel_serves(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    shown = [
-        subprocess.run([tool, flag], capture_output=True, text=True, timeout=60) for flag in ("--help", "--version")
-    ]
-    assert "usage: quire [-h] [--version] COMMAND" in shown[0].stdout
-    assert shown[1].stdout == "quire 0.1.0\n"
+    told, version = (subprocess.check_output([tool, flag], text=True) for flag in ("--help", "--version"))
+    assert "usage: quire [-h] [--version] COMMAND" in told
+    assert version == "quire 0.1.0\n"
     server = Server(tmp_path / "log", quire=tool)
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 4}, timeout=60)
     assert server.stop() == 0, server.log.read_text()
