@@ -48,8 +48,8 @@ def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
 
 
 def way_out(config: EngineConfig, machine: Machine) -> str:
-    """Why the model does not fit, in the figures of `quire plan`, and what to do; "" where it should fit, or nothing can
-    be estimated."""
+    """Why the model does not fit, in the figures of `quire plan`, and what to do; "" where it should fit, or nothing
+    can be estimated."""
     found = _planned(config, machine)
     if found is None or found.made.fits:
         return ""
