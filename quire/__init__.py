@@ -66,7 +66,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return import_module("quire.engine.version").VERSION
+        return import_module("quire.engine").VERSION
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(module), name)

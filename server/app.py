@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from quire.engine import VERSION
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
@@ -21,7 +22,6 @@ from quire.engine.hub.remote import HubLink, NoWeightsGroup
 from quire.engine.lora.modules import Modules
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo
-from quire.engine.version import VERSION
 from quire.server import errors
 from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware

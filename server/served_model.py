@@ -9,6 +9,7 @@ from functools import cached_property
 
 from starlette.requests import Request
 
+from quire.engine import VERSION
 from quire.engine.advice import nearest
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.errors import InvalidRequest, ModelNotFound
@@ -16,7 +17,6 @@ from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo, Task
-from quire.engine.version import VERSION
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
-from quire.engine.advice import needless_option, other_names, summed_up
+from quire.engine.advice import needless_option, needless_value, other_names, summed_up
 from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig, load
 from quire.engine.errors import ConfigError
 
@@ -108,6 +108,8 @@ def engine_config(model: str | Path | None, options: EngineOptions) -> EngineCon
         ours = other_names().get(name.replace("_", "-"), name).replace("-", "_")
         if name not in EngineConfig.model_fields and ours in EngineConfig.model_fields and ours not in options:
             given[ours] = value
+        elif name in EngineConfig.model_fields and (why := needless_value(name, value)):
+            needless[name] = why
         elif name in EngineConfig.model_fields or not (why := needless_option(name, value)):
             given[name] = value
         elif value is not None and value is not False:

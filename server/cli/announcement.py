@@ -7,8 +7,8 @@ import shlex
 import ssl
 from pathlib import Path
 
+from quire.engine import VERSION
 from quire.engine.types import EngineInfo
-from quire.engine.version import VERSION
 from quire.server.config import ServerConfig
 
 

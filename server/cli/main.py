@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
+from quire.engine import VERSION
 from quire.engine.advice import nearest
 from quire.engine.errors import QuireError
-from quire.engine.version import VERSION
 from quire.server.cli.environment import (
     end_on_signals,
     give_up_closed_stderr,

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from quire.engine.version import VERSION
+from quire.engine import VERSION
 from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl
 from quire.server.config import ServerConfig

@@ -42,6 +42,10 @@ def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str
     while rest:
         argument = rest.pop(0)
         flag, given, value = argument.partition("=")
+        if flag in known and (why := advice.needless_value(flag.lstrip("-"), value if given else (rest or [""])[0])):
+            needless[flag] = why
+            del rest[: not given]
+            continue
         if not flag.startswith("-") or flag in known or flag == "--":
             kept.append(argument)
             continue

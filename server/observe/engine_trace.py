@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from quire.engine import VERSION
 from quire.engine.client.history import History, Step, Timeline
-from quire.engine.version import VERSION
 from quire.server.encoding import encode_json
 
 ENGINE, REQUESTS = 1, 2

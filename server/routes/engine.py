@@ -14,9 +14,9 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine import VERSION
 from quire.engine.client.broadcast import Group, Tensor
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
-from quire.engine.version import VERSION
 from quire.server.config import ServerConfig
 from quire.server.encoding import encode_json
 from quire.server.observe.engine_trace import record

@@ -7,7 +7,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.version import VERSION
+from quire.engine import VERSION
 from quire.server.access.admission import admission_of
 from quire.server.runtime import runtime_of
 

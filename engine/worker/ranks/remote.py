@@ -19,10 +19,10 @@ from queue import SimpleQueue
 import msgspec
 import torch
 
+from quire.engine import VERSION
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.version import VERSION
 from quire.engine.worker.ranks.meeting import find_store, open_store
 from quire.engine.worker.ranks.messages import FRAME_LENGTH, Ended, Progress, decode_from_rank, encode
 from quire.kernels.cpu.backend import Cpu

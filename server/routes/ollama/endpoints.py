@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.version import VERSION
+from quire.engine import VERSION
 from quire.server.access.admission import GenerationRoute
 from quire.server.config import ServerConfig
 from quire.server.generation.answers.ollama import OllamaWriter, Shape

@@ -92,6 +92,9 @@ def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest
         ["-O3"],
         ["--compilation-config.mode", "3"],
         ["--cudagraph-capture-sizes", "1", "2", "4"],
+        ["--quantization", "awq_marlin"],
+        ["--load-format=safetensors"],
+        ["--max-model-len", "-1"],
     ],
 )
 def test_values_that_ask_for_what_is_done_anyway_are_accepted(
@@ -137,3 +140,12 @@ def test_arguments_that_ask_for_nothing_are_no_matter(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.ERROR), pytest.raises(ConfigError, match="prompts are computed in chunks"):
         engine_config("m", {"enable_chunked_prefill": False})  # type: ignore[typeddict-item]
     assert engine_config("m", {"num_gpu_blocks_override": 9}).num_kv_blocks == 9  # type: ignore[typeddict-item]
+
+
+def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"quantization": "gptq", "load_format": "safetensors", "max_model_len": -1}
+    assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
+    assert "changes nothing: quantization (what a checkpoint says" in caplog.text
+    assert engine_config("m", {"quantization": "int4"}).quantization == "int4"
+    with pytest.raises(ConfigError, match="quantization: input should be"):
+        engine_config("m", {"quantization": "fbgemm_fp8"})  # type: ignore[typeddict-item]
