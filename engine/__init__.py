@@ -1,4 +1,4 @@
-"""The engine. VERSION is Quire's, from the installed package: quire-llm on the index, where quire is another project."""
+"""The engine. VERSION is Quire's, from the installed package: quire-llm on the index, where quire is another one."""
 
 from importlib import metadata
 
