@@ -58,6 +58,8 @@ class SpeculativeConfig(BaseModel):
     """The most guesses of one sequence in a step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
     """Tokens that must be the same before a place for it to be looked at."""
+    prompt_lookup_max: int | None = None
+    """vLLM's, without effect: the longest match is looked for, and no guess changes an answer."""
 
     @field_validator("method", mode="before")
     @classmethod

@@ -152,6 +152,14 @@ def test_every_kind_of_image_has_its_stages() -> None:
         assert copied in names
 
 
+def test_what_the_image_copies_is_sent_to_its_builder() -> None:
+    sent = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(encoding="utf-8"), re.MULTILINE)
+    copied = re.findall(r"^COPY (?!--)(.+) \S+$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    names = {name for line in copied for name in line.split()} - {"."}
+    assert {"constraints.txt", "deploy/install_torch.py"} <= names <= set(sent)
+    assert not [name for name in sent if not (ROOT / name).exists()]
+
+
 def rendered(**values: Any) -> list[dict[str, Any]]:
     """The chart's objects: by `helm template` where it is installed, else by what is written below for the few actions
     and functions that the chart keeps to."""

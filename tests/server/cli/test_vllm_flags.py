@@ -142,6 +142,13 @@ def test_arguments_that_ask_for_nothing_are_no_matter(caplog: pytest.LogCaptureF
     assert engine_config("m", {"num_gpu_blocks_override": 9}).num_kv_blocks == 9  # type: ignore[typeddict-item]
 
 
+def test_vllm_s_usual_n_grams_are_understood() -> None:
+    asked = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    found = engine_config("m", {"speculative_config": asked}).speculative_config
+    assert found is not None
+    assert (found.method, found.num_speculative_tokens, found.prompt_lookup_min) == ("ngram", 5, 2)
+
+
 def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
     given = {"quantization": "gptq", "load_format": "safetensors", "max_model_len": -1}
     assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
