@@ -155,8 +155,9 @@ class OneModel:
                 self._app.state.runtime.workers.start()  # so that the first large request does not wait for it
                 yield self._app
         except ConfigError as error:
-            assert self._machine is not None
-            if error.param not in _OF_MEMORY or not (told := way_out(self._config, self._machine)):
+            if error.param not in _OF_MEMORY or self._machine is None:
+                raise
+            if not (told := await asyncio.to_thread(way_out, self._config, self._machine)):
                 raise
             raise ConfigError(f"{error.param}: {told}", param=error.param) from None
 
