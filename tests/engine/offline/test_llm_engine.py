@@ -91,6 +91,7 @@ def test_what_cannot_be_served_is_said_at_once(llm: LLM) -> None:
     assert not engine.has_unfinished_requests()
 
 
+@pytest.mark.slow
 def test_a_request_that_the_engine_fails_is_raised_by_its_step() -> None:
     engine = LLM(dtype="float32", num_kv_blocks=64, threads=1).llm_engine
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=None, ignore_eos=True))

@@ -51,6 +51,7 @@ def arguments(*argv: str, **defaults: object) -> tuple[dict[str, object], Flexib
     return vars(parser.parse_args(argv)), parser
 
 
+@pytest.mark.slow
 def test_llm_engine() -> None:
     args = arguments("--num-kv-blocks", "600", "--threads", "1", model=DEMO_MODEL)[1].parse_args([])
     args.num_kv_blocks, args.threads = 600, 1
