@@ -41,6 +41,7 @@ NOT_RUN = {
     "quire serve MODEL --tensor-parallel-size 2 --nnodes": "several machines; tests/e2e/test_nodes.py plays two",
     "pip install": "it compiles for GPUs, for hours",
     "FLASH_ATTN_CUDA_ARCHS": "as above",
+    "quire batch": "it wants a server with --data-dir; tests/e2e/test_batches.py has some",
     "helm": "tests/test_deploy.py renders what it would install",
     "export ANTHROPIC": "a program of others; make agents tests what it asks",
     "export CLAUDE": "as above",

@@ -166,8 +166,8 @@ class LLMEngine:
                 work.cancel()
 
     def get_num_unfinished_requests(self) -> int:
-        """Those whose end no step has told yet, or where there are none those of the LLM's own methods."""
-        return len(self._open) or self._running.client.num_open
+        """Those whose end no step has told yet."""
+        return len(self._open)
 
     def has_unfinished_requests(self) -> bool:
         return self.get_num_unfinished_requests() > 0
