@@ -10,12 +10,14 @@ files say holds as well. Needs nothing but the standard library.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import ssl
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"
@@ -25,6 +27,8 @@ SECONDS = 10
 
 
 def main(arguments: Sequence[str]) -> int:
+    if is_installed():
+        return 0
     index = wanted_index(os.environ, sys.platform, arguments[0] if arguments else driver(Path("/")))
     if index is not None and (why := unreachable(index)):
         print(f"{index} cannot be reached ({why}): PyTorch comes from the usual index, with CUDA")
@@ -43,6 +47,15 @@ def main(arguments: Sequence[str]) -> int:
         "torch",
     ]
     return subprocess.run(command).returncode
+
+
+def is_installed() -> bool:
+    """Whether the version of the constraints is there already, of whichever build: pip would leave that alone."""
+    pinned = re.search(r"^torch==(.+)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)
+    try:
+        return pinned is not None and metadata.version("torch").partition("+")[0] == pinned[1]
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def wanted_index(variables: Mapping[str, str], platform: str, kind: str) -> str | None:

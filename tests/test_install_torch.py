@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import threading
+import venv
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -57,11 +57,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         server.shutdown()
 
 
-def installed(served: str, target: Path, *arguments: str, **variables: str) -> tuple[str, str]:
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that has pip and no PyTorch."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=True, symlinks=True)
+    return folder / "bin/python"
+
+
+def installed(python: Path, served: str, target: Path, *arguments: str, **variables: str) -> tuple[str, str]:
     """The version that the script installs into `target`, and what it prints."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_") and name != "TORCH_INDEX"}
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{served}/usual", "PIP_TARGET": str(target)}
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [str(python), str(SCRIPT), *arguments]
     done = subprocess.run(command, env=kept | pip | variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (info,) = target.glob("torch-*.dist-info")
@@ -69,15 +77,17 @@ def installed(served: str, target: Path, *arguments: str, **variables: str) -> t
 
 
 @pytest.mark.slow
-def test_pip_takes_the_build_of_the_index_that_is_named(served: str, tmp_path: Path) -> None:
-    assert installed(served, tmp_path / "cpu", TORCH_INDEX=f"{served}/cpu") == (f"{PINNED}+cpu", "")
-    assert installed(served, tmp_path / "usual", TORCH_INDEX="") == (PINNED, "")
-    assert installed(served, tmp_path / "cuda", "cuda") == (PINNED, "")
+def test_pip_takes_the_build_of_the_index_that_is_named(python: Path, served: str, tmp_path: Path) -> None:
+    assert installed(python, served, tmp_path / "cpu", TORCH_INDEX=f"{served}/cpu") == (f"{PINNED}+cpu", "")
+    assert installed(python, served, tmp_path / "usual", TORCH_INDEX="") == (PINNED, "")
+    assert installed(python, served, tmp_path / "cuda", "cuda") == (PINNED, "")
 
 
 @pytest.mark.slow
-def test_an_index_out_of_reach_is_told_in_one_line_and_the_usual_one_serves(served: str, tmp_path: Path) -> None:
-    version, said = installed(served, tmp_path / "gone", TORCH_INDEX=f"{served}/gone")
+def test_an_index_out_of_reach_is_told_in_one_line_and_the_usual_one_serves(
+    python: Path, served: str, tmp_path: Path
+) -> None:
+    version, said = installed(python, served, tmp_path / "gone", TORCH_INDEX=f"{served}/gone")
     assert version == PINNED
     said_so = f"{served}/gone cannot be reached (File not found): PyTorch comes from the usual index, with CUDA\n"
     assert said == said_so
@@ -94,6 +104,15 @@ def test_without_a_driver_the_build_is_the_one_for_cpus(tmp_path: Path, monkeypa
     assert wanted({}, "linux", "cuda") is wanted({}, "darwin", "cpu") is None
     assert wanted({"TORCH_INDEX": ""}, "linux", "cpu") is None
     assert wanted({"TORCH_INDEX": "https://mine"}, "linux", "cuda") == "https://mine"
+
+
+def test_what_is_there_already_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index is asked, and nothing is told."""
+    monkeypatch.setattr(install_torch.metadata, "version", lambda name: f"{PINNED}+cu130")
+    monkeypatch.setattr(install_torch, "unreachable", lambda index: pytest.fail("it was asked"))
+    assert install_torch.main([]) == 0
+    monkeypatch.setattr(install_torch.metadata, "version", lambda name: "2.0.0")
+    assert not install_torch.is_installed()
 
 
 def test_reach_is_asked_of_the_index_itself(served: str) -> None:
