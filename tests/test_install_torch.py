@@ -84,9 +84,7 @@ def test_pip_takes_the_build_of_the_index_that_is_named(python: Path, served: st
 
 
 @pytest.mark.slow
-def test_an_index_out_of_reach_is_told_in_one_line_and_the_usual_one_serves(
-    python: Path, served: str, tmp_path: Path
-) -> None:
+def test_an_index_out_of_reach_is_told_and_the_usual_one_serves(python: Path, served: str, tmp_path: Path) -> None:
     version, said = installed(python, served, tmp_path / "gone", TORCH_INDEX=f"{served}/gone")
     assert version == PINNED
     said_so = f"{served}/gone cannot be reached (File not found): PyTorch comes from the usual index, with CUDA\n"
