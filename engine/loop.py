@@ -57,6 +57,9 @@ from quire.engine.worker.memory import return_memory
 from quire.engine.worker.startup import Worker, start_worker
 from quire.engine.worker.warmup import warm_up
 
+_LAST_WORDS_MS = 30_000
+"""For which a process that cannot start waits until its parent, which has much to import, listens to why."""
+
 PREFIX_PIECE = 16
 """The unit, in tokens, in which cached prefixes are matched where pages are larger."""
 
@@ -201,7 +204,8 @@ def model_drafter(
 def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
     """Serve the parent over the socket at `address`, until the process ends with the parent. Returns only where the
     engine cannot start."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
+    context = zmq.Context()
+    socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
     socket.set(zmq.SNDHWM, 0)
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, 1000)
@@ -227,6 +231,8 @@ def serve(config: EngineConfig, address: str, heartbeat: Heartbeat) -> int:
                 config, engine, failure = _built_anew(config, change, heartbeat)
     except QuireError as error:
         _send(socket, Failed(error.message, error.param))
+        socket.close(linger=_LAST_WORDS_MS)
+        context.term()  # waits for that; the end of the process alone would not
         return 1
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.engine.lora.offline import LoRARequest
     from quire.engine.offline.async_llm import AsyncLLM
     from quire.engine.offline.llm import LLM
-    from quire.engine.offline.model import TextPrompt, TokensPrompt
+    from quire.engine.offline.llm_engine import LLMEngine
+    from quire.engine.offline.model import PromptType, TextPrompt, TokensPrompt
     from quire.engine.offline.outputs import CompletionOutput, Logprob, RequestOutput
     from quire.engine.offline.params import (
         BeamSearchParams,
@@ -28,9 +29,11 @@ __all__ = [
     "CompletionOutput",
     "EngineArgs",
     "Grammar",
+    "LLMEngine",
     "LoRARequest",
     "Logprob",
     "PoolingParams",
+    "PromptType",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -46,7 +49,8 @@ _HOMES = {
     "quire.engine.lora.offline": ("LoRARequest",),
     "quire.engine.offline.async_llm": ("AsyncLLM",),
     "quire.engine.offline.llm": ("LLM",),
-    "quire.engine.offline.model": ("TextPrompt", "TokensPrompt"),
+    "quire.engine.offline.llm_engine": ("LLMEngine",),
+    "quire.engine.offline.model": ("PromptType", "TextPrompt", "TokensPrompt"),
     "quire.engine.offline.outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
     "quire.engine.offline.params": (
         "BeamSearchParams",
@@ -62,7 +66,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
-        return metadata.version("quire")
+        return import_module("quire.engine").VERSION
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(module), name)

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
+from quire.engine import VERSION
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
@@ -88,7 +89,6 @@ from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Runtime
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
 from quire.server.store.data import Data, open_data
-from quire.server.version import VERSION
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 

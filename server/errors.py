@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
 from http import HTTPStatus
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.engine.errors import (
+    ContextLengthExceeded,
     EngineError,
     InvalidRequest,
     ModelNotFound,
@@ -66,6 +68,10 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http_exception)
 
 
+_TOO_LONG = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
+"""In the message of a ContextLengthExceeded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """What a client is told of an error."""
@@ -93,6 +99,10 @@ class Failure:
         """It has no field for the parameter, so the message names it."""
         other = "api_error" if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR else INVALID
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
+        if self.code == ContextLengthExceeded.code:  # Claude Code reads these words and both numbers, and compacts
+            found = _TOO_LONG.search(message)
+            sizes = f"{found[2]} tokens > {found[1]} maximum. " if found else ""
+            message = f"prompt is too long: {sizes}{message}"
         return encode_ascii({"type": "error", "error": {"type": ANTHROPIC.get(self.status, other), "message": message}})
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from starlette.requests import Request
 
+from quire.engine import VERSION
 from quire.engine.advice import nearest
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.errors import InvalidRequest, ModelNotFound
@@ -18,7 +19,6 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import EngineInfo, Task
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
-from quire.server.version import VERSION
 
 MADE: dict[Task, str] = {"generate": "text", "embed": "embeddings", "classify": "scores"}
 """What each task makes, for messages."""

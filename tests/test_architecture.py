@@ -37,6 +37,7 @@ ALLOWED = {
 }
 """Parts, and the parts that each may import from. `control` is all of engine/ that has no part of its own."""
 SHARED = {
+    "quire.engine",
     "quire.engine.batch",
     "quire.engine.types",
     "quire.engine.errors",
@@ -70,7 +71,6 @@ SHARED = {
 ROOMS = {
     "server": (
         *(
-            "version",
             "config",
             "encoding",
             "errors",

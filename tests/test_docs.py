@@ -53,6 +53,10 @@ def test_the_way_through_the_code_is_as_long_as_it_says() -> None:
         assert int(count.replace(",", "")) == pytest.approx(lines, rel=0.05), f"{lines} lines in {len(files)} files"
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 600
+
+
 def test_flags_of_the_table_are_there() -> None:
     text = (ROOT / "docs/flags.md").read_text(encoding="utf-8")
     flags = re.findall(r"--(?:no-)?([a-z-]+)", " ".join(FLAG.findall(text)))

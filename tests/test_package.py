@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
@@ -57,18 +59,32 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(dist: Path) -> zipfile.ZipFile:
-    (path,) = dist.glob("quire-*.whl")
+    (path,) = dist.glob("quire_llm-*.whl")
     return zipfile.ZipFile(path)
 
 
 @pytest.fixture(scope="module")
 def site(dist: Path) -> Path:
     """A folder of packages with the wheel installed in it."""
-    (path,) = dist.glob("quire-*.whl")
+    (path,) = dist.glob("quire_llm-*.whl")
     target = dist.with_name("site")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(path)]
     subprocess.run(command, check=True, timeout=120)
     return target
+
+
+@pytest.fixture(scope="module")
+def tool(dist: Path) -> Path:
+    """The command `quire` of an environment that has the wheel, as uvx and pipx make them; what the wheel depends on is
+    in the tests' own environment."""
+    (path,) = dist.glob("quire_llm-*.whl")
+    folder = dist.with_name("tool")
+    venv.create(folder, with_pip=False, symlinks=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, str(path)], check=True, timeout=120)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return folder / "bin/quire"
 
 
 @pytest.fixture
@@ -83,14 +99,14 @@ def crowded(tmp_path: Path) -> Path:
 
 
 def test_the_sdist_has_what_the_wheel_is_built_from_and_no_more(dist: Path) -> None:
-    (path,) = dist.glob("quire-*.tar.gz")
+    (path,) = dist.glob("quire_llm-*.tar.gz")
     with tarfile.open(path) as archive:
         members = {member.name.split("/", 1)[-1]: member for member in archive.getmembers()}
     assert {"setup.py", "quire/kernels/cpu/attention.cpp", "quire/kernels/cpu/simd.h"} <= members.keys()
     assert not any(member.issym() or member.islnk() for member in members.values()), "links do not travel well"
     tops = {name.split("/")[0] for name, member in members.items() if member.isfile()}
     files = {"LICENSE", "MANIFEST.in", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg", "setup.py"}
-    assert tops == {"quire", "quire.egg-info", *files}
+    assert tops == {"quire", "quire_llm.egg-info", *files}
     assert not any(name.endswith(".so") for name in members), "compiled for one machine"
 
 
@@ -101,6 +117,7 @@ def test_the_wheel_carries_every_source_and_data_file(wheel: zipfile.ZipFile) ->
     wanted |= {path for path in source_files() if path.is_relative_to("server/web")}
     wanted |= {path for path in source_files() if path.is_relative_to("server/api_docs")}
     names = {f"quire/{path}" for path in wanted} | {"quire/__init__.py", "quire/__main__.py", "quire/py.typed"}
+    names |= {f"quire/{module}.py" for module in ("sampling_params", "inputs", "outputs", "lora/request")}
     assert {"quire/configs/demo/model.safetensors", "quire/server/web/index.html"} <= names
     assert "quire/kernels/cpu/attention.cpp" in names
     missing = names - set(wheel.namelist())
@@ -146,6 +163,18 @@ def test_the_server_answers_wherever_the_user_stands(
     assert server.stop() == 0, server.log.read_text()
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+def test_the_command_of_the_wheel_serves(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    told, version = (subprocess.check_output([tool, flag], text=True) for flag in ("--help", "--version"))
+    assert "usage: quire [-h] [--version] COMMAND" in told
+    assert version == "quire 0.1.0\n"
+    server = Server(tmp_path / "log", quire=tool)
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Once", "max_tokens": 4}, timeout=60)
+    assert server.stop() == 0, server.log.read_text()
+    assert answer.json()["usage"]["completion_tokens"] == 4, answer.text
 
 
 def test_the_demo_can_be_trained_again() -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from quire.engine.config import DEMO_MODEL
 from quire.server.access.tenants import Tenants
@@ -40,7 +41,16 @@ NOT_RUN = {
     "quire serve MODEL --tensor-parallel-size 2 --nnodes": "several machines; tests/e2e/test_nodes.py plays two",
     "pip install": "it compiles for GPUs, for hours",
     "FLASH_ATTN_CUDA_ARCHS": "as above",
-    "ANTHROPIC_BASE_URL": "a program of others; make clients tests what it asks",
+    "quire batch": "it wants a server with --data-dir; tests/e2e/test_batches.py has some",
+    "curl -N localhost:8000/v1/streams/": "it wants a stream that was cut off; tests/e2e/test_streams.py has some",
+    "helm": "tests/test_deploy.py renders what it would install",
+    "export ANTHROPIC": "a program of others; make agents tests what it asks",
+    "export CLAUDE": "as above",
+    "claude": "as above",
+    "export OPENAI": "as above",
+    "qwen ": "as above",
+    "aider ": "a program of others",
+    "quire serve MODEL --max-model-len 65536": "the embedded model's context is 2,048",
     "quire serve smollm2": "its package is not everywhere; tests/engine/gguf has what it serves",
     "quire serve model.gguf": "as above",
     "quire batch": "it wants a server with --data-dir; tests/server/cli/test_batch.py runs it with one",
@@ -153,7 +163,7 @@ def environment() -> dict[str, str]:
 def test_every_snippet_is_run_or_says_why_not() -> None:
     assert len(snippets()) > 15
     languages = {snippet.language for snippet in snippets()}
-    assert languages <= {"", "sh", "python", "toml", "mermaid"}
+    assert languages <= {"", "sh", "python", "toml", "mermaid", "json", "yaml"}
     for place, line in commands():
         known = line.startswith(tuple(NOT_RUN)) or any(re.match(each, line) for each in EXPECTED)
         assert known, f"{place}: say in EXPECTED what `{line}` prints, or in NOT_RUN why it is not run"
@@ -176,6 +186,11 @@ def test_toml_is_what_it_says(snippet: Snippet, tmp_path: Path) -> None:
     assert Tenants(ServerConfig(api_key_file=tmp_path / "keys.toml"))
 
 
+@pytest.mark.parametrize("snippet", [*others("json"), *others("yaml")], ids=lambda snippet: snippet.place)
+def test_json_and_yaml_are_what_they_say(snippet: Snippet) -> None:
+    assert json.loads(snippet.text) if snippet.language == "json" else yaml.safe_load(snippet.text)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", others("python"), ids=lambda snippet: snippet.place)
 def test_python(snippet: Snippet, server: Server, tmp_path: Path) -> None:
@@ -191,7 +206,7 @@ def test_python(snippet: Snippet, server: Server, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "line"), run_ones(), ids=lambda text: text.split("  #")[0])
 def test_commands(place: str, line: str, server: Server, tmp_path: Path) -> None:
-    (batch,) = [snippet.text for snippet in snippets() if snippet.text.startswith("{")]
+    (batch,) = [snippet.text for snippet in snippets() if snippet.text.startswith("{") and not snippet.language]
     assert json.loads(batch)["custom_id"]
     (tmp_path / "requests.jsonl").write_text(batch)
     (tmp_path / "TEXT").write_text("".join((ROOT / name).read_text(encoding="utf-8") for name in DOCS))

@@ -176,7 +176,8 @@ def check_room(weights: StoredWeights | None, dtype: str, quantization: str | No
     least = weights.floats * (each if quantization is None else QUANTIZED_BITS[quantization] / 8) + weights.other_bytes
     if least > min(free, available_host_bytes()):
         sizes = f"take {least / GIB:.1f} GiB or more, and {free / GIB:.1f} GiB of memory are free"
-        raise ConfigError(f"model: the weights {sizes}", param="model")
+        lighter = "" if quantization == "int4" or not weights.floats else "use quantization int4, "
+        raise ConfigError(f"model: the weights {sizes}: {lighter}a smaller model, or more memory", param="model")
 
 
 def _meminfo(key: str) -> int | None:

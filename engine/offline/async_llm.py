@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from quire.engine.client.weights import Mode, Weights
 from quire.engine.errors import EngineError, InvalidRequest
@@ -18,19 +18,12 @@ from quire.engine.lora.offline import LoRARequest, adapters_for
 from quire.engine.offline.generate import generate
 from quire.engine.offline.metrics import Metric, metrics_of
 from quire.engine.offline.model import Encoded, Message, Model, Prompt
-from quire.engine.offline.options import EngineOptions, documented, engine_config
+from quire.engine.offline.options import EngineOptions, ModelWithOptions, documented, engine_config
 from quire.engine.offline.outputs import RequestOutput
 from quire.engine.offline.params import SamplingParams
 from quire.engine.offline.vectors import Pooled, check_params, pool_all
 from quire.engine.replicas.replicas import processes
 from quire.engine.types import EngineInfo, PoolingParams
-
-
-class _EngineArgs(Protocol):
-    """`quire.EngineArgs`."""
-
-    model: str | Path | None
-    options: EngineOptions
 
 
 class AsyncLLM:
@@ -59,7 +52,7 @@ class AsyncLLM:
         self._weights = Weights(self._client)
 
     @classmethod
-    def from_engine_args(cls, args: _EngineArgs) -> AsyncLLM:
+    def from_engine_args(cls, args: ModelWithOptions) -> AsyncLLM:
         return cls(args.model, **args.options)
 
     async def start(self) -> EngineInfo:

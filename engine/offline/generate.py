@@ -23,7 +23,12 @@ async def generate(client: EngineClient, tokenizer: Tokenizer, task: Task) -> As
     names = [f"{task.id}-{index}" for index in range(params.n)]
     requests = [
         Request(
-            id=name, prompt_ids=task.prompt_ids, params=params, seed=params.choice_seed(index), adapter=task.adapter
+            id=name,
+            prompt_ids=task.prompt_ids,
+            params=params,
+            seed=params.choice_seed(index),
+            adapter=task.adapter,
+            priority=task.priority,
         )
         for index, name in enumerate(names)
     ]

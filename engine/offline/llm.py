@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import threading
-import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,21 +16,20 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from quire.engine.client.client import EngineClient
 from quire.engine.client.weights import Weights
-from quire.engine.errors import EngineError, InvalidRequest
+from quire.engine.errors import InvalidRequest
 from quire.engine.lora.offline import AskedAdapters, LoRARequest, adapters_for
 from quire.engine.offline.beam_search import beam_search
-from quire.engine.offline.engine_view import EngineView
 from quire.engine.offline.generate import generate
 from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.llm_engine import LLMEngine
 from quire.engine.offline.metrics import Metric, metrics_of
-from quire.engine.offline.model import Encoded, Message, Model, Prompt, Task
+from quire.engine.offline.model import Encoded, Message, Prompt, Task
 from quire.engine.offline.options import EngineOptions, documented, engine_config
 from quire.engine.offline.outputs import BeamSearchOutput, RequestOutput
 from quire.engine.offline.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from quire.engine.offline.running import RunningEngine
 from quire.engine.offline.vectors import Pooled, check_params, cosine, pair_prompts, pool_all
-from quire.engine.replicas.replicas import Replicas
 from quire.engine.types import Adapter, PoolingParams, PoolingTask
 
 if TYPE_CHECKING:
@@ -56,20 +53,17 @@ class LLM:
         set the options that are not given. Raises ConfigError for a bad one, and what starting the engine raises.
 
         Options:"""
-        config = engine_config(model, options)
-        self._config = config
-        self._model = Model(config)
+        self._running = RunningEngine(engine_config(model, options))
+        self._model, self._client = self._running.model, self._running.client
+        self._run = self._running.run
+        self.info = self._running.info
         self.tokenizer = self._model.tokenizer
-        self._counter = itertools.count()
-        self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
-        self._thread.start()
-        self._client = EngineClient(InProcessLink(config) if config.data_parallel_size == 1 else Replicas(config))
-        self.close = weakref.finalize(self, _end, self._client, self._loop, self._thread, self._pid)
+        self.close = self._running.close
         """Stop the engine; the object cannot be used afterwards. Also called when the object is collected or the
         interpreter exits."""
-        self.info = self._run(self._client.link.start())
+        self.llm_engine = LLMEngine(self._running)
+        """For programs that give requests one by one, and step."""
+        self._counter = itertools.count()
         self._weights = Weights(self._client)
 
     def generate(
@@ -192,11 +186,6 @@ class LLM:
         InvalidRequest or ModelError before the weights are let go."""
         return self._run(self._weights.update(os.fspath(path), version=version))
 
-    @property
-    def llm_engine(self) -> EngineView:
-        """What programs made for vLLM read of the engine."""
-        return EngineView(self._config, self.info, self._model, self._client)
-
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -233,9 +222,14 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
         lora_request: AskedAdapters = None,
+        pooling_task: PoolingTask | None = None,
     ) -> list[Pooled]:
-        """Whatever vector the model makes of each prompt: `[0].outputs.data`. Raises as above."""
-        task: PoolingTask = "classify" if "classify" in self.info.tasks else "embed"
+        """A vector of each prompt, that of `pooling_task` or whichever the model makes: `[0].outputs.data`. Raises as
+        above."""
+        if pooling_task not in (None, "embed", "classify"):
+            message = f"pooling_task must be embed or classify, the vectors of whole prompts, got {pooling_task!r}"
+            raise InvalidRequest(message, param="pooling_task")
+        task = pooling_task or ("classify" if "classify" in self.info.tasks else "embed")
         params = msgspec.structs.replace(pooling_params or PoolingParams(), task=task)
         return self._pooled(self._inputs(prompts, truncate_prompt_tokens), params, use_tqdm, lora_request)
 
@@ -329,25 +323,12 @@ class LLM:
             return self._run(everything(done))
 
     def _check_all(self, prompts: Sequence[Encoded], room: int = 1) -> None:
-        if self._client.link.asleep:
-            raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
+        self._running.check_awake()
         for index, (_, ids) in enumerate(prompts):
             self._model.check(ids, self.info, f"prompt {index}", room)
 
     def _next_id(self) -> str:
         return str(next(self._counter))
-
-    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""
-        if not self.close.alive or self._pid != os.getpid():
-            work.close()
-            raise EngineError("this LLM was closed" if not self.close.alive else "this LLM is another process's")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
 
 async def _called(function: Callable[[], None]) -> None:
@@ -361,11 +342,3 @@ def _progress(doing: str, total: int, shown: bool) -> Iterator[Callable[[], None
     with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         bar = progress.add_task("", total=total)
         yield lambda: progress.advance(bar)
-
-
-def _end(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
-    if pid != os.getpid():  # a forked process has no engine, because threads are not forked
-        return
-    asyncio.run_coroutine_threadsafe(client.link.stop(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()

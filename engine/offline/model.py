@@ -31,6 +31,8 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+PromptType = Prompt
+"""vLLM's name."""
 Message = Mapping[str, Any]
 Encoded = tuple[str | None, list[int]]
 """A text, None where the prompt was given as token ids, and its token ids."""
@@ -47,6 +49,8 @@ class Task:
     kind: RequestOutputKind
     detokenize: bool
     adapter: types.Adapter | None = None
+    priority: int = 0
+    """Lower goes first."""
 
 
 class Model:

@@ -9,9 +9,9 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
-from quire.engine.advice import without_effect
+from quire.engine.advice import needless_option, needless_value, other_names, summed_up
 from quire.engine.config import Dtype, EngineConfig, SpeculativeConfig, load
 from quire.engine.errors import ConfigError
 
@@ -71,6 +71,13 @@ class EngineOptions(TypedDict, total=False):
     seed: int
 
 
+class ModelWithOptions(Protocol):
+    """`quire.EngineArgs`."""
+
+    model: str | Path | None
+    options: EngineOptions
+
+
 def documented(init: _F) -> _F:
     """A decorator of `__init__(self, model, **options)`: its signature and help show EngineConfig's fields."""
     fields = {name: field for name, field in EngineConfig.model_fields.items() if name != "model"}
@@ -96,11 +103,17 @@ def engine_config(model: str | Path | None, options: EngineOptions) -> EngineCon
     if model is not None and not isinstance(model, str | Path):
         raise ConfigError(f"model: must be a folder, a file or a hub id, got {model!r}")
     given: dict[str, Any] = {} if model is None else {"model": str(model)}
-    harmless = without_effect()
+    needless: dict[str, str] = {}
     for name, value in options.items():
-        why, _ = harmless.get(name.replace("_", "-"), ("", False))
-        if not why:
+        ours = other_names().get(name.replace("_", "-"), name).replace("-", "_")
+        if name not in EngineConfig.model_fields and ours in EngineConfig.model_fields and ours not in options:
+            given[ours] = value
+        elif name in EngineConfig.model_fields and (why := needless_value(name, value)):
+            needless[name] = why
+        elif name in EngineConfig.model_fields or not (why := needless_option(name, value)):
             given[name] = value
         elif value is not None and value is not False:
-            logger.warning("%s changes nothing: %s", name, why)
+            needless[name] = why
+    if needless:
+        logger.warning(summed_up(needless))
     return load(EngineConfig, given, origin="argument {key}")

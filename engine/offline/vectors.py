@@ -49,6 +49,9 @@ class Pooled:
     prompt_token_ids: list[int]
     outputs: Vector
     num_cached_tokens: int = 0
+    request_id: str = ""
+    """That of `LLMEngine.add_request`."""
+    finished: bool = True
 
 
 def check_params(params: Sequence[PoolingParams], info: EngineInfo, pooling: Pooling) -> None:

@@ -60,7 +60,7 @@ def kv_budget(config: EngineConfig, device: torch.device, step_bytes: int) -> in
         )
         raise ConfigError(
             f"gpu_memory_utilization: {share} leaves nothing for the KV cache: {held}. Raise --gpu-memory-utilization, "
-            "lower --max-num-batched-tokens or --max-num-seqs, or serve a smaller model",
+            "lower --max-num-batched-tokens or --max-num-seqs, use --quantization int4, or serve a smaller model",
             param="gpu_memory_utilization",
         )
     return budget
@@ -268,7 +268,8 @@ def explained(what: str, param: str, advice: str) -> Iterator[None]:
 
 def explained_weights() -> AbstractContextManager[None]:
     """`explained`, where weights are loaded."""
-    return explained("the weights", "model", "Serve a smaller model, or free memory that other programs hold")
+    advice = "Use quantization int4, serve a smaller model, or free memory that others hold; quire plan says what fits"
+    return explained("the weights", "model", advice)
 
 
 def allocate_explained(model: Decoder, blocks: int) -> list[torch.Tensor]:

@@ -7,9 +7,9 @@ import shlex
 import ssl
 from pathlib import Path
 
+from quire.engine import VERSION
 from quire.engine.types import EngineInfo
 from quire.server.config import ServerConfig
-from quire.server.version import VERSION
 
 
 def url(host: str, port: int, *, tls: bool = False) -> str:

@@ -31,3 +31,9 @@ class EngineArgs:
         """Add a flag for each option; `LLM(**vars(parser.parse_args()))` takes those that are given, as text."""
         add_fields(parser, EngineConfig, {EngineConfig: "engine"})
         return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
+        """Of what `parse_args` found, those of these options; others are the program's own."""
+        given = {name: value for name, value in vars(args).items() if name in EngineConfig.model_fields}
+        return cls(given.pop("model", None), **given)

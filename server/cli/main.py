@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
+from quire.engine import VERSION
 from quire.engine.advice import nearest
 from quire.engine.errors import QuireError
 from quire.server.cli.environment import (
@@ -19,7 +20,6 @@ from quire.server.cli.environment import (
     open_standard_streams,
     show_threads_on_signal,
 )
-from quire.server.version import VERSION
 
 COMMANDS = {
     "serve": "serve a model behind the OpenAI API",

@@ -31,7 +31,7 @@ from quire.engine.replicas.replicas import processes
 from quire.server.cli.announcement import announcement, url
 from quire.server.cli.environment import INTERRUPTED, raise_file_limit, signals_told
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.plan.configured import predicted_tokens
+from quire.server.cli.plan.configured import predicted_tokens, way_out
 from quire.server.cli.plan.machine import Machine, this_machine
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
+_OF_MEMORY = ("model", "max_model_len", "gpu_memory_utilization", "kv_cache_memory", "max_num_batched_tokens")
+"""What the engine names when it has too little memory; it may name them for other reasons too."""
 _GC_THRESHOLDS = 5000, 10, 20
 """Most of what requests hold is freed without the collector. With Python's own thresholds it looks at all that is open
 again and again: 34 times, for 20 to 30 ms each, in two rounds of 16 beam searches of 64 beams; with these, twice."""
@@ -148,9 +150,16 @@ class OneModel:
     @asynccontextmanager
     async def running(self, hosting: Any) -> AsyncIterator[ASGIApp]:
         """The app, ready. `hosting` is the module, which takes long to import."""
-        async with hosting.running_app(self._config, self._client) as self._app:
-            self._app.state.runtime.workers.start()  # so that the first large request does not wait for it
-            yield self._app
+        try:
+            async with hosting.running_app(self._config, self._client) as self._app:
+                self._app.state.runtime.workers.start()  # so that the first large request does not wait for it
+                yield self._app
+        except ConfigError as error:
+            if error.param not in _OF_MEMORY or self._machine is None:
+                raise
+            if not (told := await asyncio.to_thread(way_out, self._config, self._machine)):
+                raise
+            raise ConfigError(f"{error.param}: {told}", param=error.param) from None
 
     async def stop(self) -> None:
         await self._client.link.stop()

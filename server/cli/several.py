@@ -13,6 +13,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from quire.engine import VERSION
 from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl
 from quire.server.config import ServerConfig
@@ -20,7 +21,6 @@ from quire.server.fleet.added import Added
 from quire.server.fleet.app import FleetApp
 from quire.server.fleet.config import read_fleet
 from quire.server.fleet.fleet import Fleet
-from quire.server.version import VERSION
 
 
 class SeveralModels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Container, Iterable, Sequence
 
@@ -15,19 +16,6 @@ def dashed(argv: Sequence[str]) -> list[str]:
     return [(name.replace("_", "-") if name.startswith("--") else name) + rest + value for name, rest, value in parts]
 
 
-OTHER_NAMES = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dp": "--data-parallel-size",
-    "-q": "--quantization",
-    "--num-gpu-blocks-override": "--num-kv-blocks",
-    "--disable-uvicorn-access-log": "--disable-access-log",
-    "--alias": "--served-model-name",
-    "--parallel": "--max-num-seqs",
-}
-"""vLLM's and llama.cpp's, of flags that mean the same here."""
-
-
 def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments; exits with status 2 where one is unknown. Flags that change nothing are told, and left out."""
     known = parser._option_string_actions
@@ -38,30 +26,49 @@ def parse_known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
 
 
 def _renamed(argument: str, known: Container[str]) -> str:
+    """With our flag for another server's that means the same, where the command has it."""
     flag, equals, value = argument.partition("=")
-    ours = OTHER_NAMES.get(flag)
-    return argument if ours is None or flag in known or ours not in known else ours + equals + value
+    if not flag.startswith("-") or flag in known:
+        return argument
+    ours = f"--{advice.other_names().get(flag.lstrip('-'))}"
+    return ours + equals + value if ours in known else argument
 
 
 def _effective(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """The arguments without foreign flags that change nothing, and their values; each is told on standard error."""
-    known, left = parser._option_string_actions, iter(argv)
+    """The arguments without foreign flags that change nothing, and their values; these are told on standard error."""
+    known, rest = parser._option_string_actions, list(argv)
     kept: list[str] = []
-    table = None
-    for each in left:
-        flag, given, _ = each.partition("=")
+    needless: dict[str, str] = {}
+    while rest:
+        argument = rest.pop(0)
+        flag, given, value = argument.partition("=")
+        if flag in known and (why := advice.needless_value(flag.lstrip("-"), value if given else (rest or [""])[0])):
+            needless[flag] = why
+            del rest[: not given]
+            continue
         if not flag.startswith("-") or flag in known or flag == "--":
-            kept.append(each)
+            kept.append(argument)
             continue
-        table = advice.without_effect() if table is None else table
-        why, takes_value = table.get(flag.lstrip("-"), ("", False))
-        if not why:
-            kept.append(each)
-            continue
-        print(f"{parser.prog}: {flag} changes nothing: {why}", file=sys.stderr)
-        if takes_value and not given:
-            next(left, None)
+        level = re.fullmatch(r"-O\d", flag)  # -O3; and --compilation-config.mode 3
+        foreign = advice.foreign_flag("O" if level else flag.lstrip("-").partition(".")[0])
+        values = [value] if given else []
+        if foreign is not None and not given and not level:
+            values = _values(rest, foreign.takes)
+        if foreign is not None and (why := foreign.needless(" ".join(values))):
+            needless[flag] = why
+        else:
+            kept.append(flag if foreign else argument)
+    if needless:
+        print(f"{parser.prog}: {advice.summed_up(needless)}", file=sys.stderr)
     return kept
+
+
+def _values(rest: list[str], takes: str) -> list[str]:
+    """Take the values of a flag from the beginning of `rest`; `takes` is as in `advice.Foreign`."""
+    values: list[str] = []
+    while takes and rest and not rest[0].startswith("--") and (takes == "+" or not values):
+        values.append(rest.pop(0))
+    return values
 
 
 def unknown_arguments(unknown: Sequence[str], known: Iterable[str]) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from quire.engine import VERSION
 from quire.engine.client.history import History, Step, Timeline
 from quire.server.encoding import encode_json
-from quire.server.version import VERSION
 
 ENGINE, REQUESTS = 1, 2
 """Process ids, which a viewer shows as groups of tracks."""

@@ -6,11 +6,11 @@ import os
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from quire.engine import VERSION
 from quire.engine.client.history import History, Timeline
 from quire.engine.errors import ConfigError
 from quire.server.observe.gen_ai import PROVIDER, operation_of
 from quire.server.observe.request_log import RequestRecord
-from quire.server.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -85,7 +85,7 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise ConfigError(
-            "otlp_traces_endpoint: needs OpenTelemetry: pip install 'quire[otel]'", param="otlp_traces_endpoint"
+            "otlp_traces_endpoint: needs OpenTelemetry: pip install 'quire-llm[otel]'", param="otlp_traces_endpoint"
         ) from error
     return OTLPSpanExporter(endpoint if parts.path.strip("/") else endpoint.rstrip("/") + "/v1/traces")
 

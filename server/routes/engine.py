@@ -14,6 +14,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine import VERSION
 from quire.engine.client.broadcast import Group, Tensor
 from quire.engine.errors import ConfigError, InvalidRequest, Overloaded
 from quire.server.config import ServerConfig
@@ -27,7 +28,6 @@ from quire.server.routes.bodies import documented, worked_on
 from quire.server.runtime import Runtime, runtime_of
 from quire.server.served_model import ServedModel, fingerprint, model_of
 from quire.server.sse import EventStream
-from quire.server.version import VERSION
 
 router = APIRouter()
 

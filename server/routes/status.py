@@ -7,9 +7,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine import VERSION
 from quire.server.access.admission import admission_of
 from quire.server.runtime import runtime_of
-from quire.server.version import VERSION
 
 router = APIRouter()
 

@@ -193,6 +193,48 @@ async def test_too_long_a_prompt_names_both_numbers(api: Api) -> None:
     await api.post(COMPLETIONS, {"prompt": "x" * 9_000}, 400)
 
 
+def too_long(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """A request of every API that makes text, whose text alone has so many tokens."""
+    text = "x" * count
+    talk = [{"role": "user", "content": text}]
+    return [
+        (COMPLETIONS, {"prompt": text}),
+        (CHAT, {"messages": talk}),
+        ("/v1/messages", {"model": NAME, "max_tokens": 5, "messages": talk}),
+        ("/v1/responses", {"input": text}),
+        ("/api/chat", {"model": NAME, "messages": talk}),
+        ("/api/generate", {"model": NAME, "prompt": text}),
+    ]
+
+
+@pytest.mark.parametrize("count", [512, 9_000])
+async def test_too_long_a_prompt_names_both_numbers_in_every_api(api: Api, count: int) -> None:
+    for path, body in too_long(count):
+        answer = await api.http.post(path, json=body)
+        assert answer.status_code == 400, path
+        numbers = [int(each) for each in re.findall(r"\d+", answer.text)]
+        assert 512 in numbers, path
+        assert any(count <= each <= count + 200 for each in numbers), answer.text
+        if path == "/v1/messages":
+            assert re.match(r"prompt is too long: \d+ tokens > 512 maximum\. ", answer.json()["error"]["message"])
+
+
+async def test_more_tokens_than_the_context_are_what_the_api_s_vendor_makes_of_them(api: Api) -> None:
+    """Anthropic's, OpenAI's Responses and Ollama end the answer where the context does; OpenAI's older two refuse."""
+    talk = {"messages": USER}
+    for path, body, status in (
+        ("/v1/messages", {"model": NAME, "max_tokens": 32_000, **talk}, 200),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 32_000}, 200),
+        ("/api/chat", {"model": NAME, "stream": False, "options": {"num_predict": 32_000}, **talk}, 200),
+        (CHAT, {"max_tokens": 32_000, **talk}, 400),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 32_000}, 400),
+    ):
+        answer = await api.http.post(path, json=body)
+        assert answer.status_code == status, path
+        if status == 400:
+            assert "32000. This model's context is 512 tokens" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 async def test_a_strict_server_refuses_fields_without_effect(path: str) -> None:
     known = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": USER}, "/detokenize": {"tokens": [1]}}

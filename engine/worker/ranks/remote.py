@@ -14,12 +14,12 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from importlib import metadata
 from queue import SimpleQueue
 
 import msgspec
 import torch
 
+from quire.engine import VERSION
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
@@ -80,15 +80,11 @@ class Joined(msgspec.Struct, frozen=True):
 
 def join_of(config: EngineConfig, node: int, place: int, pid: int = 0, host: str = "", reply: str = "") -> Join:
     """For the machine's model. Raises ModelError."""
-    try:
-        version = metadata.version("quire")
-    except metadata.PackageNotFoundError:
-        version = "unknown"
     model = repr(read_model_config(resolve_model(config.model, config.revision)))
     digest, kernels = hashlib.sha256(model.encode()).hexdigest(), Cpu()
     computes = f"{kernels.isa if kernels.missing is None else 'no kernels'}, PyTorch {torch.__version__}"
     parts = (config.nnodes, config.tensor_parallel_size, node, place, pid, host, reply)
-    return Join(version, digest, computes, *parts)
+    return Join(VERSION, digest, computes, *parts)
 
 
 def orders_of(rank: int) -> str:

@@ -38,7 +38,7 @@ def check_report(json_path: Path | None, png_path: Path | None = None) -> None:
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"cannot write {path}: no such directory")
     if png_path is not None and find_spec("matplotlib") is None:
-        raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib, or quire[bench]")
+        raise ConfigError("--png needs matplotlib, which is not installed: pip install matplotlib, or quire-llm[bench]")
 
 
 def write_json(path: Path, args: argparse.Namespace, figures: Mapping[str, Any]) -> None:

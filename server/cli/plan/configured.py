@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import shlex
+from dataclasses import dataclass, replace
 
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
 from quire.engine.checkpoint.page_groups import keeps_all
-from quire.engine.checkpoint.safetensors import read_stored_weights
-from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
+from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, ModelError
 from quire.engine.lora.modules import planned_modules
 from quire.server.cli.plan.drafts import planned_draft
-from quire.server.cli.plan.estimate import Wishes, estimate
+from quire.server.cli.plan.estimate import Estimate, Wishes, estimate
 from quire.server.cli.plan.machine import Machine, divided
 from quire.server.cli.plan.tiers import offload_of
+from quire.server.cli.plan.ways_out import lighter
 
 
 def wishes_of(config: EngineConfig) -> Wishes:
@@ -40,8 +42,33 @@ def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
 
     None if no estimate can be made, or none is needed because num_kv_blocks is given. The model's files must exist.
     """
-    if config.num_kv_blocks is not None:
+    if config.num_kv_blocks is not None or (found := _planned(config, machine)) is None:
         return None
+    return found.made.num_blocks * found.made.block_size or None
+
+
+def way_out(config: EngineConfig, machine: Machine) -> str:
+    """Why the model does not fit, in the figures of `quire plan`, and what to do; "" where it should fit, or nothing
+    can be estimated."""
+    found = _planned(config, machine)
+    if found is None or found.made.fits:
+        return ""
+    fewer_bits = lighter(found.sizes, found.made.machine, found.wishes, found.stored)
+    told = "; ".join(found.made.reasons)
+    if fewer_bits is not None:
+        told += f"; with --quantization {fewer_bits} it fits"
+    return f"{told}. {shlex.join(['quire', 'plan', config.model])} has the arithmetic, quire models what fits here"
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    made: Estimate
+    sizes: ModelSizes
+    wishes: Wishes
+    stored: StoredWeights | None
+
+
+def _planned(config: EngineConfig, machine: Machine) -> _Planned | None:
     try:
         raw, folder = read_raw_config(str(resolve_model(config.model, config.revision)))
         stored = read_stored_weights(folder) if folder is not None and config.load_format == "auto" else None
@@ -56,8 +83,7 @@ def predicted_tokens(config: EngineConfig, machine: Machine) -> int | None:
             )
         wishes = replace(wishes, draft=planned_draft(config.speculative_config))
         counts = config.tensor_parallel_size, config.data_parallel_size, config.pipeline_parallel_size
-        parts = divided(machine, *counts, config.nnodes)
-        made = estimate(read_sizes(raw), parts, wishes, stored)
-        return made.num_blocks * made.block_size or None
+        parts, sizes = divided(machine, *counts, config.nnodes), read_sizes(raw)
+        return _Planned(estimate(sizes, parts, wishes, stored), sizes, wishes, stored)
     except (ModelError, ConfigError):
         return None

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine import VERSION
 from quire.server.access.admission import GenerationRoute
 from quire.server.config import ServerConfig
 from quire.server.generation.answers.ollama import OllamaWriter, Shape
@@ -34,7 +35,6 @@ from quire.server.routes.reply import reply
 from quire.server.routes.vectors.reply import answered
 from quire.server.runtime import runtime_of
 from quire.server.served_model import ServedModel, model_of
-from quire.server.version import VERSION
 
 router = APIRouter(route_class=GenerationRoute)
 asking = APIRouter()

@@ -17,6 +17,8 @@ from quire.engine.client.procfs import RunnableClock, Standstill, is_stopped, oo
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
+LESS = "--quantization int4, --kv-cache-memory and a smaller --max-model-len take less"
+
 
 @pytest.mark.parametrize(
     ("code", "sender", "oom", "description", "external"),
@@ -24,7 +26,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
         (1, None, 0, "exited with code 1", False),
         (0, None, None, "exited with code 0", False),
         (-signal.SIGKILL, None, 0, "was killed by SIGKILL", True),
-        (-signal.SIGKILL, None, 1, "was killed by SIGKILL for want of memory", False),
+        (-signal.SIGKILL, None, 1, f"was killed by SIGKILL for want of memory; {LESS}", False),
         (-signal.SIGKILL, None, None, "was killed by SIGKILL (out of memory?)", False),
         (-signal.SIGSEGV, None, 0, "was killed by SIGSEGV", False),
         (-signal.SIGSEGV, 7, 0, "was killed by SIGSEGV, sent by process 7", True),

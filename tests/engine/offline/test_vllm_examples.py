@@ -1,8 +1,8 @@
 """Programs in the way of vLLM's offline examples, of which only the import line is another.
 
 Their names there: basic/basic.py, basic/generate.py, basic/chat.py, structured_outputs.py, prefix_caching.py,
-basic/embed.py, basic/classify.py, basic/score.py and async_llm_streaming.py. Each is a function here that does with the
-API what the example does, on tiny models and with texts of our own.
+basic/embed.py, basic/classify.py, basic/score.py, llm_engine_example.py and async_llm_streaming.py. Each is a function
+here that does with the API what the example does, on tiny models and with texts of our own.
 """
 
 from __future__ import annotations
@@ -16,8 +16,18 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire import LLM, AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from quire import (
+    LLM,
+    AsyncLLM,
+    EngineArgs,
+    LLMEngine,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.engine.config import DEMO_MODEL
+from quire.engine.errors import InvalidRequest
 from tests.texts import pair_tokenizer
 from tests.tiny_encoders import save_tiny_encoder
 
@@ -39,6 +49,22 @@ def arguments(*argv: str, **defaults: object) -> tuple[dict[str, object], Flexib
     sampling.add_argument("--max-tokens", type=int)
     sampling.add_argument("--top-p", type=float)
     return vars(parser.parse_args(argv)), parser
+
+
+@pytest.mark.slow
+def test_llm_engine() -> None:
+    args = arguments("--num-kv-blocks", "600", "--threads", "1", model=DEMO_MODEL)[1].parse_args([])
+    args.num_kv_blocks, args.threads = 600, 1
+    engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(args))
+    test_prompts = [(prompt, SamplingParams(temperature=0.0, max_tokens=8)) for prompt in PROMPTS]
+    request_id, finished = 0, []
+    while test_prompts or engine.has_unfinished_requests():
+        if test_prompts:
+            prompt, sampling_params = test_prompts.pop(0)
+            engine.add_request(str(request_id), prompt, sampling_params)
+            request_id += 1
+        finished += [output for output in engine.step() if output.finished]
+    assert {output.prompt for output in finished} == set(PROMPTS)
 
 
 def test_basic() -> None:
@@ -150,6 +176,15 @@ def test_embed(tmp_path: Path) -> None:
         assert sum(value * value for value in embeds) == pytest.approx(1.0, abs=1e-4)
         assert output.prompt == prompt
         assert json.dumps(embeds[:16])
+    encoded = llm.encode(PROMPTS, pooling_task="embed")
+    assert [each.outputs.embedding for each in encoded] == [each.outputs.embedding for each in outputs]
+    with pytest.raises(InvalidRequest, match="pooling_task must be embed or classify"):
+        llm.encode(PROMPTS, pooling_task="token_embed")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="serves embed, not classify"):
+        llm.encode(PROMPTS, pooling_task="classify")
+    assert llm.llm_engine.add_request("a", PROMPTS[0], PoolingParams()) == "a"
+    (vector,) = llm.llm_engine.step()
+    assert (vector.request_id, vector.outputs.embedding) == ("a", outputs[0].outputs.embedding)
     llm.close()
 
 

@@ -35,7 +35,7 @@ from quire.kernels.gpu.flash4 import Flash4
 from quire.kernels.gpu.torch_varlen import TorchVarlen
 from quire.kernels.reference import Reference
 from quire.server.cli import main as cli
-from quire.server.cli.plan.configured import predicted_tokens
+from quire.server.cli.plan.configured import predicted_tokens, way_out
 from quire.server.cli.plan.drafts import planned_draft
 from quire.server.cli.plan.estimate import Wishes, estimate
 from quire.server.cli.plan.machine import ENGINE_HOST_BYTES, Machine, divided, find_card, read_cards
@@ -633,3 +633,19 @@ def test_a_gguf_file_s_embedding_is_planned_as_it_is_held(kind: str, tmp_path: P
     assert planned.weight_bytes == Engine(config).info.weight_bytes
     copied = planned.device_weight_bytes - planned.weight_bytes
     assert copied == (0 if kind == "Q8_0" else 2 * sizes.head_parameters)
+
+
+def test_a_configuration_that_does_not_fit_says_with_what_it_would(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "vocab_size": 32000}
+    config |= {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131072}))
+    asked = EngineConfig(model=str(tmp_path), device="cpu", load_format="dummy", dtype="bfloat16")
+    told = way_out(asked, Machine("test", memory=10 * GIB, gpu=False))
+    assert re.match(r"the weights take 1\d\.\d GiB and test has 10\.0 GiB for them: nothing is left", told)
+    assert f"; with --quantization int8 it fits. quire plan {tmp_path} has the arithmetic" in told
+    assert "int4 it fits" in way_out(asked, Machine("test", memory=6 * GIB, gpu=False))
+    assert "it fits" not in way_out(asked, Machine("test", memory=2 * GIB, gpu=False))
+    longer = asked.model_copy(update={"max_model_len": 131072})
+    told = way_out(longer, Machine("test", memory=20 * GIB, gpu=False))
+    assert re.search(r"131,072 tokens need .* 1 x [\d,]+ tokens fit", told)
+    assert way_out(asked, Machine("test", memory=64 * GIB, gpu=False)) == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -24,6 +25,15 @@ from quire.server.cli.main import main
 from quire.server.cli.serve import bind
 from tests.server.cli.processes import children, engines, needs_proc, wait_until_gone
 
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+}
 SMALL = ["--max-model-len", "2048", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
 
 
@@ -305,3 +315,25 @@ def test_binding_to_an_address_of_another_machine_is_an_error() -> None:
 )
 def test_the_url_is_one_to_paste(host: str, shown: str) -> None:
     assert url(host, 80) == shown
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_fit_says_so_in_the_figures_of_the_plan_and_what_would(tmp_path: Path) -> None:
+    """A file without data, of 8 billion numbers."""
+    config = LLAMA_8B | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    count = 600 * 2**30
+    header = json.dumps({"weight": {"dtype": "F32", "shape": [count], "data_offsets": [0, count * 4]}}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + count * 4)
+    shutil.copy(Path(DEMO_MODEL) / "tokenizer.json", tmp_path)
+    argv = [str(tmp_path), "--device", "cpu", "--dtype", "float32"]
+    served = subprocess.run(command("serve", *argv, "--port", "0"), capture_output=True, text=True, timeout=120)
+    planned = subprocess.run(command("plan", str(tmp_path)), capture_output=True, text=True, timeout=120)
+    assert (served.returncode, planned.returncode) == (1, 1)
+    figure = re.search(r"weights take [\d.,]+ GiB and this machine's CPU has", planned.stdout)
+    assert figure, planned.stdout
+    assert figure.group() in served.stderr
+    assert "quire plan" in served.stderr
+    assert served.stderr.count("\n") == 1

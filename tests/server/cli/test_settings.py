@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.engine.advice import foreign_flags
+from quire.engine.advice import foreign_flags, other_names
 from quire.engine.config import PRESETS, EngineConfig, load, presets
 from quire.engine.errors import ConfigError
 from quire.server.cli import main as cli
@@ -207,9 +207,11 @@ def test_flags_that_ask_for_what_is_done_anyway_are_named_and_left_out(capsys: p
         "--trust-remote-code", "--tokenizer-mode", "slow", "mine", "--model_impl=auto", "--size", "2", "--jinja"
     )
     assert (config.model, config.size) == ("mine", 2)
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "small: --trust-remote-code changes nothing: no code of a model's is run"
-    assert [line.split()[1] for line in said] == ["--trust-remote-code", "--tokenizer-mode", "--model-impl", "--jinja"]
+    assert capsys.readouterr().err == (
+        "small: changes nothing: --trust-remote-code (no code of a model's is run); --tokenizer-mode, --model-impl "
+        "(there is one way); --jinja (tools and reasoning are read where the chat template shows them; see "
+        "--tool-call-parser, --reasoning-parser)\n"
+    )
 
 
 def test_vllm_s_short_names_and_other_types() -> None:
@@ -230,7 +232,8 @@ def test_every_command_says_what_a_flag_may_mean(command: str, capsys: pytest.Ca
 def test_advice_on_flags_names_flags_that_are_there() -> None:
     known = {"--" + name.replace("_", "-") for name in ServerConfig.model_fields}
     advice = foreign_flags()
-    assert set(re.findall(r"--[a-z-]+", " ".join(advice.values()))) <= known
+    assert set(re.findall(r"--[a-z-]+", " ".join(each.text for each in advice.values()))) <= known
+    assert {f"--{name}" for name in other_names().values()} <= known
     assert not known & {f"--{flag}" for flag in advice}
 
 

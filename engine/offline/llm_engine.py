@@ -1,0 +1,188 @@
+"""vLLM's LLMEngine: requests are given one by one, and `step` tells what is new of them."""
+
+from __future__ import annotations
+
+import queue
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from quire.engine.client.client import EngineClient
+from quire.engine.errors import InvalidRequest
+from quire.engine.lora.offline import LoRARequest, adapters_for
+from quire.engine.offline.generate import generate
+from quire.engine.offline.model import Encoded, Prompt
+from quire.engine.offline.options import ModelWithOptions, engine_config
+from quire.engine.offline.outputs import RequestOutput
+from quire.engine.offline.params import RequestOutputKind, SamplingParams
+from quire.engine.offline.running import RunningEngine
+from quire.engine.offline.vectors import Pooled, check_params, pool_all
+from quire.engine.types import Adapter, PoolingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    model: str
+    tokenizer: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+
+    def get_vocab_size(self) -> int:
+        return self.vocab_size
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    block_size: int
+    """Tokens of a page."""
+    num_gpu_blocks: int
+    """Pages, on whichever device."""
+    enable_prefix_caching: bool
+
+
+Output = RequestOutput | Pooled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Request:
+    """One of those that may have had the same id, one after the other."""
+
+    id: str
+    deltas: bool
+
+
+_News = queue.SimpleQueue[tuple[_Request, Output | Exception]]
+"""What is new of a request, or why it failed."""
+
+
+class LLMEngine:
+    """`add_request`, then `step` as long as `has_unfinished_requests`. The engine computes meanwhile, on a thread of
+    its own: a step gives what has come since the one before it, which may be several tokens of a request.
+
+    For one thread. Of requests of an LLM's own methods it tells nothing.
+    """
+
+    def __init__(self, running: RunningEngine) -> None:
+        config, info, model = running.config, running.info, running.model
+        self.model_config = ModelConfig(
+            config.model, config.tokenizer or config.model, info.dtype, info.max_model_len, model.vocab_size
+        )
+        self.cache_config = CacheConfig(info.block_size, info.num_blocks, config.enable_prefix_caching)
+        self._running = running
+        self._open: dict[str, tuple[_Request, Future[None]]] = {}
+        self._news: _News = queue.SimpleQueue()
+        """From the engine's thread."""
+        self._unread: deque[tuple[_Request, Output | Exception]] = deque()
+        """Taken from there by a step, and left to the next one."""
+
+    @classmethod
+    def from_engine_args(cls, engine_args: ModelWithOptions) -> LLMEngine:
+        """Raises as LLM does."""
+        return cls(RunningEngine(engine_config(engine_args.model, engine_args.options)))
+
+    @property
+    def vllm_config(self) -> LLMEngine:
+        """vLLM keeps its configs in one; here it is this object."""
+        return self
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.get_tokenizer()
+
+    def get_tokenizer(self) -> Any:
+        """As `LLM.get_tokenizer`."""
+        return self._running.model.tokenizer.for_transformers()
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        *,
+        priority: int = 0,
+    ) -> str:
+        """Give the engine a prompt, a text or token ids. `params.output_kind` says what `step` gives of it; lower
+        priorities go first; `arrival_time` is not read. Returns the id. Raises InvalidRequest for what is not served.
+        """
+        self._running.check_awake()
+        if not isinstance(request_id, str) or request_id in self._open:
+            what = "is in use" if isinstance(request_id, str) else "must be a text"
+            raise InvalidRequest(f"request_id {request_id!r} {what}", param="request_id")
+        if not isinstance(params, SamplingParams | PoolingParams):
+            message = f"params must be SamplingParams or PoolingParams, got {params!r}"
+            raise InvalidRequest(message, param="params")
+        model, info = self._running.model, self._running.info
+        encoded = model.encode(prompt)
+        (adapter,) = adapters_for(model.adapters, lora_request, 1)
+        work: AsyncIterator[Output]
+        if isinstance(params, SamplingParams):
+            task = replace(model.task(request_id, encoded, params, info), adapter=adapter, priority=priority)
+            model.check(task.prompt_ids, info)
+            work = generate(self._running.client, model.tokenizer, task)
+        else:
+            model.check(encoded[1], info, room=0)
+            check_params([params], info, model.pooling)
+            work = _pool(self._running.client, request_id, encoded, params, adapter)
+        deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
+        request = _Request(request_id, deltas)
+        self._open[request_id] = request, self._running.begin(_tell(self._news, request, work))
+        return request_id
+
+    def step(self) -> list[Output]:
+        """What is new of the requests, waiting for something of one; nothing where none is open. Of a request whose
+        outputs hold all so far there is the latest alone; deltas are all there, in their order.
+
+        Raises EngineError for a request that the engine failed, which is then no longer open.
+        """
+        found: dict[object, Output] = {}
+        while self._open and not found:
+            while not self._unread or not self._news.empty():
+                self._unread.append(self._news.get())
+            while self._unread:
+                request, news = self._unread[0]
+                if isinstance(news, Exception) and found:
+                    break  # the next step raises it
+                self._unread.popleft()
+                if self._open.get(request.id, (None,))[0] is not request:
+                    continue  # it was aborted
+                if isinstance(news, Exception):
+                    del self._open[request.id]
+                    raise news
+                if news.finished:
+                    del self._open[request.id]
+                found[len(found) if request.deltas else request] = news
+        return list(found.values())
+
+    def abort_request(self, request_ids: str | Sequence[str]) -> None:
+        """End requests, of which `step` gives no more. Nothing where none is open."""
+        for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
+            if request_id in self._open:
+                _, work = self._open.pop(request_id)
+                work.cancel()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Those whose end no step has told yet."""
+        return len(self._open)
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+
+async def _tell(news: _News, request: _Request, work: AsyncIterator[Output]) -> None:
+    try:
+        async for output in work:
+            news.put((request, output))
+    except Exception as error:  # which would be lost in this task
+        news.put((request, error))
+
+
+async def _pool(
+    client: EngineClient, request_id: str, prompt: Encoded, params: PoolingParams, adapter: Adapter | None
+) -> AsyncIterator[Pooled]:
+    (found,) = await pool_all(client, [prompt], [params], [adapter], lambda: None)
+    yield replace(found, request_id=request_id)

@@ -1,0 +1,67 @@
+"""An engine that runs beside the program that uses it: in this process on a thread of its own, or in others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from quire.engine.client.client import EngineClient
+from quire.engine.config import EngineConfig
+from quire.engine.errors import EngineError
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.offline.model import Model
+from quire.engine.replicas.replicas import Replicas
+
+_T = TypeVar("_T")
+
+
+class RunningEngine:
+    """A model and its engine, from the start to `close`. Its event loop is the engine's; what asks it anything runs
+    there, by `run` or `begin`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises what starting the engine raises."""
+        self.config = config
+        self.model = Model(config)
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="quire-engine", daemon=True)
+        thread.start()
+        self.client = EngineClient(InProcessLink(config) if config.data_parallel_size == 1 else Replicas(config))
+        self.close = weakref.finalize(self, _end, self.client, self._loop, thread, self._pid)
+        """Stop the engine. Also called when the object is collected or the interpreter exits."""
+        self.info = self.run(self.client.link.start())
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine on the engine's loop and wait for it; an interrupt of the waiting thread cancels it."""
+        future = self.begin(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def begin(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Begin a coroutine on the engine's loop. Raises EngineError where there is no such loop any more."""
+        if not self.close.alive or self._pid != os.getpid():
+            work.close()
+            raise EngineError("this LLM was closed" if not self.close.alive else "this LLM is another process's")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def check_awake(self) -> None:
+        """Raises EngineError while it sleeps."""
+        if self.client.link.asleep:
+            raise EngineError("the model sleeps: wake_up() or load_weights() comes first")
+
+
+def _end(client: EngineClient, loop: asyncio.AbstractEventLoop, thread: threading.Thread, pid: int) -> None:
+    if pid != os.getpid():  # a forked process has no engine, because threads are not forked
+        return
+    asyncio.run_coroutine_threadsafe(client.link.stop(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()

@@ -1,0 +1,158 @@
+"""Every flag of `vllm serve`, and every argument of its LLM(), is honoured, accepted without effect, or refused with
+what to do instead; vllm_0_33.toml says which."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from quire.engine.advice import Foreign, foreign_flags, other_names
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.offline.options import engine_config
+from quire.server.cli.settings import add_flags
+from quire.server.cli.unknown_flags import parse_known
+from quire.server.config import ServerConfig
+
+TABLE = tomllib.loads(Path(__file__).with_name("vllm_0_33.toml").read_text())
+FLAGS, ARGUMENTS = ({kind: text.split() for kind, text in TABLE[part].items()} for part in ("flags", "arguments"))
+SWITCHES = TABLE["switches"]["flags"].split()
+FIELDS = {"--" + name.replace("_", "-"): name for name in ServerConfig.model_fields}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="serve", allow_abbrev=False, add_help=False)
+    made.add_argument("model_tag", nargs="?")
+    add_flags(made, ServerConfig, {EngineConfig: "engine", ServerConfig: "server"})
+    return made
+
+
+def given(flag: str) -> list[str]:
+    """The flag with what follows it, a value that asks for something."""
+    found = foreign_flags().get(flag.lstrip("-"))
+    return [flag, *{"": [], "=": ["7"], "+": ["7", "8"]}["" if found is None else found.takes]]
+
+
+def test_the_table_has_every_flag_once() -> None:
+    flags = [flag for kind in FLAGS.values() for flag in kind]
+    assert (len(flags), len(set(flags))) == (344, 344)
+    assert len({name for kind in ARGUMENTS.values() for name in kind}) == 259
+    assert set(SWITCHES) <= set(flags)
+
+
+def test_what_is_honoured_is_a_flag_of_ours_or_the_same_under_another_name() -> None:
+    names = [FIELDS.get(f"--{other_names().get(flag.lstrip('-'), flag.lstrip('-'))}") for flag in FLAGS["honoured"]]
+    assert [flag for flag, name in zip(FLAGS["honoured"], names, strict=True) if not name] == ["--config"]
+    assert vars(parse_known(parser(), ["-n", "2", "-asc=3", "--max-num-queued-reqs", "4"])) == {
+        **{"model_tag": None, "config": None},
+        **{"nnodes": "2", "api_server_count": "3", "max_queued_requests": "4"},
+    }
+
+
+def test_what_is_accepted_is_left_out_and_named_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [part for flag in FLAGS["accepted"] for part in given(flag)]
+    assert vars(parse_known(parser(), [*argv, "--port", "9", "mine"])) == {
+        **{"model_tag": "mine", "config": None, "port": "9"}
+    }
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("serve: changes nothing: --")
+    assert not [flag for flag in FLAGS["accepted"] if flag not in said]
+
+
+def test_what_is_refused_says_what_to_do_instead(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_known(parser(), [part for flag in FLAGS["refused"] for part in given(flag)])
+    lines = capsys.readouterr().err.splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == FLAGS["refused"]
+    assert not [line for line in lines if "--help" in line or "mean" in line]
+
+
+def test_a_switch_that_is_off_asks_for_nothing_or_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    unknown, made = [], parser()
+    for flag in SWITCHES:
+        try:
+            parse_known(made, [flag.replace("--", "--no-", 1)])
+        except SystemExit:
+            if "--help" in capsys.readouterr().err:
+                unknown.append(flag)
+    assert not unknown
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--cpu-offload-gb", "0"],
+        ["--generation-config=auto"],
+        ["--no-enable-expert-parallel"],
+        ["-O3"],
+        ["--compilation-config.mode", "3"],
+        ["--cudagraph-capture-sizes", "1", "2", "4"],
+        ["--quantization", "awq_marlin"],
+        ["--load-format=safetensors"],
+        ["--max-model-len", "-1"],
+    ],
+)
+def test_values_that_ask_for_what_is_done_anyway_are_accepted(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert parse_known(parser(), ["mine", *argv, "--port", "1"]).model_tag == "mine"
+    assert capsys.readouterr().err.startswith(f"serve: changes nothing: {argv[0].split('=')[0]} (")
+
+
+@pytest.mark.parametrize("argv", [["--cpu-offload-gb", "4"], ["--generation-config", "vllm"], ["--enable-eplb"]])
+def test_other_values_of_these_are_refused(argv: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_known(parser(), argv)
+
+
+def asked(name: str) -> object:
+    return "7" if (foreign_flags().get(name.replace("_", "-")) or Foreign("", False, "=")).takes else True
+
+
+def test_arguments_of_programs_are_honoured_accepted_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    ours = {other_names().get(name.replace("_", "-"), name).replace("-", "_") for name in ARGUMENTS["honoured"]}
+    assert ours <= EngineConfig.model_fields.keys()
+    accepted = {name: asked(name) for name in ARGUMENTS["accepted"]}
+    assert engine_config("m", accepted) == EngineConfig(model="m")  # type: ignore[arg-type]
+    (told,) = caplog.messages
+    assert not [name for name in accepted if name not in told]
+    with pytest.raises(ConfigError) as refused:
+        engine_config("m", {name: asked(name) for name in ARGUMENTS["refused"]})  # type: ignore[arg-type]
+    said = str(refused.value).split(f" (argument {ARGUMENTS['refused'][-1]})")[0]
+    assert not [name for name in ARGUMENTS["refused"] if f"{name}: no such setting, " not in said]
+
+
+def test_arguments_that_ask_for_nothing_are_no_matter(caplog: pytest.LogCaptureFixture) -> None:
+    """A program that hands on all of vLLM's arguments, most of them as they are when nobody sets them."""
+    unset = dict.fromkeys([*ARGUMENTS["accepted"], *ARGUMENTS["refused"]])
+    switched_off = dict.fromkeys((flag[2:].replace("-", "_") for flag in SWITCHES), False)
+    for name in (*EngineConfig.model_fields, "enable_chunked_prefill", "no_enable_chunked_prefill"):
+        switched_off.pop(name, None)
+    usual = {"cpu_offload_gb": 0, "offload_num_in_group": 1, "hf_overrides": {}, "convert": "auto"}
+    given = {**unset, **{name: False for name in switched_off if name in unset}, **usual}
+    assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
+    assert all(text.startswith("changes nothing: ") for text in caplog.messages)
+    with caplog.at_level(logging.ERROR), pytest.raises(ConfigError, match="prompts are computed in chunks"):
+        engine_config("m", {"enable_chunked_prefill": False})  # type: ignore[typeddict-item]
+    assert engine_config("m", {"num_gpu_blocks_override": 9}).num_kv_blocks == 9  # type: ignore[typeddict-item]
+
+
+def test_vllm_s_usual_n_grams_are_understood() -> None:
+    asked = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+    found = engine_config("m", {"speculative_config": asked}).speculative_config
+    assert found is not None
+    assert (found.method, found.num_speculative_tokens, found.prompt_lookup_min) == ("ngram", 5, 2)
+
+
+def test_a_quantization_of_vllm_s_is_left_to_the_checkpoint(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"quantization": "gptq", "load_format": "safetensors", "max_model_len": -1}
+    assert engine_config("m", given) == EngineConfig(model="m")  # type: ignore[arg-type]
+    assert "changes nothing: quantization (what a checkpoint says" in caplog.text
+    assert engine_config("m", {"quantization": "int4"}).quantization == "int4"
+    with pytest.raises(ConfigError, match="quantization: input should be"):
+        engine_config("m", {"quantization": "fbgemm_fp8"})  # type: ignore[typeddict-item]

@@ -1,0 +1,129 @@
+"""deploy/install_torch.py: which build of PyTorch a machine gets, tried with indexes of our own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import threading
+import venv
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from tests.tree import ROOT
+
+SCRIPT = ROOT / "deploy/install_torch.py"
+PINNED = next(iter(re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)))
+_spec = spec_from_file_location("install_torch", SCRIPT)
+assert _spec is not None
+assert _spec.loader is not None
+install_torch = module_from_spec(_spec)
+_spec.loader.exec_module(install_torch)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def wheel(folder: Path, version: str) -> None:
+    """A package `torch` with nothing in it, and the page of it that PEP 503 asks for."""
+    folder.mkdir(parents=True)
+    info, name = f"torch-{version}.dist-info", f"torch-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(folder / name, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: us\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    (folder / "index.html").write_text(f'<!DOCTYPE html><html><body><a href="{name}">{name}</a></body></html>')
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address below which are `usual/` and `cpu/`, the second with the build for CPUs."""
+    folder = tmp_path_factory.mktemp("indexes")
+    wheel(folder / "usual/torch", PINNED)
+    wheel(folder / "cpu/torch", f"{PINNED}+cpu")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that has pip and no PyTorch."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=True, symlinks=True)
+    return folder / "bin/python"
+
+
+def installed(python: Path, served: str, target: Path, *arguments: str, **variables: str) -> tuple[str, str]:
+    """The version that the script installs into `target`, and what it prints."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_") and name != "TORCH_INDEX"}
+    pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"{served}/usual", "PIP_TARGET": str(target)}
+    command = [str(python), str(SCRIPT), *arguments]
+    done = subprocess.run(command, env=kept | pip | variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (info,) = target.glob("torch-*.dist-info")
+    return info.name.removeprefix("torch-").removesuffix(".dist-info"), done.stdout
+
+
+@pytest.mark.slow
+def test_pip_takes_the_build_of_the_index_that_is_named(python: Path, served: str, tmp_path: Path) -> None:
+    assert installed(python, served, tmp_path / "cpu", TORCH_INDEX=f"{served}/cpu") == (f"{PINNED}+cpu", "")
+    assert installed(python, served, tmp_path / "usual", TORCH_INDEX="") == (PINNED, "")
+    assert installed(python, served, tmp_path / "cuda", "cuda") == (PINNED, "")
+
+
+@pytest.mark.slow
+def test_an_index_out_of_reach_is_told_and_the_usual_one_serves(python: Path, served: str, tmp_path: Path) -> None:
+    version, said = installed(python, served, tmp_path / "gone", TORCH_INDEX=f"{served}/gone")
+    assert version == PINNED
+    said_so = f"{served}/gone cannot be reached (File not found): PyTorch comes from the usual index, with CUDA\n"
+    assert said == said_so
+
+
+def test_without_a_driver_the_build_is_the_one_for_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install_torch.shutil, "which", lambda name: None)
+    assert install_torch.driver(tmp_path) == "cpu"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert install_torch.driver(tmp_path) == "cuda"
+    wanted = install_torch.wanted_index
+    assert wanted({}, "linux", "cpu") == install_torch.CPU_BUILDS
+    assert wanted({}, "linux", "cuda") is wanted({}, "darwin", "cpu") is None
+    assert wanted({"TORCH_INDEX": ""}, "linux", "cpu") is None
+    assert wanted({"TORCH_INDEX": "https://mine"}, "linux", "cuda") == "https://mine"
+
+
+def test_what_is_there_already_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No index is asked, and nothing is told."""
+    monkeypatch.setattr(install_torch.metadata, "version", lambda name: f"{PINNED}+cu130")
+    monkeypatch.setattr(install_torch, "unreachable", lambda index: pytest.fail("it was asked"))
+    assert install_torch.main([]) == 0
+    monkeypatch.setattr(install_torch.metadata, "version", lambda name: "2.0.0")
+    assert not install_torch.is_installed()
+
+
+def test_reach_is_asked_of_the_index_itself(served: str) -> None:
+    assert install_torch.unreachable(f"{served}/cpu/") == ""
+    assert install_torch.unreachable(f"{served}/none") == "File not found"
+    assert "refused" in install_torch.unreachable("http://127.0.0.1:9")
+    assert "unknown url type" in install_torch.unreachable("nowhere")
+
+
+def test_the_address_of_the_builds_for_cpus_stands_once() -> None:
+    """Makefile, Dockerfile and compose.yaml leave the choice to the script."""
+    paths = ["Makefile", "Dockerfile", "deploy/compose.yaml", "README.md", "pyproject.toml", "constraints.txt"]
+    assert not [path for path in paths if install_torch.CPU_BUILDS in (ROOT / path).read_text()]
+    assert SCRIPT.read_text().count(install_torch.CPU_BUILDS) == 1
+    for path in paths[:2]:
+        assert "deploy/install_torch.py" in (ROOT / path).read_text()
