@@ -150,15 +150,15 @@ class WeightsGroup:
 
     async def _ask(self, do: str, **parameters: Any) -> None:
         """Have the process do it. Raises InvalidRequest with what it says, EngineError where it ends or hangs."""
-        if self._process is None or self._process.returncode is not None:
+        if do == "join" and (self._process is None or self._process.returncode is not None):
             await self._start()
-        assert self._connection is not None
-        reader, writer = self._connection
         timeout = (self._group.timeout if self._group is not None else 0.0) + _LEEWAY_SECONDS
         line = b""
-        with suppress(TimeoutError, OSError):
-            writer.write(json.dumps({"do": do, **parameters}).encode() + b"\n")
-            line = await asyncio.wait_for(reader.readline(), timeout)
+        if self._connection is not None:
+            reader, writer = self._connection
+            with suppress(TimeoutError, OSError):
+                writer.write(json.dumps({"do": do, **parameters}).encode() + b"\n")
+                line = await asyncio.wait_for(reader.readline(), timeout)
         if not line:
             await self._end()
             raise EngineError("the process that receives weights has ended, or hung: the group is gone")

@@ -163,7 +163,7 @@ async def test_a_receiver_that_is_killed_is_replaced(folders: tuple[Path, Path])
         async with trainer(group, folders[1]):
             await group.receive(tensors[:4])
             assert group._process is not None
-            group._process.kill()
+            await group._process.kill()
             with pytest.raises(EngineError, match="the group is gone"):
                 await group.receive(tensors[4:])
         assert await answer(client) == before
