@@ -133,6 +133,14 @@ class SharedFields(TypedDict, total=False):
     sliding_window_pattern: _LayerCount | _LayerLetters | None
     use_sliding_window: bool | None
     max_window_layers: _LayerCount | None
+    full_attn_idxs: list[int] | None
+    conv_L_cache: Annotated[int, Meta(ge=2, le=16)] | None
+    conv_bias: bool | None
+    block_ff_dim: _Width | None
+    block_multiple_of: _Width | None
+    block_ffn_dim_multiplier: _Above0 | None
+    block_auto_adjust_ff_dim: bool | None
+    tie_embedding: bool | None
 
 
 class CrossEncoder(TypedDict, total=False):

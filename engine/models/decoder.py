@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.page_groups import PagedState, PageGroups, one_group
+from quire.engine.checkpoint.page_groups import PageGroups, State, one_group
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
@@ -31,7 +31,7 @@ from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Linea
 from quire.kernels.kv_codes import KVScales
 
 KVCache = list[Pages]
-"""By place (engine/checkpoint/page_groups.py), as `Decoder.pages` asked for them."""
+"""By place (engine/checkpoint/page_groups.py), as `Decoder.pages` and `Decoder.slots` asked for them."""
 LayerSpec = tuple[PartSpec, ...]
 P = TypeVar("P", bound=PartSpec)
 
@@ -62,7 +62,7 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
-    def states(self) -> list[PagedState]:
+    def states(self) -> list[State]:
         """What the layers keep, in their order."""
         return [each.state for layer in self.layers for each in layer if each.state is not None]
 
@@ -73,6 +73,17 @@ class DecoderSpec:
     def normed(self, norm: NormSpec) -> DecoderSpec:
         """With other norms everywhere."""
         return replace(self, norm=norm).having(AttentionSpec, norm=norm).having(MlpSpec, norm=norm)
+
+    def mixing(self, others: Sequence[PartSpec | None]) -> DecoderSpec:
+        """With other parts in attention's place, by layer; None: it stays."""
+        layers = zip(self.layers, others, strict=True)
+        return replace(
+            self,
+            layers=tuple(
+                parts if other is None else tuple(other if isinstance(each, AttentionSpec) else each for each in parts)
+                for parts, other in layers
+            ),
+        )
 
     def having(self, kind: type[PartSpec], **fields: Any) -> DecoderSpec:
         """With other values in all parts of a kind; a list or tuple has one for each layer."""
@@ -192,6 +203,11 @@ class Decoder:
         them."""
         layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
         return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in layers]
+
+    def slots(self, count: int, drafts: int) -> list[tuple[PageTensor, ...]]:
+        """By place, the tensors of so many slots, as Part.slots says it."""
+        layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
+        return [tuple(each for part in layer for each in part.slots(count, drafts)) for layer in layers]
 
     @property
     def page_formula(self) -> str:
