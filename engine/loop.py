@@ -171,6 +171,7 @@ def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers
         quantization=worker.quantization,
         page_groups=len(plan.windows),
         context_pages=plan.context_pages,
+        state_bytes=plan.state_bytes,
     )
 
 

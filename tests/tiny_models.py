@@ -78,7 +78,7 @@ QUERY_SCALES = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_b
 QUERY_SCALES |= {"original_max_position_embeddings": 32, "truncate": True}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 LFM2 = {
-    "layer_types": ["conv", "full_attention", "conv"],
+    "full_attn_idxs": [1],
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
@@ -167,7 +167,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "conv_bias": True,
         "conv_L_cache": 4,
         "block_auto_adjust_ff_dim": False,
-        "layer_types": ["full_attention", "conv", "conv"],
+        "full_attn_idxs": [0],
     },
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},

@@ -15,7 +15,8 @@ MAX_LABELS = 2**16
 MAX_POSITIONS = 2**28
 _Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 _LayerCount = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
-_Width = Annotated[int, Meta(ge=1, le=2**24)]
+MAX_WIDTH = 2**24
+_Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
 """Of hidden states, of heads, of MLPs; and numbers of heads and experts."""
 _Width0 = Annotated[int, Meta(ge=0, le=2**24)]
 _Vocabulary = Annotated[int, Meta(ge=1, le=2**26)]

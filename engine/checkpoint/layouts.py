@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.checkpoint.fields import MAX_LAYERS
+from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 from quire.engine.errors import ModelError
 
 LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
@@ -323,12 +323,13 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _complete_lfm2(found: dict[str, Any]) -> None:
     """What an LFM2's fields say of its layers and of its MLPs, by the names of other families."""
     layers, width = found.get("num_hidden_layers"), found.get("intermediate_size")
-    if found.get("layer_types") is None and isinstance(layers, int) and 0 < layers <= MAX_LAYERS:
-        attending = found.get("full_attn_idxs")
-        attending = range(layers) if attending is None else attending
+    attending = found.get("full_attn_idxs")
+    attending = range(layers) if attending is None and isinstance(layers, int) else attending
+    if found.get("layer_types") is None and isinstance(attending, list | range) and layers in range(1, MAX_LAYERS + 1):
         found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
-    if isinstance(width, int) and found.get("block_auto_adjust_ff_dim") is not False:
-        unit, factor = found.get("block_multiple_of") or 256, found.get("block_ffn_dim_multiplier") or 1.0
+    unit, factor = found.get("block_multiple_of") or 256, found.get("block_ffn_dim_multiplier") or 1.0
+    known = width in range(1, MAX_WIDTH + 1) and unit in range(1, MAX_WIDTH + 1)
+    if known and isinstance(factor, int | float) and 0 < factor < 1e6 and found.get("block_auto_adjust_ff_dim") != 0:
         found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
         found["block_auto_adjust_ff_dim"] = False
 

@@ -13,7 +13,7 @@ from quire.engine.checkpoint.page_groups import PIECE, ColumnState
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.engine.layers.part import Making, Part, PartSpec, PageTensor, Step
+from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
 from quire.kernels.backend import Operations, Pages
 from quire.kernels.short_conv import Columns, ShortConv
 

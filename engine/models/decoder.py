@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, PageTensor, PartSpec, Step
+from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Operations, Pages, Recorded
@@ -146,7 +146,7 @@ class Decoder:
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.has_head = head and self.is_last
         made = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
-        making = Making(*made, adapters, shard)
+        self._making = making = Making(*made, adapters, shard)
         names = {index: f"model.layers.{index}" for index in layers}
         self._layers = [[each.part(making, name) for each in spec.layers[index]] for index, name in names.items()]
         self._recording: tuple[KVCache | None, Recorded | None] = None, None
@@ -209,6 +209,14 @@ class Decoder:
         layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
         return [tuple(each for part in layer for each in part.slots(count, drafts)) for layer in layers]
 
+    @cached_property
+    def every_layer(self) -> list[list[Part]]:
+        """The parts of all layers of the model; of those that other stages have, without weights."""
+        if len(self.layers) == self.spec.num_layers:
+            return self._layers
+        layers = enumerate(self.spec.layers)
+        return [[each.part(self._making, f"model.layers.{index}") for each in layer] for index, layer in layers]
+
     @property
     def page_formula(self) -> str:
         """The bytes of a page of every group, as a product."""
@@ -218,7 +226,8 @@ class Decoder:
         """The same where a page has so many places for layers, in all processes together."""
         slots = places * self.groups.count
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
-        kinds = Counter(each.page_formula for layer in self._layers for each in layer if each.pages(1))
+        layers = self.every_layer if self.groups.count == 1 else self._layers
+        kinds = Counter(each.page_formula for layer in layers for each in layer if each.pages(1))
         counts = [slots] if len(kinds) == 1 else kinds.values()
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 

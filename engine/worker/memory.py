@@ -171,6 +171,13 @@ def page_bytes(model: Paged) -> int:
     return sum(tensor.nbytes for layer in model.pages(1) for tensor in layer)
 
 
+def whole_page_bytes(model: Decoder, places: int) -> int:
+    """Of a page of every group, which has so many places for layers in all stages of a pipeline together."""
+    if model.groups.count > 1:
+        return page_bytes(model) * places // model.groups.places * model.groups.count
+    return sum(tensor.nbytes for layer in model.every_layer for part in layer for tensor in part.pages(1))
+
+
 def allocate_pages(model: Paged, num_blocks: int) -> list[Tensor]:
     """The pages of all layers, those of one kind as one tensor [tensors, pages, ...]: what happens to a page in all
     layers is one operation. Their content is undefined on the host, where untouched pages take no memory on Linux; on
@@ -198,9 +205,9 @@ def allocate_states(model: Decoder, slots: int, drafts: int) -> list[Pages]:
 
 
 def state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Of these, as a configuration asks for them."""
-    layers = model.slots(config.max_num_seqs + 1, most_drafts(config))
-    return sum(tensor.nbytes for layer in layers for tensor in layer)
+    """Of these, as a configuration asks for them, in all stages of a pipeline together."""
+    size = (config.max_num_seqs + 1, most_drafts(config))
+    return sum(tensor.nbytes for layer in model.every_layer for part in layer for tensor in part.slots(*size))
 
 
 def copy_page(pages: Sequence[Tensor], copy: PageCopy, block_size: int) -> None:

@@ -34,7 +34,7 @@ from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
 from quire.engine.worker.loading.room import make_room
-from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes
+from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, state_bytes, whole_page_bytes
 from quire.engine.worker.ranks.alone import Alone
 from quire.engine.worker.ranks.messages import Allocate
 from quire.engine.worker.ranks.pipeline import Stages
@@ -254,7 +254,7 @@ def plan_pages(
     layers."""
     count, places = model.shard.count // config.nnodes, sum(places_of_stages(groups, config.pipeline_parallel_size))
     formula = model.formula_of(places) if count == 1 else f"{model.page_formula} x {count} ranks"
-    each = page_bytes(model) * places // model.groups.places * groups.count * count
+    each, states = whole_page_bytes(model, places) * count, state_bytes(model, config) * count
     available = ranks.available(partial(available_bytes, model, model_config, backend, config))
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)
@@ -273,6 +273,7 @@ def plan_pages(
         num_blocks=config.num_kv_blocks,
         windows=groups.windows,
         at_once=config.long_prefill_token_threshold or config.max_num_batched_tokens,
+        state_bytes=states,
     )
 
 

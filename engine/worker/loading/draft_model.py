@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from quire.engine.checkpoint.files import ModelConfig, read_model_config, resolve_model
+from quire.engine.checkpoint.page_groups import ColumnState
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
@@ -65,6 +66,8 @@ def load_draft_model(
             raise ConfigError(f"its vocabulary has {model.vocab_size} tokens, the served model's {served.vocab_size}")
         spec = decoder_spec(replace(model, context=like.max_model_len))
         check_attention(like.device, model, spec)
+        if any(isinstance(each, ColumnState) for each in spec.states):  # DraftRunner's slots begin anywhere
+            raise ConfigError(f"layers of {model.model_type} keep a state, and such a model does not draft yet")
         wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
         own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype)
         length = min(like.max_model_len, model.max_position)

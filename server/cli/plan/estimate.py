@@ -18,7 +18,7 @@ from quire.engine.checkpoint.kv_plan import (
     fit_pages,
     int8_embedding,
 )
-from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, page_groups
+from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, most_drafts, page_groups
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
@@ -66,6 +66,12 @@ class Wishes:
     """Most tokens of a sequence in a step."""
     keeps_all: bool = False
     """Layers with a sliding window keep all tokens too."""
+    drafts: int = most_drafts(_DEFAULTS)
+    """Most guesses of one sequence in a step."""
+
+    @property
+    def seqs(self) -> int:
+        return max(self.max_num_seqs, self.concurrency or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +115,8 @@ class Estimate:
     """Of all adapters that are kept at hand."""
     draft_bytes: int = 0
     """Of the weights of what guesses tokens."""
+    state_bytes: int = 0
+    """Of what layers keep of sequences beside pages, in every slot."""
     tiers: tuple[Tier, ...] = ()
     """Below the KV cache."""
     reasons: tuple[str, ...] = ()
@@ -231,9 +239,10 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     budget = machine.kv_budget(on_device + beside, step, wishes.utilization)
     if wishes.kv_cache_memory is not None:
         budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
+    states = sizes.slot_numbers(wishes.drafts) * width * (wishes.seqs + 1) // split  # see allocate_states
+    budget = max(budget - states, 0)
     if wishes.draft is not None:
-        seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
-        budget = max(budget - wishes.draft.spare(block_size) * seqs * own * block_size // sharing, 0)
+        budget = max(budget - wishes.draft.spare(block_size) * wishes.seqs * own * block_size // sharing, 0)
     made = Estimate(
         sizes=sizes,
         machine=machine,
@@ -253,6 +262,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         utilization=wishes.utilization,
         adapter_bytes=adapters,
         draft_bytes=drafts,
+        state_bytes=states,
         tiers=wishes.offload.share(machine.replicas).tiers(kept * block_size, block_size),
     )
     return _fitted(made, wishes, on_device)
@@ -280,10 +290,11 @@ def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
 
 
 def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
-    """Bytes of a token's keys and values in all layers."""
+    """Bytes of what pages keep of a token in all layers. Columns are never in few bits."""
+    columns = sizes.column_numbers * DTYPE_BYTES[dtype]
     if kv_cache_dtype == "auto":
-        return sizes.kv_numbers * DTYPE_BYTES[dtype]
-    return sizes.kv_numbers + sizes.kv_numbers // sizes.head_dim * KV_CODE_SCALE_BYTES[kv_cache_dtype]
+        return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
+    return sizes.kv_numbers + sizes.kv_numbers // sizes.head_dim * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
 
 
 def adapter_bytes(machine: Machine, wishes: Wishes, width: int) -> int:
@@ -306,7 +317,7 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
     asked = wishes.context
     if asked is None and wishes.concurrency is not None:
         asked = made.needs.longest(made.group_pages // wishes.concurrency, longest)
-    seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
+    seqs = wishes.seqs
     context, needed, blocks = fit_pages(pages, made.needs, max_position=longest, max_num_seqs=seqs, max_model_len=asked)
     flags = []
     if asked is not None or context < longest:
