@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from quire.engine.config import EngineConfig, SpeculativeConfig
 
 PIECE = 16
-"""Tokens that are hashed together where pages are larger: behind each piece a sequence can begin with what is cached."""
+"""Tokens that are hashed together where pages are larger: behind each piece a cached prefix may end."""
 _MOST_GROUPS = 8
 """Each has a page table, which every step carries."""
 

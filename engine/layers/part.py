@@ -23,8 +23,8 @@ from quire.kernels.kv_codes import KVScales
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """One tensor of a layer's pages, or slots; the first axis is the page. Pages of more than 16 tokens are [pages, tokens,
-    ...], or [pages, pieces of as many tokens each, ...], so that the beginning of a page can be copied."""
+    """One tensor of a layer's pages, or slots; the first axis is the page, or the slot. Pages of more than 16 tokens are
+    [pages, tokens, ...], or [pages, pieces of as many tokens, ...], so that the beginning of a page can be copied."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

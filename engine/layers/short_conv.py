@@ -1,5 +1,5 @@
-"""A gated short convolution (LFM2: Liquid AI, 2025) in attention's place: each channel sees the last few tokens, of which
-a sequence keeps its columns (kernels/short_conv.py)."""
+"""A gated short convolution (LFM2: Liquid AI, 2025) in attention's place: each channel sees the last few tokens. What a
+sequence keeps of these, its columns, kernels/short_conv.py explains."""
 
 from __future__ import annotations
 

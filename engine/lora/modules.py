@@ -54,7 +54,9 @@ def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
     return [(kinds is None or kinds[layer] != STATES[kind], not sparse[layer]) for layer in range(layers)]
 
 
-def _modules(kind: str, layers: list[tuple[bool, bool]], hidden: int, inner: int, queries: int, keys: int, vocab: int) -> Modules:
+def _modules(
+    kind: str, layers: list[tuple[bool, bool]], hidden: int, inner: int, queries: int, keys: int, vocab: int
+) -> Modules:
     attention = {
         "self_attn.q_proj": (hidden, queries),
         "self_attn.k_proj": (hidden, keys),
