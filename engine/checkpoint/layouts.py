@@ -325,7 +325,7 @@ def _complete_lfm2(found: dict[str, Any]) -> None:
     layers, width = found.get("num_hidden_layers"), found.get("intermediate_size")
     attending = found.get("full_attn_idxs")
     attending = range(layers) if attending is None and isinstance(layers, int) else attending
-    if found.get("layer_types") is None and isinstance(attending, list | range) and layers in range(1, MAX_LAYERS + 1):
+    if not found.get("layer_types") and isinstance(attending, list | range) and layers in range(1, MAX_LAYERS + 1):
         found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
     unit, factor = found.get("block_multiple_of") or 256, found.get("block_ffn_dim_multiplier") or 1.0
     known = width in range(1, MAX_WIDTH + 1) and unit in range(1, MAX_WIDTH + 1)

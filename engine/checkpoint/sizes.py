@@ -239,9 +239,9 @@ def _in_layers(
     """In the order of the layers."""
     if columns is None:
         return tuple(attention)
-    of_attention = iter(attention)
-    own = STATES[str(text.get("model_type"))]
-    return tuple(columns if kind == own else next(of_attention) for kind in text["layer_types"])
+    rest, own = iter(attention), STATES[str(text.get("model_type"))]
+    kinds = [kind for kind in text.get("layer_types") or () if kind == own or "attention" in kind]
+    return tuple(columns if kind == own else next(rest) for kind in kinds) or tuple(attention)
 
 
 def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int]:

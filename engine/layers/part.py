@@ -23,7 +23,7 @@ from quire.kernels.kv_codes import KVScales
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """One tensor of a layer's pages, or slots; the first axis is the page, or the slot. Pages of more than 16 tokens are
+    """One tensor of a layer's pages, or slots; the first axis is the page, or slot. Pages of more than 16 tokens are
     [pages, tokens, ...], or [pages, pieces of as many tokens, ...], so that the beginning of a page can be copied."""
 
     shape: tuple[int, ...]

@@ -63,12 +63,13 @@ class Slots:
         scratch_page: int | None = None,
         groups: int = 1,
         states: Sequence[Pages] = (),
+        drafts: int = 0,
     ) -> None:
         """`scratch_page`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept on
         the device too; `decode_inputs` needs both. `groups`: of layers that have pages of their own; for each
         block_size tokens a table has a page of each of them, side by side. `states`: what layers keep in slots, as
-        allocate_states made it."""
-        self.states = states
+        allocate_states made it for so many `drafts`."""
+        self.states, self._most_drafts = states, drafts
         self.block_size = block_size
         self.device = device
         self.groups = groups
@@ -122,6 +123,8 @@ class Slots:
         drafted = [row for row in rows if row.draft_ids]
         if not drafted:
             return
+        fits = not any(self.states) or max(len(row.draft_ids) for row in drafted) <= self._most_drafts
+        assert fits, "wrong drafts would overwrite columns that are needed"
         slots = np.array([row.slot for row in drafted for _ in row.draft_ids], dtype=np.int64)
         ends = [(row.start + row.count, len(row.draft_ids)) for row in drafted]
         positions = np.concatenate([np.arange(end - count, end) for end, count in ends])

@@ -31,7 +31,7 @@ def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: 
     scratch = None if capture is None else pages
     held = allocate_explained(loaded.model, pages + (scratch is not None))
     size = backend.block_size
-    states = allocate_states(loaded.model, config.max_num_seqs, most_drafts(config))
-    sizes = (config.max_num_seqs, max_model_len, size)
-    slots = Slots(*sizes, device, scratch_page=scratch, groups=groups, states=states)
+    drafts = most_drafts(config)
+    beside = {"states": allocate_states(loaded.model, config.max_num_seqs, drafts), "drafts": drafts}
+    slots = Slots(config.max_num_seqs, max_model_len, size, device, scratch_page=scratch, groups=groups, **beside)
     return Room(capture, held, slots)

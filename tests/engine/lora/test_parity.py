@@ -94,7 +94,6 @@ JOINED = {
     "stablelm": ALL,
     "arcee": ("k_proj", "up_proj", "down_proj"),
     "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
-    "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
 }
 
 
