@@ -9,13 +9,9 @@ piece of some tokens lie in their page, for whoever begins behind them, all othe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from quire.kernels.backend import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +43,40 @@ class Columns:
         return self.recent.shape[1]
 
 
-def short_conv(bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """A step's sequences, as AttentionMetadata has them."""
+
+    query_start: Tensor
+    context_lens: Tensor
+    block_table: Tensor
+    slots: Tensor
+
+
+def short_conv(bcx: Tensor, conv: ShortConv, columns: Columns, rows: Rows) -> Tensor:
     """Operations.short_conv. Row by row: what one stores in a page, a later one may begin with."""
-    assert metadata.state_slots is not None
     b, c, x = bcx.chunk(3, dim=-1)
-    fresh, before = b * x, conv.width - 1
-    wide = torch.float64 if bcx.dtype == torch.float64 else torch.float32
-    weight, out = conv.weight.to(wide), torch.empty_like(fresh)
-    starts, contexts = metadata.query_start.tolist(), metadata.context_lens.tolist()
-    for s, (context, slot) in enumerate(zip(contexts, metadata.state_slots.tolist(), strict=True)):
-        rows = slice(starts[s], starts[s + 1])
-        first = context - (rows.stop - rows.start)
-        place = _Places(columns, metadata.block_table[s].tolist(), slot, before)
-        past = [place.of(at) if at >= 0 else torch.zeros_like(fresh[0]) for at in range(first - before, first)]
-        series = torch.cat([torch.stack(past), fresh[rows]]).to(wide)
-        total = torch.zeros_like(series[before:]) if conv.bias is None else conv.bias.to(wide)
-        for tap in range(conv.width):
-            total = total + weight[tap] * series[tap : tap + context - first]
-        out[rows] = (c[rows].to(wide) * total).to(out.dtype)
-        for at in range(first, context):
-            if at >= context - columns.kept or place.is_end(at):
-                place.of(at).copy_(fresh[rows.start + at - first])
+    fresh, out = b * x, torch.empty_like(b)
+    starts, contexts, slots = (each.tolist() for each in (rows.query_start, rows.context_lens, rows.slots))
+    for s, (context, slot) in enumerate(zip(contexts, slots, strict=True)):
+        own = slice(starts[s], starts[s + 1])
+        places = _Places(columns, rows.block_table[s].tolist(), slot, conv.width - 1)
+        out[own] = _row(fresh[own], c[own], conv, places, context)
     return out
+
+
+def _row(fresh: Tensor, c: Tensor, conv: ShortConv, places: _Places, context: int) -> Tensor:
+    """Of the last tokens of a sequence of `context` tokens; keeps their columns."""
+    wide, first = torch.float64 if fresh.dtype == torch.float64 else torch.float32, context - len(fresh)
+    past = [places.of(at) if at >= 0 else torch.zeros_like(fresh[0]) for at in range(first - places.before, first)]
+    series, weight = torch.cat([torch.stack(past), fresh]).to(wide), conv.weight.to(wide)
+    total = torch.zeros_like(series[places.before :]) if conv.bias is None else conv.bias.to(wide)
+    for tap in range(conv.width):
+        total = total + weight[tap] * series[tap : tap + len(fresh)]
+    for at in range(first, context):
+        if at >= context - places.columns.kept or places.is_end(at):
+            places.of(at).copy_(fresh[at - first])
+    return (c.to(wide) * total).to(fresh.dtype)
 
 
 @dataclass(frozen=True, slots=True)

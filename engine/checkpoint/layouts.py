@@ -322,14 +322,18 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _complete_lfm2(found: dict[str, Any]) -> None:
     """What an LFM2's fields say of its layers and of its MLPs, by the names of other families."""
-    layers, width = found.get("num_hidden_layers"), found.get("intermediate_size")
-    attending = found.get("full_attn_idxs")
-    attending = range(layers) if attending is None and isinstance(layers, int) else attending
-    if not found.get("layer_types") and isinstance(attending, list | range) and layers in range(1, MAX_LAYERS + 1):
-        found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
-    unit, factor = found.get("block_multiple_of") or 256, found.get("block_ffn_dim_multiplier") or 1.0
-    known = width in range(1, MAX_WIDTH + 1) and unit in range(1, MAX_WIDTH + 1)
-    if known and isinstance(factor, int | float) and 0 < factor < 1e6 and found.get("block_auto_adjust_ff_dim") != 0:
+    layers, attending = found.get("num_hidden_layers"), found.get("full_attn_idxs")
+    if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
+        attending = range(layers) if attending is None else attending
+        if isinstance(attending, list | range):
+            found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
+    width, unit = found.get("intermediate_size"), found.get("block_multiple_of") or 256
+    factor = found.get("block_ffn_dim_multiplier") or 1.0
+    if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
+        return
+    if found.get("block_auto_adjust_ff_dim") is False:
+        return
+    if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
         found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
         found["block_auto_adjust_ff_dim"] = False
 

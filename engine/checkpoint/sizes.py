@@ -167,16 +167,13 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     text = text_config(raw)
     if family is not None and not _optional(text, "num_attention_heads"):
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
-    kind = str(text.get("model_type", ""))
+    kind, vocab = str(text.get("model_type", "")), _number(text, "vocab_size")
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
-    vocab = _number(text, "vocab_size")
     whole = kind == raw.get("model_type", "")
     notes = [] if whole else ["only the text part is counted, no image or audio tower"]
     windows = layer_windows(text, layers)
-    attending, states, conv = len(windows), _columns(text, hidden), 0
-    if states:
-        conv = _short_conv(text, hidden)
-    elif attending < layers:
+    attending, states = len(windows), _columns(text, hidden)
+    if states is None and attending < layers:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
         notes.append("state-space layers are not known here: their parameters are a guess")
@@ -190,8 +187,9 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     table = vocab * hidden
     learned = (positions + 2 * (kind == "opt")) * hidden if kind in _LEARNED else 0
     embeddings = table * (1 if tied else 2) + learned
-    mixers = layers * attention if not states else attending * attention + (layers - attending) * conv
-    body = mixers + layers * _norms(text, hidden) + _ends(text, hidden, vocab, tied=bool(tied))
+    others = attention if states is None else _short_conv(text, hidden)
+    body = attending * attention + (layers - attending) * others + layers * _norms(text, hidden)
+    body += _ends(text, hidden, vocab, tied=bool(tied))
     mlps = (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
     method, bits = _quantization(text)
     return ModelSizes(

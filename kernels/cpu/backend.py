@@ -28,9 +28,10 @@ from quire.kernels.backend import (
     Table,
 )
 from quire.kernels.collective import Collective
-from quire.kernels.cpu import linear, lora, native, quantized, short_conv
+from quire.kernels.cpu import linear, lora, native, quantized
 from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
+from quire.kernels.cpu.decoder.short_conv import convolved
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
@@ -242,7 +243,7 @@ class Cpu(Reference):
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         if bcx.dtype not in self.library.short_conv:
             return super().short_conv(bcx, conv, columns, metadata)
-        return short_conv.short_conv(self.library, bcx, conv, columns, metadata)
+        return convolved(self.library, bcx, conv, columns, metadata)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         """Our own kernel (linear.cpp), which gives a row the same bits in every batch.

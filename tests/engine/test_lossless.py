@@ -105,7 +105,7 @@ def hybrid(folder: Path) -> Path:
     """A model whose layers keep states, with the embedded one's tokenizer."""
     path = save_tiny_model(folder / "lfm2", "lfm2", vocab_size=4096)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, path)
+        shutil.copy(Path(DEMO_MODEL) / name, path)
     return path
 
 
@@ -121,7 +121,7 @@ def engine(
     caching = blocks > 20
     made = Engine(
         EngineConfig(
-            model=str(DEMO_MODEL if model == "demo" else hybrid(folder)),
+            model=DEMO_MODEL if model == "demo" else str(hybrid(folder)),
             threads=1,
             dtype=dtype,
             enable_prefix_caching=caching,

@@ -31,7 +31,7 @@ SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs"
 SHAPES: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 7},
-    {"num_kv_blocks": 20, "max_num_batched_tokens": 48},
+    {"num_kv_blocks": 11, "max_model_len": 176, "max_num_batched_tokens": 48},
     {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
 ]
 

@@ -16,6 +16,7 @@ from quire.kernels.short_conv import Columns, ShortConv
 from tests.kernels.ragged import error
 from tests.variants import nightly
 
+CPU = torch.device("cpu")
 PIECE, SLOTS, PAGES = 16, 5, 40
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
@@ -23,6 +24,10 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 def made(channels: int, width: int, *, bias: bool, generator: torch.Generator) -> ShortConv:
     weight = torch.randn((width, channels), generator=generator)
     return ShortConv(weight, torch.randn(channels, generator=generator) if bias else None)
+
+
+def on(conv: ShortConv, device: torch.device) -> ShortConv:
+    return ShortConv(conv.weight.to(device), None if conv.bias is None else conv.bias.to(device))
 
 
 def expected(bcx: Tensor, conv: ShortConv) -> Tensor:
@@ -40,14 +45,16 @@ class Kept:
     backend: Backend
     conv: ShortConv
     dtype: torch.dtype
+    device: torch.device = CPU
     drafts: int = 0
     pieces: int = 1
     free: list[int] = field(default_factory=lambda: random.Random(3).sample(range(PAGES), PAGES))
 
     def __post_init__(self) -> None:
         width, channels = self.conv.weight.shape
-        ends = torch.full((PAGES, self.pieces, width - 1, channels), torch.nan, dtype=self.dtype)
-        recent = torch.full((SLOTS, width - 1 + self.drafts, channels), torch.nan, dtype=self.dtype)
+        kind = {"dtype": self.dtype, "device": self.device}
+        ends = torch.full((PAGES, self.pieces, width - 1, channels), torch.nan, **kind)
+        recent = torch.full((SLOTS, width - 1 + self.drafts, channels), torch.nan, **kind)
         self.columns = Columns(ends, PIECE, recent)
 
     def pages(self, tokens: int) -> list[int]:
@@ -63,10 +70,12 @@ class Kept:
         contexts = torch.tensor([len(bcx) for bcx, *_ in rows], dtype=torch.int32)
         positions = torch.cat([torch.arange(first, len(bcx)) for bcx, first, *_ in rows])
         slots = torch.tensor([slot for *_, slot in rows])
-        sizes = {"max_query_len": max(counts), "max_context_len": int(contexts.max()), "state_slots": slots}
-        metadata = AttentionMetadata(starts, contexts, starts, table, positions, positions, **sizes)
         given = torch.cat([bcx[first:] for bcx, first, *_ in rows])
-        return list(self.backend.short_conv(given, self.conv, self.columns, metadata).split(counts))
+        tensors = (starts, contexts, starts, table, positions, positions, slots, given)
+        *where, slots, given = (each.to(self.device) for each in tensors)
+        sizes = {"max_query_len": max(counts), "max_context_len": int(contexts.max()), "state_slots": slots}
+        found = self.backend.short_conv(given, self.conv, self.columns, AttentionMetadata(*where, **sizes))
+        return list(found.cpu().split(counts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -91,18 +100,25 @@ def test_the_reference_in_float64() -> None:
     assert error(found, expected(prompt, conv)) < TOLERANCE[torch.float64]
 
 
-def cut_at_random(backend: Backend, conv: ShortConv, dtype: torch.dtype, seed: int, pieces: int = 1) -> None:
+def cut_at_random(
+    backend: Backend,
+    conv: ShortConv,
+    dtype: torch.dtype,
+    seed: int,
+    pieces: int = 1,
+    device: torch.device = CPU,
+) -> None:
     """Sequences in chunks beside each other, with wrong drafts, some of which begin with pages of others: in the same
     step or a later one."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     channels, drafts = conv.weight.shape[1], rng.randrange(5)
-    kept = Kept(backend, conv, dtype, drafts, pieces)
+    kept = Kept(backend, conv, dtype, device, drafts, pieces)
     numbers = [torch.randn((rng.randrange(20, 90), 3 * channels), generator=generator).to(dtype) for _ in range(3)]
     shared = PIECE * pieces * (len(numbers[0]) // (PIECE * pieces))
     numbers.append(torch.cat([numbers[0][:shared], numbers[1][:13]]))
     alone = []
     for each in numbers:
-        own = Kept(backend, conv, dtype, 0, pieces)
+        own = Kept(backend, conv, dtype, device, 0, pieces)
         alone += own.step([(each, 0, own.pages(len(each)), 0)])
     tables = [kept.pages(len(each) + drafts) for each in numbers]
     tables[3][: shared // (PIECE * pieces)] = tables[0][: shared // (PIECE * pieces)]

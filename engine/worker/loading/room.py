@@ -32,6 +32,14 @@ def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: 
     held = allocate_explained(loaded.model, pages + (scratch is not None))
     size = backend.block_size
     drafts = most_drafts(config)
-    beside = {"states": allocate_states(loaded.model, config.max_num_seqs, drafts), "drafts": drafts}
-    slots = Slots(config.max_num_seqs, max_model_len, size, device, scratch_page=scratch, groups=groups, **beside)
+    slots = Slots(
+        config.max_num_seqs,
+        max_model_len,
+        size,
+        device,
+        scratch_page=scratch,
+        groups=groups,
+        states=allocate_states(loaded.model, config.max_num_seqs, drafts),
+        drafts=drafts,
+    )
     return Room(capture, held, slots)

@@ -18,10 +18,10 @@ from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Opera
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native
 from quire.kernels.cpu.decoder.experts import CompiledMixture
+from quire.kernels.cpu.decoder.short_conv import check_columns
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
-from quire.kernels.cpu.short_conv import check_columns
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.rotation import NORMS, Rope
 from quire.kernels.short_conv import Columns, ShortConv

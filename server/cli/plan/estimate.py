@@ -69,10 +69,6 @@ class Wishes:
     drafts: int = most_drafts(_DEFAULTS)
     """Most guesses of one sequence in a step."""
 
-    @property
-    def seqs(self) -> int:
-        return max(self.max_num_seqs, self.concurrency or 0)
-
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -210,15 +206,14 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     weights = weights_by_arithmetic(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
     in_8_bits = int8_embedding(quantized := wishes.quantization, wishes.quantize_embedding)
     if quantized is not None:
-        weights = round(
-            (sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8 + sizes.embeddings * width
-        )
+        weights = round((sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8)
+        weights += sizes.embeddings * width
     if in_8_bits:
         weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
     on_device = weights // machine.count + tied_head_bytes(sizes, machine, width, table_bits(stored, in_8_bits))
     if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
-        linears = on_device - sizes.head_parameters * width // machine.count  # all but the embedding table
-        on_device -= round(linears * _COMPRESSION_SAVES)
+        # Of all but the embedding table.
+        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * _COMPRESSION_SAVES)
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
@@ -239,10 +234,10 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     budget = machine.kv_budget(on_device + beside, step, wishes.utilization)
     if wishes.kv_cache_memory is not None:
         budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
-    states = sizes.slot_numbers(wishes.drafts) * width * (wishes.seqs + 1) // split  # see allocate_states
-    budget = max(budget - states, 0)
-    if wishes.draft is not None:
-        budget = max(budget - wishes.draft.spare(block_size) * wishes.seqs * own * block_size // sharing, 0)
+    seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
+    states = sizes.slot_numbers(wishes.drafts) * width * (seqs + 1) // split  # see allocate_states
+    spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // sharing
+    budget = max(budget - states - spare, 0)
     made = Estimate(
         sizes=sizes,
         machine=machine,
@@ -317,7 +312,7 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
     asked = wishes.context
     if asked is None and wishes.concurrency is not None:
         asked = made.needs.longest(made.group_pages // wishes.concurrency, longest)
-    seqs = wishes.seqs
+    seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
     context, needed, blocks = fit_pages(pages, made.needs, max_position=longest, max_num_seqs=seqs, max_model_len=asked)
     flags = []
     if asked is not None or context < longest:

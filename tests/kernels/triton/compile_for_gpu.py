@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,13 @@ from quire.kernels.gpu import (
     triton_lora,
     triton_paged,
     triton_sampling,
+    triton_short_conv,
 )
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.quantized import Float8Weight, GroupedWeight
 from quire.kernels.rotation import Rope
+from quire.kernels.short_conv import Columns, ShortConv
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -155,6 +158,11 @@ def elementwise() -> None:
     for norms in ((None, None), (norm, norm)):
         rope = Rope(128, torch.empty(9, 128), *norms, 1e-5)
         triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
+    columns = Columns(torch.empty((4, 1, 2, 1365), dtype=torch.bfloat16), 16, torch.empty((3, 2, 1365)).bfloat16())
+    for bias in (None, torch.empty(1365)):
+        conv, where = ShortConv(torch.empty((3, 1365)), bias), replace(metadata, state_slots=positions)
+        where = replace(where, query_start=positions.int(), block_table=positions.int()[:, None])
+        triton_short_conv.short_conv(x[:, : 3 * 1365], conv, columns, where)
     for kv_dtype in KV_CODES:
         codes = torch.empty((2, 4, 16, 8, 128 + scale_elements(kv_dtype)), dtype=kv_dtype)
         triton_fused.rope_store(qkv, rope, *codes, metadata)

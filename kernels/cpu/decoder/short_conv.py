@@ -25,7 +25,7 @@ def check_columns(conv: ShortConv, columns: Columns, dtype: torch.dtype) -> None
         raise ValueError(f"a page must be one piece, and a convolution from 2 to {MOST_COLUMNS} tokens wide")
 
 
-def short_conv(
+def convolved(
     library: native.Native, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata
 ) -> Tensor:
     check_columns(conv, columns, bcx.dtype)

@@ -1,5 +1,5 @@
 // Gated short convolutions: kernels/short_conv.py says what they are, and where a column lies.
-#include "kernels.h"
+#include "../kernels.h"
 
 namespace {
 
