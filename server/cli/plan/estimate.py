@@ -224,9 +224,8 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     split = machine.count if machine.stages > 1 else min(machine.count, sizes.kv_heads)
     token = whole // split + own // sharing
     kept = token - own // sharing * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
-    block_size = PAGE
-    if wishes.kv_cache_dtype == "auto":  # flash-attn, whose pages are larger, holds no 8 bits
-        block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend)
+    large = wishes.kv_cache_dtype == "auto"  # flash-attn, whose pages are larger, holds no 8 bits
+    block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend) if large else PAGE
     groups = _groups(sizes, wishes, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     step = step_bytes(sizes, width)
