@@ -111,9 +111,9 @@ def hybrid(folder: Path) -> Path:
 
 @cache
 def engine(
-    folder: Path, blocks: int, budget: int, dtype: str, name: str = "", model: Literal["demo", "lfm2"] = "demo"
+    folder: Path, blocks: int, budget: int, dtype: str, name: str = "", served: Literal["demo", "lfm2"] = "demo"
 ) -> Engine:
-    speculative = None if model == "demo" else SpeculativeConfig(method="grammar", num_speculative_tokens=32)
+    speculative = None if served == "demo" else SpeculativeConfig(method="grammar", num_speculative_tokens=32)
     if name:
         method, model = weights(folder, name)
         speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=5)
@@ -121,7 +121,7 @@ def engine(
     caching = blocks > 20
     made = Engine(
         EngineConfig(
-            model=DEMO_MODEL if model == "demo" else str(hybrid(folder)),
+            model=DEMO_MODEL if served == "demo" else str(hybrid(folder)),
             threads=1,
             dtype=dtype,
             enable_prefix_caching=caching,
@@ -178,8 +178,8 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
     shape: tuple[int, int],
     dtype: str,
 ) -> None:
-    model, name = who
-    plain, requests = engine(folder, *shape, dtype, model=model), traffic(asked)
+    served, name = who
+    plain, requests = engine(folder, *shape, dtype, served=served), traffic(asked)
     wanted = answers(plain, requests, None)
     made, drafter = plain, None
     if name in LOADED:
@@ -190,7 +190,7 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
     for _ in range(2):  # the second time prompts are cached and others' answers known
         found = run(made, requests) if drafter is None else answers(made, requests, drafter)
         assert known(found) == known(wanted)
-    event(f"{model}, {name}: {'some' if made.stats.draft_tokens > before.draft_tokens else 'no'} guesses")
+    event(f"{served}, {name}: {'some' if made.stats.draft_tokens > before.draft_tokens else 'no'} guesses")
     event(f"{sum(made.stats.accepted_drafts) > sum(before.accepted_drafts)} that one was right")
     event(f"{made.stats.preemptions > before.preemptions} that one was preempted")
 
