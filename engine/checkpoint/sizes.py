@@ -167,8 +167,8 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     text = text_config(raw)
     if family is not None and not _optional(text, "num_attention_heads"):
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
-    kind, vocab = str(text.get("model_type", "")), _number(text, "vocab_size")
-    hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
+    kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
+    hidden, layers, vocab = (_number(text, name) for name in wanted)
     whole = kind == raw.get("model_type", "")
     notes = [] if whole else ["only the text part is counted, no image or audio tower"]
     windows = layer_windows(text, layers)
