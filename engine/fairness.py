@@ -5,7 +5,8 @@ the tokens computed for it, divided by its weight, and the waiting tenant with t
 that starts to wait is raised to at least the smallest counter of those that wait: idle time earns no credit.
 
 The paper preempts nobody, so long answers of one tenant could keep all places for minutes. Here a tenant that holds
-more places than another one's next sequence would give that one must let its newest ones wait: see `yielding`.
+more places than another one's next sequence would give that one must let its newest ones wait, and so must whatever is
+less urgent than what waits: see `yielding`.
 """
 
 from __future__ import annotations
@@ -67,18 +68,20 @@ class FairQueue:
     def yielding(self, first: Sequence, running: SequenceOf[Sequence]) -> list[Sequence]:
         """The running sequences that may be preempted for `first`, which goes next, in the order to preempt them.
 
-        They come after it in rank, and their tenant still runs at least as many for its weight without them as its own
-        tenant does with it. So each preemption makes the shares more equal, and none is answered by one back.
+        They are less urgent; or they come after it in rank, and their tenant still runs at least as many for its weight
+        without them as its own tenant does with it. So each preemption makes the shares of the most urgent more equal,
+        and none is answered by one back.
         """
-        tenant, rank = first.request.tenant, self.rank(first)
+        tenant, urgency, rank = first.request.tenant, first.request.priority, self.rank(first)
         held = Counter(seq.request.tenant for seq in running)
-        if len(held) == 1 and tenant in held:
+        if len(held) == 1 and tenant in held and all(seq.request.priority <= urgency for seq in running):
             return []
         share = (held[tenant] + 1) / first.request.weight
         found = []
         for seq in sorted(running, key=self.rank, reverse=True):
-            other = seq.request.tenant
-            if other != tenant and rank < self.rank(seq) and (held[other] - 1) / seq.request.weight >= share:
+            other, less_urgent = seq.request.tenant, seq.request.priority > urgency
+            beyond = other != tenant and (held[other] - 1) / seq.request.weight >= share
+            if less_urgent or (beyond and rank < self.rank(seq)):
                 held[other] -= 1
                 found.append(seq)
         return found

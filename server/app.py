@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -25,12 +25,13 @@ from quire.server import errors
 from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.bodies import Bodies
-from quire.server.access.budget import Budget
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, HeldMiddleware
 from quire.server.access.tenants import Tenants
 from quire.server.adapters import Adapters, adapters_of
+from quire.server.budget import Budget
 from quire.server.config import ServerConfig
+from quire.server.durable import Durable, durable, go_on
 from quire.server.generation.background import Background
 from quire.server.generation.fold import Kept
 from quire.server.generation.turns import Turns
@@ -44,7 +45,6 @@ from quire.server.observe.throughput import tell_throughput
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
-from quire.server.protocol.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.protocol.decisions import DecisionRequest
 from quire.server.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.server.protocol.ollama import (
@@ -62,12 +62,13 @@ from quire.server.protocol.pooling import (
     ScoreRequest,
 )
 from quire.server.protocol.responses import ResponsesRequest
+from quire.server.protocol.stored.batches import BatchRequest
+from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.protocol.weights import UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.routes import (
     chat,
     completions,
-    conversations,
     decisions,
     engine,
     invocations,
@@ -81,10 +82,12 @@ from quire.server.routes import (
 )
 from quire.server.routes.bodies import with_bodies
 from quire.server.routes.ollama import endpoints as ollama
+from quire.server.routes.stored import batches as batch_routes
+from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Runtime
 from quire.server.served_model import ModelSource, ServedModel, fingerprint
-from quire.server.store.store import Store
+from quire.server.store.data import Data, open_data
 from quire.server.version import VERSION
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
@@ -119,36 +122,34 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        group = weights_group(app, client)
-        workers: WorkerPool | None = None
-        store: Store | None = None
-        turns, background, beside = Turns(), Background(), ExitStack()
-        try:
-            store = open_store(config)
+        async with AsyncExitStack() as ending:  # the last one that began ends first
+            if spans is not None:
+                ending.push_async_callback(asyncio.to_thread, spans.close)
+            group = weights_group(app, client)
+            ending.push_async_callback(group.close)
+            ending.push_async_callback(client.link.stop)
+            data = open_kept(config)
+            if data is not None:
+                ending.callback(data.close)
             info = await client.link.start()
-            served = beside.enter_context(adapters_of(config, modules, lambda: in_use(client), device=info.device))
+            served = ending.enter_context(adapters_of(config, modules, lambda: in_use(client), device=info.device))
             app.state.model = model = _started(unstarted, info, client.link.weights_version, served)
             known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
-            workers = WorkerPool(known, model.adapters)
+            ending.push_async_callback((workers := WorkerPool(known, model.adapters)).close)
+            ending.callback((turns := Turns()).close)
+            ending.push_async_callback((background := Background()).close)
+            parts = None
+            if data is not None:
+                parts = await ending.enter_async_context(durable(data, app, tenants, config))
             app.state.admission = admission = Admission(client, config, info.max_model_len, keyed=tenants.closed)
             app.state.runtime = _runtime(
-                config, info, model, admission, client, group, workers, turns, background, store, gateways, served
+                config, info, model, admission, client, group, workers, turns, background, gateways, served, parts
             )
+            if parts is not None:
+                ending.callback(asyncio.create_task(go_on(parts, app, tenants)).cancel)
             if not (config.disable_log_stats or isinstance(client.link, HubLink)):
-                beside.callback(asyncio.create_task(tell_throughput(client)).cancel)
+                ending.callback(asyncio.create_task(tell_throughput(client)).cancel)
             yield
-        finally:
-            await background.close()
-            turns.close()
-            if store is not None:
-                store.close()
-            if workers is not None:
-                await workers.close()
-            await client.link.stop()
-            await group.close()
-            beside.close()
-            if spans is not None:
-                await asyncio.to_thread(spans.close)
 
     app = _application(lifespan)
     _add_middleware(app, config, tenants, gateways, spans)
@@ -198,13 +199,13 @@ def _tell_version(app: FastAPI, version: str) -> None:
 
 def _add_routes(app: FastAPI) -> None:
     generating = (completions, chat, messages, responses, conversations, decisions, vectors, invocations, ollama)
-    for module in (*generating, models, tokenize, requests, engine, status, page):
+    for module in (*generating, batch_routes, files, streams, models, tokenize, requests, engine, status, page):
         app.include_router(module.router)
     with_bodies(app, CompletionRequest, ChatRequest, MessagesRequest, CountTokensRequest, ResponsesRequest)
     with_bodies(app, ConversationRequest, MetadataRequest, ItemsRequest, DecisionRequest)
     with_bodies(app, EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
     with_bodies(app, TokenizeRequest, DetokenizeRequest, UpdateWeightsRequest, WeightsGroupRequest)
-    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest)
+    with_bodies(app, LoadAdapterRequest, UnloadAdapterRequest, OllamaShowRequest, BatchRequest)
     with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
@@ -218,9 +219,9 @@ def _runtime(
     workers: WorkerPool,
     turns: Turns,
     background: Background,
-    store: Store | None,
     gateways: Gateways,
     adapters: Adapters | None,
+    parts: Durable | None,
 ) -> Runtime:
     metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
     log = RequestLog(config.request_history)
@@ -245,7 +246,7 @@ def _runtime(
         turns=turns,
         kept=Kept(),
         background=background,
-        store=store,
+        durable=parts,
         gateways=gateways,
         adapters=adapters,
     )
@@ -262,6 +263,8 @@ def _add_middleware(
     ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
+    if config.data_dir is not None:
+        app.add_middleware(streams.LastEventMiddleware)
     app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
@@ -293,10 +296,8 @@ def open_spans(config: ServerConfig, client: EngineClient) -> OpenTelemetrySpans
     return None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), client.history)
 
 
-def open_store(config: ServerConfig) -> Store | None:
-    """What keeps responses, if the operator wants any kept. Raises ConfigError."""
+def open_kept(config: ServerConfig) -> Data | None:
+    """What is kept, if the operator wants anything kept. Raises ConfigError."""
     if config.data_dir is None:
         return None
-    store = Store(config.data_dir, int(config.max_stored_size * 2**30))
-    store.end_unfinished(responses.lost)
-    return store
+    return open_data(config.data_dir, int(config.max_stored_size * 2**30))

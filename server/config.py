@@ -96,10 +96,16 @@ class ServerConfig(EngineConfig):
     strict: bool = Field(False, description="Refuse request fields without effect, instead of naming them in a header")
     trust_request_chat_template: bool = Field(False, description="Requests may bring a chat template of their own")
     data_dir: Path | None = Field(
-        None, description="Directory that keeps responses and conversations; default: none are stored"
+        None, description="Directory that keeps responses, conversations, files, batches and streams; default: none are"
     )
     max_stored_size: float = Field(
         1.0, gt=0, description="GiB that they may take; the oldest of the API key with most are forgotten"
+    )
+    stream_grace: float = Field(
+        600.0,
+        ge=0,
+        le=86_400,
+        description="Seconds for which a stream that nobody reads can be resumed: see --data-dir",
     )
     tool_call_parser: ToolCallParser = Field("auto", description="Format of tool calls; auto: the chat template's")
     reasoning_parser: ReasoningParser = Field(

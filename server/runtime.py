@@ -13,7 +13,9 @@ from quire.engine.types import EngineInfo
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
 from quire.server.adapters import Adapters
+from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
+from quire.server.durable import Durable
 from quire.server.generation.background import Background
 from quire.server.generation.fold import Kept
 from quire.server.generation.turns import Turns
@@ -22,6 +24,7 @@ from quire.server.observe.metrics import Metrics
 from quire.server.observe.others import Others
 from quire.server.observe.request_log import RequestLog
 from quire.server.store.store import Store
+from quire.server.streams import Streams
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 
@@ -46,10 +49,23 @@ class Runtime:
     turns: Turns
     kept: Kept
     background: Background
-    store: Store | None
+    durable: Durable | None
+    """None without --data-dir."""
     gateways: Gateways
     adapters: Adapters | None
     """None where none are served."""
+
+    @property
+    def store(self) -> Store | None:
+        return None if self.durable is None else self.durable.store
+
+    @property
+    def batches(self) -> BatchRunner | None:
+        return None if self.durable is None else self.durable.batches
+
+    @property
+    def streams(self) -> Streams | None:
+        return None if self.durable is None else self.durable.streams
 
 
 def runtime_of(request: Request) -> Runtime:

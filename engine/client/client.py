@@ -253,7 +253,7 @@ class EngineClient:
 
     def request(self, request_id: str) -> Request:
         entry = self._open[request_id]
-        return msgspec.structs.replace(entry.request, emitted_ids=list(entry.emitted))
+        return msgspec.structs.replace(entry.request, emitted_ids=entry.request.emitted_ids + entry.emitted)
 
     def deliver(self, outputs: Sequence[RequestOutput], step: StepRecord | None = None, engine: int = 0) -> None:
         outputs = [self._noted(output) for output in outputs]

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from quire.engine.client.client import EngineClient
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
-from quire.server.access.budget import Budget
 from quire.server.access.rate_limits import Reservation
 from quire.server.access.tenants import Tenant
+from quire.server.budget import Budget
 from quire.server.config import ServerConfig
 
 SHUTTING_DOWN = "The server is shutting down"

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from quire.engine.errors import InvalidRequest, Overloaded
 from quire.server.access.authentication import tenant_of
-from quire.server.access.budget import Budget
+from quire.server.budget import Budget
 
 FREE_BYTES = 64 * 1024
 """Bodies up to this size are not counted: the connection that brings one has a buffer as large."""

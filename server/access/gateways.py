@@ -18,6 +18,8 @@ from quire.server.config import ServerConfig
 from quire.server.protocol.common import SOUND_ID
 
 FAIRNESS, OBJECTIVE = "x-gateway-inference-fairness-id", "x-gateway-inference-objective"
+PRIORITY = "quire.priority"
+"""The scope's key of the priority of what the server asks itself."""
 
 
 class Gateways:
@@ -45,7 +47,10 @@ class Gateways:
         return replace(tenant, name=f"{tenant.name}/{name}")
 
     def priority(self, scope: Scope) -> int | None:
-        """The priority of the objective that the gateway names; None where it names none that is known."""
+        """The priority of the objective that the gateway names, or of what the server asks itself; None where nobody
+        names one that is known."""
+        if (own := scope.get(PRIORITY)) is not None:
+            return int(own)
         name = self._told(scope, OBJECTIVE)
         return None if name is None else self._priorities.get(name)
 

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.engine.errors import Overloaded
 from quire.server.access.authentication import tenant_of
 from quire.server.access.bodies import FREE_BYTES
-from quire.server.access.budget import Budget
+from quire.server.budget import Budget
 
 HELD_BYTES = 64 << 20
 """Of all requests. Sixty agents that send 100 KB of tools and instructions, which a response repeats, hold 18 MB."""

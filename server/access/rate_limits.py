@@ -62,6 +62,11 @@ class RateLimits:
         self._requests = None if requests_per_minute is None else Bucket(requests_per_minute, clock)
         self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, clock)
 
+    def like_new(self) -> RateLimits:
+        """The same limits, of which nothing has been used."""
+        limits = [None if bucket is None else bucket.per_minute for bucket in (self._requests, self._tokens)]
+        return RateLimits(limits[0], limits[1])
+
     @property
     def limited(self) -> bool:
         return self._requests is not None or self._tokens is not None

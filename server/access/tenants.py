@@ -100,6 +100,11 @@ class Tenants:
         found = [tenant for tenant in self._all if hmac.compare_digest(given, tenant.digest)]
         return found[0] if found else None
 
+    def owner(self, digest: str) -> Tenant | None:
+        """The tenant whose key has this digest, in hexadecimal; None where the key is not taken any more."""
+        known = self._all or [self.anonymous]
+        return next((tenant for tenant in known if tenant.digest.hex() == digest), None)
+
     def _entries(self) -> Iterator[tuple[str, KeyEntry, str]]:
         """For each key its tenant's name, its entry and the setting that it comes from."""
         config = self._config

@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": "serve a model behind the OpenAI API",
     "chat": "chat in the terminal, with a running server or an engine of its own",
     "run": "answer a file of OpenAI batch requests offline",
+    "batch": "hand such a file to a running server, and fetch the results",
     "models": "models with short names: what fits on this machine, and how fast it can be",
     "pull": "download a model from the hub, or what is new of it",
     "list": "the models that are downloaded, and how large they are",

@@ -30,7 +30,9 @@ from quire.server.fleet.fleet import Fleet, Member
 
 _ASLEEP = frozenset({"/tokenize", "/detokenize", "/sleep", "/wake_up", "/update_weights", "/v1/messages/count_tokens"})
 """What is posted here needs no engine, or wakes it itself."""
-_BY_ID = ("/v1/responses/", "/v1/conversations/", "/v1/requests/", "/v1/chat/completions/")
+_NOT_HERE = ("/v1/files", "/v1/batches")
+"""Paths of what a server of one model keeps."""
+_BY_ID = ("/v1/streams/", "/v1/responses/", "/v1/conversations/", "/v1/requests/", "/v1/chat/completions/")
 """Paths that name what one of the models made, and not the model."""
 
 
@@ -75,6 +77,8 @@ class FleetApp:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         try:
+            if path.startswith(_NOT_HERE):
+                raise RequestNotFound("With --models there are no files and batches: serve the model alone for them")
             if method in ("GET", "HEAD") and path in ("/health", "/live", "/ready", "/ping"):
                 response = Response(status_code=200 if self._fleet.alive else 503)
             elif method == "GET" and path == "/v1/models":

@@ -56,7 +56,8 @@ class MessageFormat:
 class MessageParser:
     """Parses one answer as its text arrives."""
 
-    def __init__(self, format: MessageFormat) -> None:
+    def __init__(self, format: MessageFormat, name: str = "") -> None:
+        """`name`: the answer's; no other has it."""
         self._include_reasoning = format.include_reasoning
         stops = () if format.tools is None else format.tools.markers
         self._reasoning = None if format.reasoning is None else ReasoningParser(format.reasoning, format.begun, stops)
@@ -64,7 +65,7 @@ class MessageParser:
         self._calls_only = format.calls_only
         self._tools = None
         if format.tools is not None:
-            self._tools = ToolParser(format.tools, format.known, None if format.parallel else 1)
+            self._tools = ToolParser(format.tools, format.known, None if format.parallel else 1, name)
 
     @property
     def reasoning_tokens(self) -> int:

@@ -62,6 +62,8 @@ class Background:
 
     def __init__(self) -> None:
         self._running: dict[Key, Running] = {}
+        self.closing = False
+        """Whether all are ended because the process ends."""
 
     def find(self, key: Key) -> Running | None:
         return self._running.get(key)
@@ -103,5 +105,6 @@ class Background:
 
     async def close(self) -> None:
         """End all."""
+        self.closing = True
         for key in list(self._running):
             await self.cancel(key)

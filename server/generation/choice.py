@@ -76,7 +76,7 @@ class Choice:
         asked = (params.logprobs is not None, spec.prompt_logprobs is not None, spec.message is not None)
         self._plain = not (any(asked) or spec.echo or spec.token_ids)
         """Whether a delta has a text and nothing else, but for the last."""
-        self._message = None if spec.message is None else MessageParser(spec.message)
+        self._message = None if spec.message is None else MessageParser(spec.message, f"{spec.id}/{index}")
         rule = spec.repetition
         self._repetition = None if rule is None else RepetitionDetector(rule, params.min_tokens)
         self._logprobs: deque[TokenLogprob] = deque()

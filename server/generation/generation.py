@@ -13,6 +13,7 @@ from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.fold import Answer
 from quire.server.generation.spec import GenerationSpec
 from quire.server.observe.metrics import Metrics
+from quire.server.store.calls import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,15 @@ class Generation(ABC):
         self._spec = spec
         self._metrics = metrics
         self._choices = [Choice(i, spec.prompts[i // n], spec, tokenizer) for i in range(spec.num_choices)]
+        self.progress = Progress()
+        """Of a resumable spec: what it has so far."""
         self._cut_short = False
         """Whether some choice was ended before it was complete."""
         self._began = time.monotonic()
 
     @abstractmethod
     def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """What each step added, at most one delta per choice; never an empty list. Ends when all choices have ended.
+        """What each step added, a choice's deltas in order; never an empty list. Ends when all choices have ended.
 
         Raises EngineError when the engine failed one of them, Timeout or QueueTimeout when a deadline passed.
         """

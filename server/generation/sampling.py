@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -18,6 +18,7 @@ from quire.server.generation.generation import Generation, Sink
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.turns import Turns
 from quire.server.observe.metrics import Metrics
+from quire.server.store.calls import Progress
 
 
 class Sampling(Generation):
@@ -30,29 +31,52 @@ class Sampling(Generation):
         super().__init__(spec, tokenizer, metrics)
         params = spec.params
         single = msgspec.structs.replace(params, n=1)
-        self._by_id = {f"{spec.id}-{choice.index}": choice for choice in self._choices}
+        again = f".{spec.attempt}" if spec.attempt else ""
+        self._by_id = {f"{spec.id}-{choice.index}{again}": choice for choice in self._choices}
+        self.progress = Progress([self._known(i) for i in range(spec.num_choices)], [-1] * spec.num_choices)
+        if spec.progress is not None and spec.progress.cached:
+            self.progress.cached = list(spec.progress.cached)
         requests = [
-            spec.request(request_id, choice.prompt.ids, single, params.choice_seed(choice.index % params.n))
-            for request_id, choice in self._by_id.items()
+            spec.request(id, choice.prompt.ids, single, params.choice_seed(choice.index % params.n), [*known])
+            for (id, choice), known in zip(self._by_id.items(), self.progress.ids, strict=True)
         ]
         self._stream = client.submit(requests, spec.answer_id)
         self._turns = turns
         self._deadlines = Deadlines(self._stream, timeout=spec.timeout, queue_timeout=spec.queue_timeout)
 
+    def _known(self, choice: int) -> list[int]:
+        """Tokens that the engine need not compute again: all but the last, for with that comes the answer's end. None
+        where their log probabilities are asked for, too."""
+        spec = self._spec
+        if spec.progress is None or not spec.progress.ids or spec.logprobs or spec.prompt_logprobs is not None:
+            return []
+        return spec.progress.ids[choice][:-1]
+
     async def deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
         try:
+            for request_id, known in zip(self._by_id, [*map(tuple, self.progress.ids)], strict=True):
+                for delta in self._pushed_again(request_id, known):
+                    yield [delta]
             async for outputs in self._stream:
                 if self._spec.params.prompt_logprobs is None:
-                    step = self._pushed(outputs)
-                else:
-                    step = [delta async for delta in self._pushed_in_turn(outputs)]
-                if step:
+                    for step in self._pushed(outputs):
+                        yield step
+                elif step := [delta async for delta in self._pushed_in_turn(outputs)]:
                     yield step
         except EngineError:
             self._cut_off("error")
             raise
         finally:
             self.close()
+
+    def _pushed_again(self, request_id: str, known: Sequence[int]) -> Iterator[ChoiceDelta]:
+        """The deltas of tokens that a choice had before."""
+        choice = self._by_id[request_id]
+        for id in known:
+            output = RequestOutput(request_id, [id], cached_tokens=self.progress.cached[choice.index])
+            if not choice.finished and (delta := choice.push(output)) is not None:
+                yield delta
+                self._end_with(request_id, delta)
 
     def shorten(self, sink: Sink) -> None:
         if self._spec.params.prompt_logprobs is None:
@@ -62,26 +86,58 @@ class Sampling(Generation):
         """Give the sink what these outputs make, if it can take it."""
         if not sink.ready():
             return False
-        if step := self._pushed(outputs):
+        for step in self._pushed(outputs):
             sink.take(step)
         return True
 
-    def _pushed(self, outputs: list[RequestOutput]) -> list[ChoiceDelta]:
-        now, step = time.monotonic(), []
+    def _pushed(self, outputs: list[RequestOutput]) -> Iterator[list[ChoiceDelta]]:
+        """The steps that outputs make: one, but of a resumable spec one for each token."""
+        now = time.monotonic()
+        if self._spec.resumable:
+            for single in (single for output in outputs for single in self._singles(output)):
+                if (delta := self._push(single, now)) is not None:
+                    yield [delta]
+            return
+        step = []
         for output in outputs:  # a comprehension takes a quarter longer for the one that there mostly is
             delta = self._push(output, now)
             if delta is not None:
                 step.append(delta)
-        return step
+        if step:
+            yield step
 
     async def _pushed_in_turn(self, outputs: list[RequestOutput]) -> AsyncIterator[ChoiceDelta]:
         """The deltas of outputs that may hold the log probabilities of a whole prompt."""
         now = time.monotonic()
-        for output in outputs:
-            async with self._turns:
-                delta = self._push(output, now)
-            if delta is not None:
-                yield delta
+        for whole in outputs:
+            for output in self._singles(whole) if self._spec.resumable else (whole,):
+                async with self._turns:
+                    delta = self._push(output, now)
+                if delta is not None:
+                    yield delta
+
+    def _singles(self, output: RequestOutput) -> list[RequestOutput]:
+        """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
+        says what was cached when it was made first."""
+        index = self._by_id[output.id].index
+        self.progress.ids[index] += output.new_ids
+        if self.progress.cached[index] < 0:
+            self.progress.cached[index] = output.cached_tokens
+        output = msgspec.structs.replace(output, cached_tokens=self.progress.cached[index])
+        if len(output.new_ids) < 2:
+            return [output]
+        logprobs = output.logprobs
+        singles = [
+            RequestOutput(output.id, [id], None if logprobs is None else [logprobs[at]])
+            for at, id in enumerate(output.new_ids[:-1])
+        ]
+        first = msgspec.structs.replace(
+            singles[0], prompt_logprobs=output.prompt_logprobs, cached_tokens=output.cached_tokens
+        )
+        last = msgspec.structs.replace(
+            output, new_ids=output.new_ids[-1:], logprobs=logprobs and logprobs[-1:], prompt_logprobs=None
+        )
+        return [first, *singles[1:], last]
 
     def _push(self, output: RequestOutput, now: float) -> ChoiceDelta | None:
         """Add an output to its choice. Returns the delta, or None when there is nothing to show yet."""
@@ -101,10 +157,15 @@ class Sampling(Generation):
             else:
                 self._metrics.next_token(now - choice.last_at)
             choice.last_at = now
-        if delta is not None and delta.finish_reason is not None:
-            self._stream.abort(output.id, delta.finish_reason)  # Does nothing when the engine has ended it.
-            self._end(choice, delta.finish_reason)
+        if delta is not None:
+            self._end_with(output.id, delta)
         return delta
+
+    def _end_with(self, request_id: str, delta: ChoiceDelta) -> None:
+        """End a choice whose last delta this is."""
+        if delta.finish_reason is not None:
+            self._stream.abort(request_id, delta.finish_reason)  # Does nothing when the engine has ended it.
+            self._end(self._by_id[request_id], delta.finish_reason)
 
     @property
     def weights_version(self) -> str:

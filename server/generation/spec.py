@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from quire.engine.types import Adapter, Request, SamplingParams
 from quire.server.formats.message import MessageFormat
 from quire.server.generation.questions import Question
 from quire.server.generation.response_fields import ResponseFields
+from quire.server.store.calls import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,15 @@ class GenerationSpec:
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers of the response."""
 
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Of the answer, in seconds of the Unix clock."""
+    resumable: bool = False
+    """Its events are numbered, and always the same: each token is a step of its own."""
+    progress: Progress | None = None
+    """What an answer that is made again had before."""
+    attempt: int = 0
+    """How often the answer was made before."""
+
     @property
     def answer_id(self) -> str:
         return self.name or self.id
@@ -113,7 +124,9 @@ class GenerationSpec:
         known, _, promise = model.rpartition("_")
         return model if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
-    def request(self, id: str, prompt_ids: list[int], params: SamplingParams, seed: int) -> Request:
+    def request(
+        self, id: str, prompt_ids: list[int], params: SamplingParams, seed: int, emitted: list[int] | None = None
+    ) -> Request:
         """The engine's request for one sequence."""
         return Request(
             id=id,
@@ -125,4 +138,5 @@ class GenerationSpec:
             tenant=self.tenant,
             weight=self.weight,
             adapter=self.adapter,
+            emitted_ids=emitted or [],
         )

@@ -63,7 +63,9 @@ class RequestLog:
             self._jobs[job] = record
             self._order.append(record)
         while len(self._order) > self._keep:
-            del self._jobs[self._order.popleft().job or ""]
+            first = self._order.popleft()
+            if self._jobs.get(first.job or "") is first:  # else the call was made again since
+                del self._jobs[first.job or ""]
 
     @property
     def records(self) -> list[RequestRecord]:

@@ -25,6 +25,7 @@ from quire.server.resolve.common import Resolved, measured
 from quire.server.runtime import runtime_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import closing_on_disconnect
+from quire.server.streams import BODY, PATHS, RESUMED, pinned, same_adapter
 
 Result = TypeVar("Result")
 Work = Callable[[bytes, ServedModel, ServerConfig], Result]
@@ -46,9 +47,16 @@ async def worked_on(request: Request, work: Work[Result]) -> Result:
     Raises what Bodies.read, WorkerPool.run and Hold.grow raise; HTTPException, which nobody will see, when the client
     has left.
     """
+    runtime = runtime_of(request)
+    keep = runtime.streams is not None and request.scope["path"] in PATHS
     try:
-        async with runtime_of(request).bodies.read(request) as body:
-            return await _here_or_there(request, body, work)
+        async with runtime.bodies.read(request) as body:
+            pieces = tuple(body.pieces) if keep else ()
+            made = await _here_or_there(request, body, work)
+            if keep:
+                hold(request.scope, body.size)
+                request.scope[BODY] = b"".join(pieces)
+            return made
     except ClientDisconnect:
         raise HTTPException(CLIENT_CLOSED_REQUEST) from None
 
@@ -69,7 +77,7 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
         await _unless_left(request, runtime_of(request).grammars.check(call.grammars, tenant, call.parts))
     spec = call.spec
     urgency = runtime_of(request).gateways.priority(request.scope)
-    return replace(
+    spec = replace(
         spec,
         name=spec.name or chosen_name(request, spec.id_prefix),
         tenant=tenant.name,
@@ -79,6 +87,25 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
         adapter=chosen_adapter(request, spec.model),
         grammar_field=call.grammars[-1][0] if call.grammars else None,
     )
+    return await _pinned(request, spec) if BODY in request.scope else spec
+
+
+async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
+    """A spec that may be asked for again, or one that is. Raises what Streams.claimed raises."""
+    streams, owner = runtime_of(request).streams, owner_of(request)
+    assert streams is not None
+    resumed = request.scope.get(RESUMED)
+    if resumed is None:
+        resumed = await streams.claimed(request, owner, request.scope[BODY], stream=spec.stream)
+        request.scope[RESUMED] = resumed
+    if not same_adapter(resumed, spec.adapter):
+        raise HTTPException(409, "The adapter of this answer has been changed since")
+    return pinned(spec, resumed, deterministic=runtime_of(request).info.deterministic)
+
+
+def owner_of(request: Request) -> str:
+    """Whose what is kept is: the key's digest, as its name may pass to another key."""
+    return tenant_of(request.scope).digest.hex()
 
 
 def chosen_adapter(request: Request, name: str) -> Adapter | None:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from quire.server.access.admission import admission_of
 from quire.server.access.authentication import tenant_of
 from quire.server.bursts import TRANSPORT, BurstTransport
+from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
 from quire.server.generation.fold import fold
@@ -17,10 +18,14 @@ from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
 from quire.server.generation.turns import Turns
-from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION
+from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, owner_of
 from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
+from quire.server.streams import BODY, KEY, RESUMED
+
+STREAM_ID = "X-Stream-Id"
+"""The header of a stream that can be resumed: GET /v1/streams/{id}."""
 
 
 async def nothing() -> None:
@@ -35,10 +40,15 @@ async def reply(
     Raises what `begin` and Kept.call's function raise, and EngineError when the engine failed a whole answer."""
     runtime = runtime_of(request)
     generation, close = begin(request, spec)
+    close = await journaled(request, spec, generation, close)
     if spec.stream:
         transport = request.scope.get(TRANSPORT)
-        events = events_of(generation, writer, spec, runtime.turns, ended, transport)
         headers = {**spec.headers, WEIGHTS_VERSION: generation.weights_version}
+        if spec.resumable:
+            resumed = request.scope.get(RESUMED)
+            writer = NumberedWriter(writer, spec, () if resumed is None else resumed.seen)
+            headers[STREAM_ID] = spec.id
+        events = events_of(generation, writer, spec, runtime.turns, ended, transport)
         return EventStream(
             *(events, close, headers, runtime.config),
             media=writer.MEDIA,
@@ -60,6 +70,21 @@ async def reply(
     await ended()
     headers = {**spec.headers, WEIGHTS_VERSION: writer.weights_version}
     return Response(body, 200, headers, "application/json")
+
+
+async def journaled(
+    request: Request, spec: GenerationSpec, generation: Generation, close: Callable[[], None]
+) -> Callable[[], None]:
+    """What ends a call: one that can be asked for again is in the journal before its first event is sent."""
+    streams = runtime_of(request).streams
+    if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
+        return close
+    known = (owner_of(request), spec, model_of(request).fingerprint, generation.progress)
+    try:
+        return await streams.begin(request, *known, close)
+    except BaseException:
+        close()
+        raise
 
 
 def begin(request: Request, spec: GenerationSpec) -> tuple[Generation, Callable[[], None]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequest, RequestNotFound
-from quire.server.access.admission import GenerationRoute
-from quire.server.access.authentication import tenant_of
+from quire.server.access.admission import GenerationRoute, admission_of
 from quire.server.access.held import hold, hold_of
 from quire.server.encoding import encode_event
 from quire.server.generation.answers.responses import ResponsesWriter
@@ -23,9 +21,9 @@ from quire.server.generation.background import Running
 from quire.server.generation.spec import GenerationSpec
 from quire.server.protocol.responses import ResponsesRequest
 from quire.server.resolve.translated.responses import resolve_response
-from quire.server.routes.bodies import documented, resolved
-from quire.server.routes.pages import Limit, Order, answer, listed
-from quire.server.routes.reply import begin, events_of, nothing, reply
+from quire.server.routes.bodies import documented, owner_of, resolved
+from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
+from quire.server.routes.stored.pages import Limit, Order, answer, listed
 from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
@@ -81,13 +79,6 @@ class Keeper:
         await asyncio.to_thread(store.put, self.owner, new)
 
 
-def lost(kept: Stored) -> Stored:
-    """What becomes of a response whose server has ended."""
-    error = {"code": "server_error", "message": "The server ended before the response was complete"}
-    response = {**json.loads(kept.data), "status": "failed", "error": error}
-    return replace(kept, about={**kept.about, "status": "failed"}, data=json.dumps(response).encode())
-
-
 @creating.post("/v1/responses", response_model=None, openapi_extra=documented(ResponsesRequest))
 async def create_response(request: Request) -> Response:
     """Answer an input."""
@@ -113,6 +104,7 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
     try:
         hold(request.scope, 2 * len(spec.response.repeated))  # in what the caller is sent
         generation, close = begin(request, spec)
+        close = await journaled(request, spec, generation, close)
         queued = writer.so_far("queued")
         await keeper.begun(queued)
     except BaseException:
@@ -122,7 +114,11 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
 
     async def ended() -> None:
         try:
+            if writer.unfinished and (runtime.background.closing or admission_of(request).draining):
+                return  # the next process goes on with it
             await keeper.keep()
+            if runtime.streams is not None:
+                await runtime.streams.forget(keeper.owner, spec.id)
         finally:
             held.end()
 
@@ -187,11 +183,6 @@ async def list_input_items(
     """The items of the response's own input."""
     await _find(request, response_id)
     return await listed(request, store_of(request, response_id), owner_of(request), response_id, limit, order, after)
-
-
-def owner_of(request: Request) -> str:
-    """Whose the stored objects are: the key's digest, as its name may pass to another key."""
-    return tenant_of(request.scope).digest.hex()
 
 
 def store_of(request: Request, id: str) -> Store:

@@ -1,4 +1,4 @@
-"""The tables of the store's file, and what an earlier version wrote."""
+"""The tables of the database, and what an earlier version wrote."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 import sqlite3
 from typing import Any
 
-VERSION = 1
-"""The file's user_version. Version 0 had one table, `kept`, with all of an object as one JSON text."""
-TABLES = """
+VERSION = 2
+"""The file's user_version. Version 0 had one table, `kept`, with all of an object as one JSON text; version 1 had no
+files, batches and calls."""
+_OBJECTS = """
 create table objects (
     owner text not null, id text not null, kind text not null, at real not null, unfinished integer not null,
     size integer not null, count integer not null, about text not null, data blob not null, primary key (owner, id));
@@ -17,6 +18,27 @@ create table items (
     owner text not null, parent text not null, place integer not null, id text not null, data blob not null,
     primary key (owner, parent, place));
 create unique index items_by_id on items (owner, parent, id);
+"""
+_BATCHES = """
+create table files (
+    owner text not null, id text not null, created integer not null, expires integer, bytes integer not null,
+    name text not null, purpose text not null, primary key (owner, id));
+create index files_by_age on files (owner, created, id);
+create table batches (
+    owner text not null, id text not null, created integer not null, ends integer not null, status text not null,
+    data blob not null, primary key (owner, id));
+create index batches_by_age on batches (owner, created, id);
+create index batches_by_status on batches (status);
+create table lines (
+    batch text not null, place integer not null, number integer not null, start integer not null,
+    length integer not null, custom_id text not null, failed integer, result blob, primary key (batch, place))
+    without rowid;
+create index lines_left on lines (batch, place) where failed is null;
+create table calls (
+    owner text not null, id text not null, path text not null, body blob not null, pins blob not null,
+    name text, ends real not null, size integer not null, progress blob not null, primary key (owner, id));
+create unique index calls_by_name on calls (owner, name) where name is not null;
+create index calls_by_end on calls (ends);
 """
 
 
@@ -34,7 +56,8 @@ def prepare(database: sqlite3.Connection, row: int) -> None:
         return
     database.execute("begin immediate")
     try:
-        for statement in filter(str.strip, TABLES.split(";")):
+        tables = _BATCHES if version == 1 else _OBJECTS + _BATCHES
+        for statement in filter(str.strip, tables.split(";")):
             database.execute(statement)
         if database.execute("select 1 from sqlite_master where name = 'kept'").fetchone():
             _convert(database, row)

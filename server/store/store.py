@@ -6,11 +6,8 @@ JSON that answers give: most of these only repeat bytes, and none needs more tha
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -18,14 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from quire.engine.errors import ConfigError
-from quire.server.store.schema import prepare
+from quire.server.store.database import FILE, PATIENCE, ROW, Database
 
-FILE = "responses.sqlite3"
-PATIENCE = 10.0
-"""Seconds that a read or a write waits for another."""
-ROW = 256
-"""Bytes that a row counts beside what is in it, so that the bound of all bytes bounds the rows too."""
 PAGE_BYTES = 4 << 20
 """A page of items ends behind the one that reaches it: 100 large ones would be 400 MB in one answer."""
 Kind = Literal["response", "conversation"]
@@ -92,24 +83,11 @@ class Store:
     When they take more than `max_bytes` together, the oldest of the owner with most bytes are forgotten.
     """
 
-    def __init__(self, folder: Path, max_bytes: int) -> None:
-        """Raises ConfigError for a folder that cannot be used, or that another server uses."""
+    def __init__(self, database: Database, max_bytes: int) -> None:
+        self._database = database
         self._max_bytes = max_bytes
-        self._mutex = threading.Lock()
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._held = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-            self._database = sqlite3.connect(
-                folder / FILE, timeout=PATIENCE, check_same_thread=False, isolation_level=None
-            )
-            prepare(self._database, ROW)
-        except BlockingIOError:
-            raise ConfigError("data_dir: another server uses this folder", param="data_dir") from None
-        except (OSError, sqlite3.Error, ValueError) as error:
-            raise ConfigError(f"data_dir: cannot keep responses in {folder}: {error}", param="data_dir") from None
-        sizes = self._database.execute("select owner, sum(size) from objects group by owner")
+        with database.reading() as connection:
+            sizes = connection.execute("select owner, sum(size) from objects group by owner").fetchall()
         self._sizes: dict[str, int] = {owner: int(size) for owner, size in sizes}
 
     @property
@@ -117,30 +95,26 @@ class Store:
         """Bytes of all that is kept."""
         return sum(self._sizes.values())
 
-    def close(self) -> None:
-        self._database.close()
-        os.close(self._held)
-
     def get(self, owner: str, kind: Kind, id: str) -> Stored | None:
-        with self._mutex:
-            return _get(self._database, owner, kind, id)
+        with self._database.reading() as database:
+            return _get(database, owner, kind, id)
 
     def known(self, owner: str, kind: Kind, id: str) -> Known | None:
-        with self._mutex:
-            return _known(self._database, owner, kind, id)
+        with self._database.reading() as database:
+            return _known(database, owner, kind, id)
 
     def put(self, owner: str, new: Put) -> None:
         with self._writing() as database:
-            self._drop(owner, new.id)
+            self._drop(database, owner, new.id)
             stored = new.stored
             size = ROW + len(stored.data) + size_of(new.items)
             row = (owner, new.id, stored.kind, time.time(), new.unfinished, size, len(new.items))
             database.execute(
                 "insert into objects values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, json.dumps(stored.about), stored.data)
             )
-            self._insert(owner, new.id, new.items, 0)
+            _insert(database, owner, new.id, new.items, 0)
             self._sizes[owner] = self._sizes.get(owner, 0) + size
-            self._make_room()
+            self._make_room(database)
 
     def append(self, owner: str, id: str, items: Sequence[Item], check: Callable[[Known], None] | None = None) -> bool:
         """Add items behind the others of a conversation. Whether there is one. `check` may raise what refuses them."""
@@ -152,9 +126,9 @@ class Store:
                 check(known)
             last = "select max(place) from items where owner = ? and parent = ?"
             place = database.execute(last, (owner, id)).fetchone()[0]
-            self._insert(owner, id, items, 0 if place is None else place + 1)
-            self._grow(owner, id, size_of(items), len(items))
-            self._make_room()
+            _insert(database, owner, id, items, 0 if place is None else place + 1)
+            self._grow(database, owner, id, size_of(items), len(items))
+            self._make_room(database)
             return True
 
     def change(self, owner: str, id: str, change: Callable[[bytes], bytes]) -> bytes | None:
@@ -166,24 +140,24 @@ class Store:
                 return None
             data = change(stored.data)
             database.execute("update objects set data = ? where owner = ? and id = ?", (data, owner, id))
-            self._grow(owner, id, len(data) - len(stored.data), 0)
-            self._make_room()
+            self._grow(database, owner, id, len(data) - len(stored.data), 0)
+            self._make_room(database)
             return data
 
     def page(self, owner: str, id: str, limit: int, *, newest_first: bool, after: str | None) -> Page | None:
         """The next items of an object, `limit` at most, behind the one with the id `after`. None where `after` is not
         one of them."""
         sign, order = ("<", "desc") if newest_first else (">", "asc")
-        with self._mutex:
+        with self._database.reading() as database:
             where, given = "owner = ? and parent = ?", [owner, id]
             if after is not None:
-                place = self._database.execute(f"select place from items where {where} and id = ?", (*given, after))
+                place = database.execute(f"select place from items where {where} and id = ?", (*given, after))
                 if (found := place.fetchone()) is None:
                     return None
                 where, given = f"{where} and place {sign} ?", [*given, found[0]]
             query = f"select id, data from items where {where} order by place {order} limit ?"
             items: list[Item] = []
-            with closing(self._database.execute(query, (*given, limit + 1))) as rows:
+            with closing(database.execute(query, (*given, limit + 1))) as rows:
                 size = 0
                 for row in rows:
                     if len(items) == limit or size >= PAGE_BYTES:
@@ -193,9 +167,9 @@ class Store:
             return Page(items, more=False)
 
     def item(self, owner: str, id: str, item_id: str) -> bytes | None:
-        with self._mutex:
+        with self._database.reading() as database:
             query = "select data from items where owner = ? and parent = ? and id = ?"
-            row = self._database.execute(query, (owner, id, item_id)).fetchone()
+            row = database.execute(query, (owner, id, item_id)).fetchone()
             return None if row is None else bytes(row[0])
 
     def delete_item(self, owner: str, id: str, item_id: str) -> bool:
@@ -205,63 +179,57 @@ class Store:
             row = database.execute(f"select length(data) {where}", (owner, id, item_id)).fetchone()
             if row is not None:
                 database.execute(f"delete {where}", (owner, id, item_id))
-                self._grow(owner, id, -row[0] - ROW, -1)
+                self._grow(database, owner, id, -row[0] - ROW, -1)
             return row is not None
 
     def delete(self, owner: str, id: str) -> bool:
         """Whether there was one."""
-        with self._writing():
-            return self._drop(owner, id)
+        with self._writing() as database:
+            return self._drop(database, owner, id)
 
-    def end_unfinished(self, change: Callable[[Stored], Stored]) -> None:
-        """Put what `change` makes of those that another process worked on, which is gone. Their items stay."""
-        rows = self._database.execute("select owner, kind, id from objects where unfinished").fetchall()
-        for owner, kind, id in rows:
-            with self._writing() as database:
-                before = _get(database, owner, kind, id)
-                assert before is not None
-                now = change(before)
-                row = (json.dumps(now.about), now.data, owner, id)
-                database.execute(
-                    "update objects set about = ?, data = ?, unfinished = 0 where owner = ? and id = ?", row
-                )
-                self._grow(owner, id, len(now.data) - len(before.data), 0)
+    def unfinished(self) -> list[tuple[str, str]]:
+        """Owners and ids of the responses that are being worked on, or were when a process ended."""
+        with self._database.reading() as database:
+            return database.execute("select owner, id from objects where unfinished").fetchall()
+
+    def end(self, owner: str, id: str, change: Callable[[Stored], Stored]) -> None:
+        """Put what `change` makes of a response that nobody works on any more. Its items stay."""
+        with self._writing() as database:
+            if (before := _get(database, owner, "response", id)) is None:
+                return
+            now = change(before)
+            row = (json.dumps(now.about), now.data, owner, id)
+            database.execute("update objects set about = ?, data = ?, unfinished = 0 where owner = ? and id = ?", row)
+            self._grow(database, owner, id, len(now.data) - len(before.data), 0)
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        with self._mutex:
+        with self._database.writing() as database:
             sizes = dict(self._sizes)
-            self._database.execute("begin immediate")
             try:
-                yield self._database
+                yield database
             except BaseException:
-                self._database.execute("rollback")
                 self._sizes = sizes
                 raise
-            self._database.execute("commit")
 
-    def _insert(self, owner: str, id: str, items: Sequence[Item], place: int) -> None:
-        rows = ((owner, id, place + more, item.id, item.data) for more, item in enumerate(items))
-        self._database.executemany("insert or replace into items values (?, ?, ?, ?, ?)", rows)
-
-    def _grow(self, owner: str, id: str, size: int, count: int) -> None:
+    def _grow(self, database: sqlite3.Connection, owner: str, id: str, size: int, count: int) -> None:
         grown = "update objects set size = size + ?, count = count + ?, at = ? where owner = ? and id = ?"
-        self._database.execute(grown, (size, count, time.time(), owner, id))
+        database.execute(grown, (size, count, time.time(), owner, id))
         self._sizes[owner] = self._sizes.get(owner, 0) + size
 
-    def _make_room(self) -> None:
+    def _make_room(self, database: sqlite3.Connection) -> None:
         while self.size > self._max_bytes:
             largest = max(self._sizes, key=lambda name: self._sizes[name])
             oldest = "select id from objects where owner = ? order by at limit 1"
-            self._drop(largest, self._database.execute(oldest, (largest,)).fetchone()[0])
+            self._drop(database, largest, database.execute(oldest, (largest,)).fetchone()[0])
 
-    def _drop(self, owner: str, id: str) -> bool:
+    def _drop(self, database: sqlite3.Connection, owner: str, id: str) -> bool:
         where = (owner, id)
-        row = self._database.execute("select size from objects where owner = ? and id = ?", where).fetchone()
+        row = database.execute("select size from objects where owner = ? and id = ?", where).fetchone()
         if row is None:
             return False
-        self._database.execute("delete from items where owner = ? and parent = ?", where)
-        self._database.execute("delete from objects where owner = ? and id = ?", where)
+        database.execute("delete from items where owner = ? and parent = ?", where)
+        database.execute("delete from objects where owner = ? and id = ?", where)
         self._sizes[owner] -= row[0]
         return True
 
@@ -292,6 +260,11 @@ def reading(folder: Path) -> Iterator[Reader]:
     path = f"{(folder / FILE).resolve().as_uri()}?mode=ro"
     with closing(sqlite3.connect(path, uri=True, timeout=PATIENCE)) as database:
         yield Reader(database)
+
+
+def _insert(database: sqlite3.Connection, owner: str, id: str, items: Sequence[Item], place: int) -> None:
+    rows = ((owner, id, place + more, item.id, item.data) for more, item in enumerate(items))
+    database.executemany("insert or replace into items values (?, ?, ?, ?, ?)", rows)
 
 
 def _get(database: sqlite3.Connection, owner: str, kind: Kind, id: str) -> Stored | None:

@@ -247,12 +247,20 @@ def test_pages_are_taken_too_but_only_where_they_suffice() -> None:
         assert running(scheduler) == runs, "nobody loses its place for nothing"
 
 
-def test_a_less_urgent_sequence_takes_no_place_and_a_tenant_none_of_its_own() -> None:
+def test_what_is_less_urgent_gives_its_place_whosever_it_is_and_takes_none() -> None:
     scheduler = full()
     scheduler.add(request("later", "modest", priority=1))
-    scheduler.add(request("urgent", "greedy", priority=-1))
+    scheduler.add(request("equal", "greedy"))
     step(scheduler)
     assert running(scheduler) == {"greedy": 8}
+    assert not scheduler.stats().preemptions
+    scheduler.add(request("urgent", "greedy", priority=-1))
+    scheduler.add(request("urgent too", "modest", priority=-1))
+    for _ in range(3):
+        step(scheduler)
+    now = [seq.request.id for seq in scheduler.sequences()[0]]
+    assert now == ["urgent", "urgent too", *(f"greedy {number}" for number in range(6))]
+    assert scheduler.stats().preemptions == 2
 
 
 def test_priorities_go_before_fairness() -> None:

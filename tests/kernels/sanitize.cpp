@@ -100,15 +100,19 @@ void attend() {
   }
   auto qkv = numbers<T>(tokens * width * dim), query = numbers<T>(tokens * heads * dim);
   auto out = numbers<T>(tokens * heads * dim, true);
-  auto cos_sin = numbers<float>(most * 16 * dim), norm = numbers<float>(dim);
+  const bool scaled = draw(0, 1);
+  const int norm = draw(0, 3);                        // rope.cpp has their names
+  const long norms = norm == 1 || norm == 2 ? 1 : 0;  // a weight for each head
+  auto cos_sin = numbers<float>(most * 16 * dim), q_scale = numbers<float>(most * 16);
+  auto q_norm = numbers<float>((norms ? heads : 1) * dim), k_norm = numbers<float>((norms ? kv_heads : 1) * dim);
   auto bias = numbers<float>(heads * (2 * most * 16 + 15)), sinks = numbers<float>(heads);
   const bool sunk = draw(0, 1), normed = draw(0, 1), biased = draw(0, 1), turned = draw(0, 1), windowed = draw(0, 1),
              capped = draw(0, 1);
   const int window = windowed ? draw(1, 300) : 0, ahead = draw(0, 1) ? draw(0, 300) : 0, threads = draw(1, 3);
-  int failed = Kernels<T>::rope_store(qkv.get(), normed ? norm.get() : nullptr, normed ? norm.get() : nullptr,
-                                      turned ? cos_sin.get() : nullptr, positions.get(), slots.get(), query.get(),
-                                      keys.get(), values.get(), &format, stride, stride, tokens, pages, heads, kv_heads,
-                                      dim, 1e-5f, threads);
+  int failed = Kernels<T>::rope_store(qkv.get(), normed ? q_norm.get() : nullptr, normed ? k_norm.get() : nullptr,
+                                      turned ? cos_sin.get() : nullptr, scaled ? q_scale.get() : nullptr, norm,
+                                      positions.get(), slots.get(), query.get(), keys.get(), values.get(), &format,
+                                      stride, stride, tokens, pages, heads, kv_heads, dim, 1e-5f, threads);
   failed |= Kernels<T>::paged_attention(
       out.get(), query.get(), keys.get(), values.get(), &format, starts.get(), contexts.get(), table.get(), most,
       stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f, window, capped ? 8.0f : 0.0f, ahead,
@@ -119,7 +123,7 @@ void attend() {
 
 template <class T>
 void rowwise() {
-  const int size = draw(1, 200), threads = draw(1, 3);
+  const int size = draw(1, 200), threads = draw(1, 3), kind = draw(0, 4);
   const long rows = draw(1, 400);
   auto x = numbers<T>(rows * size), y = numbers<T>(rows * size);
   auto weight = numbers<float>(size);
@@ -127,8 +131,11 @@ void rowwise() {
   Kernels<T>::rms_norm(x.get(), weight.get(), out.get(), rows, size, 1e-5f, threads);
   Kernels<T>::layer_norm(x.get(), draw(0, 1) ? y.get() : nullptr, weight.get(), weight.get(), out.get(), rows, size,
                          1e-5f, threads);
-  Kernels<T>::gelu(x.get(), rows * size, threads);
   expect_finite(out, rows * size, "rms_norm");
+  Kernels<T>::add(x.get(), y.get(), rows * size, threads);
+  expect_finite(y, rows * size, "add");
+  Kernels<T>::activate(x.get(), rows * size, kind, 0.8f, 0.3f, 0.5f, threads);
+  expect_finite(x, rows * size, "activate");
   Kernels<T>::add_rms_norm(x.get(), y.get(), weight.get(), rows, size, 1e-5f, threads);
   expect_finite(x, rows * size, "add_rms_norm");
   Kernels<T>::silu_mul(gate_up.get(), out.get(), rows, size, threads);

@@ -19,7 +19,7 @@ def named_events(text: str) -> list[Any]:
     """The events of a stream in which each has a name, that of its type."""
     events = []
     for lines in text.removesuffix("\n\n").split("\n\n"):
-        name, data = lines.split("\n")
+        name, data = lines.split("\n")[-2:]
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         events.append(event)

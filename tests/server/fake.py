@@ -89,6 +89,7 @@ class FakeEngine(EngineLink):
             load_seconds=0.0,
             arithmetic="none",
             context_pages=-(-self.max_model_len // 16),
+            deterministic=True,
         )
 
     async def stop(self) -> None:
@@ -117,7 +118,7 @@ class FakeEngine(EngineLink):
         for request in requests:
             self.seen.append(request)
             self.running[request.id] = request
-            self.positions[request.id] = 0
+            self.positions[request.id] = len(request.emitted_ids)
         self._work.set()
 
     def abort(self, request_id: str) -> None:

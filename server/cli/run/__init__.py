@@ -9,7 +9,6 @@ import os
 import shutil
 import sys
 import time
-import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
@@ -26,9 +25,19 @@ from quire.engine.client.client import EngineClient
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest
 from quire.engine.replicas.replicas import processes
+from quire.server.batches.lines import (
+    Job,
+    answered_line,
+    custom_id,
+    duplicates_in,
+    failed_line,
+    ids_in,
+    lines_of,
+    parse_line,
+    readable_twice,
+)
 from quire.server.cli.hosting import PRIVATE_SERVER, running_app
 from quire.server.cli.models.pull import pull_missing
-from quire.server.cli.run.lines import Job, custom_id, duplicates_in, ids_in, lines_of, parse_line, readable_twice
 from quire.server.cli.settings import add_flags, parse
 from quire.server.config import ServerConfig
 
@@ -127,9 +136,8 @@ class Output:
         self._file = open(os.dup(1) if str(path) == "-" else path, "ab", buffering=0)  # noqa: SIM115 - `close` does
         self.close = self._file.close
 
-    def write(self, text: str) -> None:
+    def write(self, left: bytes) -> None:
         """Raises ConfigError where there is no room; --resume removes a line that was not written completely."""
-        left = text.encode("utf-8", errors="backslashreplace")
         try:
             while left:
                 left = left[self._file.write(left) :]
@@ -176,26 +184,18 @@ class Batch:
                     raise InvalidRequest(f"the custom_id {taken!r} is an earlier line's", param="custom_id")
                 response = await self._answer(parse_line(line))
             except InvalidRequest as error:
-                refused = {"code": "invalid_request", "message": f"line {number}: {error}", "param": error.param}
-                self._write(name, None, refused)
+                self._write(failed_line(name, "invalid_request", f"line {number}: {error}", error.param))
                 continue
             self._tally.ignored.update(filter(None, response.headers.get("x-ignored-params", "").split(", ")))
             body = response.json()
             usage = body.get("usage") or {}
             self._tally.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
-            self._write(
-                name,
-                {
-                    "status_code": response.status_code,
-                    "request_id": response.headers.get("x-request-id", body.get("id", "")),
-                    "body": body,
-                },
-                None,
-            )
+            id = response.headers.get("x-request-id", body.get("id", ""))
+            self._write(answered_line(name, response.status_code, id, response.content))
 
     async def _answer(self, job: Job) -> httpx.Response:
         for attempt in range(RETRIES):
-            response = await self._http.post(job.url, json=job.body)
+            response = await self._http.post(job.url, content=job.body, headers={"Content-Type": "application/json"})
             if response.status_code >= 500 and not self._client.alive:
                 raise EngineError("the engine is gone")
             if response.status_code not in (429, 503):
@@ -203,15 +203,15 @@ class Batch:
             await asyncio.sleep(float(response.headers.get("retry-after", 2**attempt)))
         return response
 
-    def _write(self, name: str, response: dict[str, Any] | None, error: dict[str, str | None] | None) -> None:
+    def _write(self, line: bytes) -> None:
         """One line of OpenAI's batch output."""
-        result = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": name, "response": response, "error": error}
-        self._out.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._out.write(line + b"\n")
+        result = json.loads(line)
         failed = is_failure(result)
         if failed:
             kind, message = kind_of(result)
             self._tally.kinds[kind] += 1
-            self._tally.examples.setdefault(kind, f"{name}: {message}")
+            self._tally.examples.setdefault(kind, f"{result['custom_id']}: {message}")
             self._tally.refused += is_permanent(result)
         self._tally.failed += failed
         self._tally.done += not failed

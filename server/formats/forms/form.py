@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 
 from quire.server.formats.forms.arguments import Arguments
 from quire.server.formats.forms.literal_rules import Rules
@@ -106,10 +106,11 @@ class CallForm(ToolFormat):
         whole = self.begin + self.head + self.arguments.example + self.tail + self.end
         return whole.replace(ID, "<id>").replace(NAME, "<function-name>").replace(INDEX, str(self.first_index))
 
-    def new_id(self) -> str:
+    def new_id(self, name: str) -> str:
         if self.short_ids:
-            return "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
-        return super().new_id()
+            digest = blake2b(name.encode(), digest_size=9).digest()
+            return "".join(ID_CHARACTERS[byte % len(ID_CHARACTERS)] for byte in digest)
+        return super().new_id(name)
 
     def parse(self, source: Source, sink: Sink, tools: Tools) -> Steps[None]:
         if self.given or not self.strong:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, ClassVar
 
 from quire.engine.text.described_tools import EXAMPLE
@@ -64,8 +64,10 @@ class ToolFormat(ABC):
         Unless calls `must` be made, it matches any text, which may end with such calls.
         """
 
-    def new_id(self) -> str:
-        return "call_" + secrets.token_hex(12)
+    def new_id(self, name: str) -> str:
+        """The id of a call whose model gave it none. `name`: the answer's and the call's number in it; so an answer
+        that is made again has the same ids."""
+        return "call_" + blake2b(name.encode(), digest_size=12).hexdigest()
 
 
 def pass_content(source: Source, sink: Sink, markers: tuple[str, ...]) -> Steps[str | None]:
@@ -87,10 +89,10 @@ def pass_content(source: Source, sink: Sink, markers: tuple[str, ...]) -> Steps[
 class ToolParser:
     """Finds the calls of one answer while its text comes."""
 
-    def __init__(self, format: ToolFormat, tools: Tools, most_calls: int | None = None) -> None:
-        """Calls beyond `most_calls` are left out."""
+    def __init__(self, format: ToolFormat, tools: Tools, most_calls: int | None = None, name: str = "") -> None:
+        """Calls beyond `most_calls` are left out. `name`: the answer's; no other has it."""
         self._source = Source()
-        self._sink = Sink(format.new_id, most_calls)
+        self._sink = Sink(lambda number: format.new_id(f"{name}/{number}"), most_calls)
         self._steps = format.parse(self._source, self._sink, tools)
 
     @property

@@ -26,7 +26,7 @@ class Sink:
     the call's arguments if the call was opened, otherwise in the content.
     """
 
-    def __init__(self, new_id: Callable[[], str], most_calls: int | None = None) -> None:
+    def __init__(self, new_id: Callable[[int], str], most_calls: int | None = None) -> None:
         self._new_id = new_id
         self._most_calls = most_calls
         self._content: list[str] = []
@@ -58,7 +58,7 @@ class Sink:
         self.last_complete = False
         self._opened += 1
         if self._kept:
-            id = id if id and id not in self._ids else self._new_id()
+            id = id if id and id not in self._ids else self._new_id(self._opened)
             self._ids.add(id)
             self._calls.append(CallDelta(self._opened - 1, id=id, name=name))
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from quire.server.encoding import DATA, encode_json
 
@@ -16,7 +15,7 @@ class Head:
     id: str
     model: str
     fingerprint: str
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int
 
     def fields(self, kind: str) -> dict[str, object]:
         return {

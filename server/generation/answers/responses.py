@@ -36,7 +36,7 @@ class ResponsesWriter(AnswerWriter):
         self._spec = spec
         self._repeated = spec.response.repeated
         self._items = OutputItems(spec, spec.response, tokenizer)
-        self._created = int(time.time())
+        self._created = spec.created
         self.number = 0
         """Of the next event."""
         self._parts = Parts()
@@ -90,6 +90,11 @@ class ResponsesWriter(AnswerWriter):
             self._add(self._items.item(part, index, status))
         self.final = self._response(self.status, usage)
         return self.final
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it has not come to an end of its own."""
+        return self.final is None or self.status == "failed"
 
     def so_far(self, status: str) -> bytes:
         """The response object with the items that are done."""

@@ -71,7 +71,7 @@ class ChunkWriter(AnswerWriter):
 
     def __init__(self, spec: GenerationSpec, tokenizer: Tokenizer, fingerprint: str) -> None:
         self._spec = spec
-        self._head = Head(spec.answer_id, spec.model, spec.fingerprint(fingerprint))
+        self._head = Head(spec.answer_id, spec.model, spec.fingerprint(fingerprint), spec.created)
         self._tokenizer = tokenizer
         self._opening = self._head.opening(self.CHUNK)
         self._openings: dict[int, bytes] = {}

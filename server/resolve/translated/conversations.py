@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.server.config import ServerConfig
-from quire.server.protocol.conversations import ConversationRequest, ItemsRequest, MetadataRequest
+from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.checks import check_texts
 from quire.server.resolve.parse import parse
 from quire.server.resolve.translated.history import kept_items

@@ -10,10 +10,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quire.engine.errors import Overloaded
 from quire.server.access.bodies import FREE_BYTES
-from quire.server.access.budget import Budget
 from quire.server.access.held import HeldMiddleware, Hold, hold
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
+from quire.server.budget import Budget
 
 MIB = 1 << 20
 

@@ -24,6 +24,11 @@ def children(pid: int) -> list[int]:
     return [child for child, stat in stats.items() if stat is not None and stat[1] == pid and stat[0] != "Z"]
 
 
+def descendants(pid: int) -> list[int]:
+    """Children, and theirs."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
+
+
 def engines(pid: int) -> list[int]:
     """Those of a server's children that are engines: it has workers, too, from some moment of its start."""
     return [child for child in children(pid) if b"quire.engine.main" in _command(child)]

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from quire.engine.errors import ConfigError, InvalidRequest
+from quire.server.batches.lines import custom_id, duplicates_in, ids_in, parse_line
 from quire.server.cli.run import is_permanent, resume_from
-from quire.server.cli.run.lines import custom_id, duplicates_in, ids_in, parse_line
 from tests.server.cli.processes import engines, needs_proc
 
 SMALL = ["--max-model-len", "1024", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]

@@ -15,7 +15,7 @@ from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
 from quire.server.resolve.translated import history
-from quire.server.store.store import FILE
+from quire.server.store.database import FILE
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
 from tests.server.hosted import serving
@@ -230,8 +230,14 @@ async def test_a_background_response_that_fails_or_whose_server_ends(tmp_path: P
         assert now.error.message == "the engine tripped"
     async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), step_seconds=0.01)) as api:
         left = await api.openai.responses.create(model=NAME, input="Hi", background=True)
+    async with storing(tmp_path, engine=FakeEngine(hashed(b"ab"), eos=[EOS])) as api:
+        ended = await at_its_end(api, left.id)
+        assert (ended.status, ended.id) == ("incomplete", left.id), "the next server goes on with it"
+        whole = await api.openai.responses.create(model=NAME, input="Hi", extra_body={"seed": api.engine.seen[0].seed})
+        assert ended.output_text == whole.output_text
     async with storing(tmp_path) as api:
-        assert (await api.openai.responses.retrieve(left.id)).status == "cancelled"
+        assert (await api.openai.responses.retrieve(left.id)).status == "incomplete"
+        assert not api.engine.seen
 
 
 async def test_items_are_referred_to_by_their_ids(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from quire.engine.errors import ConfigError
 from quire.server.store import store as store_module
+from quire.server.store.database import FILE, ROW, Database
 from quire.server.store.schema import VERSION
-from quire.server.store.store import FILE, ROW, Item, Known, Put, Store, Stored, reading
+from quire.server.store.store import Item, Known, Put, Store, Stored, reading
 
 BIG = 1 << 30
 
@@ -32,6 +33,11 @@ def item(id: str, text: str = "") -> Item:
     return Item(id, json.dumps({"id": id, "text": text}).encode())
 
 
+def opened(folder: Path, most: int) -> tuple[Database, Store]:
+    database = Database(folder)
+    return database, Store(database, most)
+
+
 def ids(store: Store, owner: str, id: str, limit: int = 100, after: str | None = None, *, newest: bool = False) -> Any:
     page = store.page(owner, id, limit, newest_first=newest, after=after)
     return None if page is None else ([each.id for each in page.items], page.more)
@@ -39,7 +45,7 @@ def ids(store: Store, owner: str, id: str, limit: int = 100, after: str | None =
 
 def test_what_is_stored_survives_and_is_its_owners_alone(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    store = Store(folder, BIG)
+    database, store = opened(folder, BIG)
     store.put("a", response("1", "x", "y", data=b'{"id": "1"}'))
     store.put("b", conversation("1", "z"))
     for owner, kind in (("a", "conversation"), ("b", "response"), ("c", "response")):
@@ -51,8 +57,8 @@ def test_what_is_stored_survives_and_is_its_owners_alone(tmp_path: Path) -> None
         assert (known.about["status"], known.length, known.count) == ("completed", len(b'{"id": "1"}'), 2)
         assert [each["id"] for each in there.items("a", "1")] == ["x", "y"]
         assert there.get("b", "response", "1") is None
-    store.close()
-    again = Store(folder, BIG)
+    database.close()
+    database, again = opened(folder, BIG)
     assert again.delete("b", "1")
     assert not again.delete("b", "1")
     stored = again.get("a", "response", "1")
@@ -60,25 +66,25 @@ def test_what_is_stored_survives_and_is_its_owners_alone(tmp_path: Path) -> None
     assert stored.data == b'{"id": "1"}'
     assert ids(again, "a", "1") == (["x", "y"], False)
     assert ids(again, "b", "1") == ([], False)
-    again.close()
+    database.close()
 
 
 def test_one_server_at_a_time(tmp_path: Path) -> None:
-    store = Store(tmp_path, BIG)
+    database, _ = opened(tmp_path, BIG)
     with pytest.raises(ConfigError, match="another server"):
-        Store(tmp_path, BIG)
-    store.close()
-    Store(tmp_path, BIG).close()
+        opened(tmp_path, BIG)[1]
+    database.close()
+    opened(tmp_path, BIG)[0].close()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="data_dir"):
-        Store(tmp_path / "file", BIG)
+        opened(tmp_path / "file", BIG)[1]
     (tmp_path / FILE).write_bytes(b"no database" * 100)
     with pytest.raises(ConfigError, match="data_dir"):
-        Store(tmp_path, BIG)
+        opened(tmp_path, BIG)[1]
 
 
 def test_items_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path, BIG)
+    database, store = opened(tmp_path, BIG)
     store.put("a", conversation("1", *"abc"))
     assert store.append("a", "1", [item(each) for each in "de"])
     assert not store.append("a", "2", [item("x")])
@@ -96,11 +102,11 @@ def test_items_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (known.count, known.size) == (5, store.size)
     monkeypatch.setattr(store_module, "PAGE_BYTES", len(item("a").data) + 1)
     assert ids(store, "a", "1") == (["a", "b"], True), "a page is bounded in bytes, too"
-    store.close()
+    database.close()
 
 
 def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
-    store = Store(tmp_path, BIG)
+    database, store = opened(tmp_path, BIG)
     store.put("a", conversation("1", "a"))
     size = store.size
 
@@ -116,12 +122,12 @@ def test_what_is_refused_changes_nothing(tmp_path: Path) -> None:
     assert store.change("a", "1", lambda data: b'{"n":%b}' % data) == b'{"n":{}}'
     assert store.change("a", "2", lambda data: data) is None
     assert store.size == size + len(b'{"n":}')
-    store.close()
+    database.close()
 
 
 def test_the_oldest_of_the_largest_owner_goes_first(tmp_path: Path) -> None:
     most = 20 * ROW
-    store = Store(tmp_path, most)
+    database, store = opened(tmp_path, most)
     store.put("small", response("first", "i"))
     for number in range(20):
         store.put("large", response(str(number), "i"))
@@ -133,28 +139,30 @@ def test_the_oldest_of_the_largest_owner_goes_first(tmp_path: Path) -> None:
     assert kept == list(range(kept[0], 20))
     store.put("large", response("19"))
     size = store.size
-    store.close()
-    again = Store(tmp_path, most)
+    database.close()
+    database, again = opened(tmp_path, most)
     assert again.size == size
-    again.close()
+    database.close()
 
 
 def test_what_nobody_will_end(tmp_path: Path) -> None:
-    store = Store(tmp_path, BIG)
+    database, store = opened(tmp_path, BIG)
     store.put("a", response("1", "x", unfinished=True))
     store.put("a", response("2"))
-    store.close()
-    again = Store(tmp_path, BIG)
-    for _ in range(2):
-        again.end_unfinished(lambda kept: replace(kept, data=kept.data + b" "))
+    database.close()
+    database, again = opened(tmp_path, BIG)
+    assert again.unfinished() == [("a", "1")]
+    again.end("a", "1", lambda kept: replace(kept, data=kept.data + b" "))
+    assert again.unfinished() == []
+    again.end("a", "3", lambda kept: replace(kept, data=b"nobody's"))
     first, second = (again.get("a", "response", id) for id in "12")
     assert first is not None
     assert second is not None
     assert (first.data, second.data) == (b"{} ", b"{}")
     assert ids(again, "a", "1") == (["x"], False)
     size = again.size
-    again.close()
-    assert Store(tmp_path, BIG).size == size
+    database.close()
+    assert opened(tmp_path, BIG)[1].size == size
 
 
 KEPT = """
@@ -182,7 +190,7 @@ def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
             text = json.dumps(data)
             database.execute("insert into kept values ('a', ?, ?, ?, ?, ?)", (id, at, at == 0, len(text), text))
         database.commit()
-    store = Store(tmp_path, BIG)
+    database, store = opened(tmp_path, BIG)
     found = store.get("a", "response", "resp_1")
     assert found is not None
     assert json.loads(found.data) == answer
@@ -192,20 +200,21 @@ def test_the_file_of_an_earlier_version(tmp_path: Path) -> None:
     assert told is not None
     assert json.loads(told.data) == {"id": "conv_1", "created_at": 5, "metadata": {"a": "b"}, "object": "conversation"}
     assert ids(store, "a", "conv_1") == (["m1", "m2"], False)
-    store.end_unfinished(lambda kept: replace(kept, data=b"ended"))
+    assert store.unfinished() == [("a", "resp_1")]
+    store.end("a", "resp_1", lambda kept: replace(kept, data=b"ended"))
     found = store.get("a", "response", "resp_1")
     assert found is not None
     assert found.data == b"ended"
     size = store.size
-    store.close()
-    again = Store(tmp_path, BIG)
+    database.close()
+    database, again = opened(tmp_path, BIG)
     assert again.size == size
-    again.close()
+    database.close()
 
 
 def test_the_file_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
-    Store(tmp_path, BIG).close()
+    opened(tmp_path, BIG)[0].close()
     with closing(sqlite3.connect(tmp_path / FILE)) as database:
         database.execute(f"pragma user_version = {VERSION + 1}")
     with pytest.raises(ConfigError, match="later version"):
-        Store(tmp_path, BIG)
+        opened(tmp_path, BIG)[1]

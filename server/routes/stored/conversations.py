@@ -15,12 +15,12 @@ from starlette.responses import Response
 from quire.engine.errors import RequestNotFound
 from quire.server.access.admission import CountedRoute
 from quire.server.encoding import encode_json
-from quire.server.protocol.conversations import ConversationRequest, ItemsRequest, MetadataRequest
+from quire.server.protocol.stored.conversations import ConversationRequest, ItemsRequest, MetadataRequest
 from quire.server.resolve.translated.conversations import new_conversation, new_items, new_metadata
 from quire.server.resolve.translated.history import check_room
-from quire.server.routes.bodies import documented, worked_on
-from quire.server.routes.pages import Limit, Order, answer, listed, page_body
-from quire.server.routes.responses import owner_of, store_of
+from quire.server.routes.bodies import documented, owner_of, worked_on
+from quire.server.routes.responses import store_of
+from quire.server.routes.stored.pages import Limit, Order, answer, listed, page_body
 from quire.server.store.store import Page, Put, Stored
 
 router = APIRouter(route_class=CountedRoute)

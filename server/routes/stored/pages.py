@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import Query
 from starlette.requests import Request
@@ -33,6 +34,13 @@ def page_body(page: Page) -> bytes:
     ids: list[str | None] = [*(item.id for item in page.items)] or [None]
     about = {"first_id": ids[0], "last_id": ids[-1], "has_more": page.more}
     return b'{"object":"list","data":[%b],%b' % (b",".join(item.data for item in page.items), encode_json(about)[1:])
+
+
+def page_of(objects: Sequence[Mapping[str, Any]], *, more: bool) -> Response:
+    """A page of objects that have ids."""
+    ids = [each["id"] for each in objects] or [None]
+    about = {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": more, "data": objects}
+    return Response(encode_json(about), media_type="application/json")
 
 
 def answer(request: Request, body: bytes) -> Response:

@@ -1,4 +1,4 @@
-"""The input of `quire run`: a request in OpenAI's batch format on each line."""
+"""Files in OpenAI's batch format: a request on each line, and then a result on each."""
 
 from __future__ import annotations
 
@@ -6,18 +6,32 @@ import json
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ConfigError, InvalidRequest
+import msgspec
 
-URLS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
-    *("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank", "/classify", "/pooling"),
-)
+from quire.engine.errors import ConfigError, InvalidRequest
+from quire.server.encoding import encode_ascii
+from quire.server.protocol.stored.batches import URLS
+
+
+class _Entry(msgspec.Struct):
+    """Fields of any type, so that each is refused in our words."""
+
+    custom_id: Any = None
+    method: Any = "POST"
+    url: Any = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Body(msgspec.Struct):
+    stream: Any = None
+    background: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,27 +40,49 @@ class Job:
 
     custom_id: str
     url: str
-    body: dict[str, Any]
+    body: bytes
+    """A JSON object."""
 
 
-def parse_line(line: str) -> Job:
+def parse_line(line: str | bytes) -> Job:
     """Parse a line of the input. Raises InvalidRequest."""
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
+        entry = msgspec.json.decode(line, type=_Entry)
+    except msgspec.ValidationError:
+        entry = _Entry()
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequest(f"not JSON: {error}", param="line") from None
-    if not isinstance(entry, dict) or not isinstance(entry.get("custom_id"), str):
+    if not isinstance(entry.custom_id, str):
         raise InvalidRequest("custom_id must be a string", param="custom_id")
-    if entry.get("method", "POST") != "POST":
-        raise InvalidRequest(f"method must be POST, got {entry['method']!r}", param="method")
-    if entry.get("url") not in URLS:
-        raise InvalidRequest(f"url must be one of {', '.join(URLS)}, got {entry.get('url')!r}", param="url")
-    body = entry.get("body")
-    if not isinstance(body, dict):
-        raise InvalidRequest("body must be an object", param="body")
-    if body.get("stream"):
-        raise InvalidRequest("stream has no meaning in a batch", param="stream")
-    return Job(entry["custom_id"], entry["url"], body)
+    if entry.method != "POST":
+        raise InvalidRequest(f"method must be POST, got {entry.method!r:.100}", param="method")
+    if entry.url not in URLS:
+        raise InvalidRequest(f"url must be one of {', '.join(URLS)}, got {entry.url!r:.100}", param="url")
+    try:
+        body = msgspec.json.decode(entry.body, type=_Body)
+    except (msgspec.DecodeError, RecursionError):
+        raise InvalidRequest("body must be an object", param="body") from None
+    for name in ("stream", "background"):
+        if getattr(body, name):
+            raise InvalidRequest(f"{name} has no meaning in a batch", param=name)
+    return Job(entry.custom_id, entry.url, bytes(entry.body))
+
+
+def answered_line(name: str, status: int, request_id: str, body: bytes) -> bytes:
+    """A line of a batch's output. `body`: the answer, JSON."""
+    answer = b'{"status_code":%d,"request_id":%b,"body":%b}' % (status, encode_ascii(request_id), body)
+    return _result(name, answer, b"null")
+
+
+def failed_line(name: str, code: str, message: str, param: str | None = None) -> bytes:
+    """One for a request that was never answered."""
+    return _result(name, b"null", encode_ascii({"code": code, "message": message, "param": param}))
+
+
+def _result(name: str, response: bytes, error: bytes) -> bytes:
+    # ASCII, for a custom_id may have half a surrogate pair
+    head = b'{"id":"batch_req_%b","custom_id":%b' % (uuid.uuid4().hex.encode(), encode_ascii(name))
+    return b'%b,"response":%b,"error":%b}' % (head, response, error)
 
 
 def custom_id(number: int, line: str) -> str:

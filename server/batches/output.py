@@ -1,0 +1,105 @@
+"""The files of a batch that ends: the answers, and the errors."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import msgspec
+from msgspec.structs import replace
+
+from quire.server.batches.lines import failed_line
+from quire.server.store.batches import Batch, Batches, Status
+from quire.server.store.files import Files, StoredFile, new_file
+
+_UNDONE = {
+    "expired": ("batch_expired", "The batch expired before this request was answered"),
+    "cancelled": ("batch_cancelled", "The batch was cancelled before this request was answered"),
+}
+_PURPOSE = "batch_output"
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Response(msgspec.Struct):
+    body: _Body
+
+
+class _Answered(msgspec.Struct):
+    response: _Response
+
+
+def at(batch: Batch, status: Status) -> Batch:
+    """The batch as it is from now on."""
+    return replace(batch, status=status, **{f"{status}_at": int(time.time())})
+
+
+def finish(batches: Batches, files: Files, owner: str, batch: Batch) -> None:
+    """Write the files of a batch whose lines will get no more results, and end it in the same transaction. In a thread,
+    please. Raises OSError and sqlite3.Error, and may then be called again."""
+    left = sum(1 for _ in _undone(batches, batch.id))
+    status: Status = "cancelled" if batch.status == "cancelling" else "expired" if left else "completed"
+    used = _Usage()
+    answers = _write(files, batch, "output", _counting(batches.results(batch.id, failed=False), used))
+    errors = _write(files, batch, "errors", _errors(batches, batch.id, status))
+    new = [file for file in (answers, errors) if file is not None]
+    ended = replace(
+        at(batch, status),
+        output_file_id=answers and answers.id,
+        error_file_id=errors and errors.id,
+        failed=batch.failed + left,
+        input_tokens=used.prompt_tokens + used.input_tokens,
+        output_tokens=used.completion_tokens + used.output_tokens,
+    )
+    batches.change(owner, batch.id, lambda _: ended, lambda connection: files.add(owner, *new, connection=connection))
+
+
+def _write(files: Files, batch: Batch, name: str, lines: Iterator[bytes]) -> StoredFile | None:
+    """None where there are no lines."""
+    if (first := next(lines, None)) is None:
+        return None
+    file = new_file(f"{batch.id}_{name}.jsonl", _PURPOSE, 0, keep_seconds=batch.keep_seconds)
+    files.create(file.id)
+    try:
+        with files.path(file.id).open("r+b") as out:
+            out.write(first + b"\n")
+            out.writelines(line + b"\n" for line in lines)
+            out.flush()
+            os.fsync(out.fileno())
+            size = out.tell()
+    except BaseException:
+        files.path(file.id).unlink(missing_ok=True)
+        raise
+    return StoredFile(file.id, file.created, file.expires, size, file.name, file.purpose)
+
+
+def _counting(lines: Iterator[bytes], used: _Usage) -> Iterator[bytes]:
+    for line in lines:
+        if (one := msgspec.json.decode(line, type=_Answered).response.body.usage) is not None:
+            for name in used.__struct_fields__:
+                setattr(used, name, getattr(used, name) + getattr(one, name))
+        yield line
+
+
+def _errors(batches: Batches, id: str, status: Status) -> Iterator[bytes]:
+    yield from batches.results(id, failed=True)
+    if status in _UNDONE:
+        for custom_id in _undone(batches, id):
+            yield failed_line(custom_id, *_UNDONE[status])
+
+
+def _undone(batches: Batches, id: str) -> Iterator[str]:
+    place = -1
+    while lines := batches.left(id, place, 1000):
+        yield from (line.custom_id for line in lines)
+        place = lines[-1].place

@@ -1,0 +1,244 @@
+"""Answers the lines of batches behind everything else, until each has exactly one result, whatever ends meanwhile.
+
+A line's result is in the database before another line takes its place. What had begun when the process ended begins
+again at its next start; what had a result keeps it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+from msgspec.structs import replace as changed
+from starlette.types import ASGIApp
+
+from quire.engine.errors import InvalidRequest, RateLimited, RequestNotFound
+from quire.server.access.gateways import PRIORITY
+from quire.server.access.tenants import Tenant, Tenants
+from quire.server.batches.calls import client_for
+from quire.server.batches.lines import Job, answered_line, failed_line, parse_line
+from quire.server.batches.output import at, finish
+from quire.server.batches.reader import read_lines
+from quire.server.config import ServerConfig
+from quire.server.store.batches import ENDED, Batch, Batches, Line, LineError, Result
+from quire.server.store.files import Files
+
+log = logging.getLogger("quire.server")
+BEHIND = 1 << 20
+"""The priority of batches: whatever comes with a smaller number, 0 unless it says otherwise, goes first."""
+MAX_OPEN = 64
+"""Batches of a key that have not ended."""
+_AHEAD = 64
+"""Lines that are read from the database at once."""
+_PATIENCE = 5.0
+"""Seconds between two tries of what the disk refused."""
+_LONGEST_WAIT = 30.0
+"""Seconds between two tries of a line for which there was no room."""
+_SWEEP_SECONDS = 600.0
+_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+Done = TypeVar("Done")
+
+
+class BatchRunner:
+    """All batches of one server. Its methods are the event loop's; what they ask the disk is done in threads."""
+
+    def __init__(self, app: ASGIApp, batches: Batches, files: Files, tenants: Tenants, config: ServerConfig) -> None:
+        """`app`: what answers the lines."""
+        self._app = app
+        self.batches, self.files = batches, files
+        """What is known of them; other threads may read it."""
+        self._tenants = tenants
+        self._config = config
+        self._places = asyncio.Semaphore(config.most_running)
+        self._left: dict[str, asyncio.Event] = {}
+        """By the batch's id: set when its lines shall end."""
+        self._owners: dict[str, str] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    def start(self) -> None:
+        """Go on with those that had not ended when the last server did."""
+        for owner, batch in self.batches.open():
+            self._begin(owner, batch)
+        self._keep(asyncio.create_task(self._sweep()))
+
+    async def close(self) -> None:
+        """Stop where they are: the next start goes on."""
+        self._closing = True
+        for left in self._left.values():
+            left.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def uses(self, file_id: str, owner: str) -> bool:
+        """Whether a batch that has not ended reads a file. In a thread, please."""
+        return any(owner == whose and batch.input_file_id == file_id for whose, batch in self.batches.open())
+
+    async def add(self, owner: str, batch: Batch) -> None:
+        """Raises RateLimited where the owner has many already."""
+        if sum(whose == owner for whose in self._owners.values()) >= MAX_OPEN:
+            raise RateLimited(f"{MAX_OPEN} batches have not ended yet. Please try again later", headers={})
+        self._owners[batch.id] = owner
+        await asyncio.to_thread(self.batches.add, owner, batch)
+        self._begin(owner, batch)
+
+    async def cancel(self, owner: str, id: str) -> Batch:
+        """Ends a batch; its results so far are kept. Raises RequestNotFound, and InvalidRequest for one that has ended
+        or is about to."""
+
+        def cancelling(batch: Batch) -> Batch:
+            if batch.status in (*ENDED, "finalizing"):
+                raise InvalidRequest(f"batch_id: the batch is {batch.status} already", param="batch_id")
+            return at(batch, "cancelling")
+
+        batch = await asyncio.to_thread(self.batches.change, owner, id, cancelling)
+        if batch is None:
+            raise RequestNotFound(f"No batch `{id}` is known here", param="batch_id")
+        if (left := self._left.get(id)) is not None:
+            left.set()
+        return batch
+
+    def _begin(self, owner: str, batch: Batch) -> None:
+        self._left[batch.id], self._owners[batch.id] = asyncio.Event(), owner
+        self._keep(asyncio.create_task(self._run(owner, batch)))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, owner: str, batch: Batch) -> None:
+        """A batch to its end."""
+        try:
+            if batch.status == "validating":
+                await self._read(owner, batch)
+            if (now := await self._now(owner, batch.id)).status == "in_progress":
+                await self._answer(owner, now)
+            if not self._closing and (now := await self._now(owner, batch.id)).status not in ENDED:
+                await self._patiently(lambda: finish(self.batches, self.files, owner, now))
+        except Exception:
+            log.exception("the batch %s stopped; the next start goes on with it", batch.id)
+        finally:
+            del self._left[batch.id], self._owners[batch.id]
+
+    async def _now(self, owner: str, id: str) -> Batch:
+        found = await asyncio.to_thread(self.batches.find, owner, id)
+        assert found is not None, "those that have not ended are kept"
+        return found
+
+    async def _read(self, owner: str, batch: Batch) -> None:
+        """Make its lines known, or let it fail."""
+        most = int(self._config.max_body_size * 2**20)
+        try:
+            path = self.files.path(batch.input_file_id)
+            lines, errors = await asyncio.to_thread(read_lines, path, batch.endpoint, most)
+        except OSError as error:
+            lines, errors = [], [LineError("file_lost", f"The input file cannot be read: {error.strerror}")]
+        now = changed(at(batch, "failed" if errors else "in_progress"), errors=tuple(errors), total=len(lines))
+        await self._patiently(lambda: self.batches.set_lines(owner, now, lines))
+
+    async def _answer(self, owner: str, batch: Batch) -> None:
+        """Until all lines have a result, or the time is over, or nobody wants more."""
+        left, ends = self._left[batch.id], max(0.0, batch.expires_at - time.time())
+        expire = asyncio.get_running_loop().call_later(ends, left.set)
+        try:
+            if (tenant := self._tenants.owner(owner)) is None:
+                log.error("the batch %s ends: its API key is not taken any more", batch.id)
+            else:
+                more = {"tenant": self._behind(tenant), PRIORITY: BEHIND}
+                async with client_for(self._app, more, left) as client:
+                    await self._answer_lines(client, batch, left)
+        finally:
+            expire.cancel()
+        if not self._closing:
+            change = partial(self.batches.change, owner, batch.id, finalizing)
+            await self._patiently(change)
+
+    def _behind(self, tenant: Tenant) -> Tenant:
+        """The tenant with a share and limits of its own for batches: what it asks for itself is not held up."""
+        return replace(tenant, name=f"{tenant.name}/batches", limits=tenant.limits.like_new())
+
+    async def _answer_lines(self, client: httpx.AsyncClient, batch: Batch, left: asyncio.Event) -> None:
+        place, begun = -1, set[asyncio.Task[None]]()
+        try:
+            while lines := await self._patiently(partial(self.batches.left, batch.id, place, _AHEAD)):
+                for line in lines:
+                    await self._places.acquire()
+                    if left.is_set():
+                        self._places.release()
+                        return
+                    begun.add(task := asyncio.create_task(self._answer_line(client, batch, line, left)))
+                    task.add_done_callback(begun.discard)
+                    task.add_done_callback(lambda _: self._places.release())
+                    place = line.place
+        finally:
+            await asyncio.gather(*begun)
+
+    async def _answer_line(self, client: httpx.AsyncClient, batch: Batch, line: Line, left: asyncio.Event) -> None:
+        """Put its result, unless nobody wants it any more."""
+        try:
+            content = await asyncio.to_thread(_content, self.files.path(batch.input_file_id), line)
+            job = parse_line(content)
+        except (OSError, InvalidRequest) as error:
+            result = failed_line(line.custom_id, "file_lost", f"The input file cannot be read any more: {error}")
+            await self._put(batch, Result(line.place, failed=True, line=result))
+            return
+        response = await self._posted(client, job, left)
+        if response is not None:
+            id, status = response.headers.get("x-request-id", ""), response.status_code
+            result = answered_line(line.custom_id, status, id, response.content)
+            await self._put(batch, Result(line.place, status != HTTPStatus.OK, result))
+
+    async def _put(self, batch: Batch, result: Result) -> None:
+        await self._patiently(partial(self.batches.put_result, batch.id, result))
+
+    async def _posted(self, client: httpx.AsyncClient, job: Job, left: asyncio.Event) -> httpx.Response | None:
+        """The answer, once there is room for the request; None where nobody wants it any more."""
+        wait = 0.25
+        while not left.is_set():
+            response = await client.post(job.url, content=job.body, headers={"Content-Type": "application/json"})
+            if left.is_set() and response.status_code != HTTPStatus.OK:
+                return None
+            if response.status_code not in _LATER or response.headers.get("x-should-retry") == "false":
+                return response
+            with suppress(TimeoutError):
+                await asyncio.wait_for(left.wait(), wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+        return None
+
+    async def _patiently(self, do: Callable[[], Done]) -> Done:
+        """What a thread does, again and again while the disk is full or refuses it: nothing is lost meanwhile."""
+        while True:
+            try:
+                return await asyncio.to_thread(do)
+            except (sqlite3.OperationalError, OSError) as error:
+                log.error("batches wait: data_dir cannot be written: %s", error)
+                await asyncio.sleep(_PATIENCE)
+
+    async def _sweep(self) -> None:
+        """Delete files whose time is over."""
+        while True:
+            for owner, id in await self._patiently(self.files.expired):
+                if not await self._patiently(partial(self.uses, id, owner)):
+                    await self._patiently(partial(self.files.delete, owner, id))
+            await asyncio.sleep(_SWEEP_SECONDS)
+
+
+def finalizing(batch: Batch) -> Batch:
+    return at(batch, "finalizing") if batch.status == "in_progress" else batch
+
+
+def _content(path: Path, line: Line) -> bytes:
+    with path.open("rb") as file:
+        return os.pread(file.fileno(), line.length, line.start)

@@ -1,0 +1,79 @@
+"""Numbers the events of a stream, so that it can go on where its reader was cut off.
+
+The events of a resumable spec are always the same: those before the first token, those of each choice, and those at the
+end. An id says how many of each have been sent: `chatcmpl-…:1.7.0` follows the first 7 of the only choice. The choices'
+order among one another may be another the next time, which is why each is counted for itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import ClassVar
+
+from quire.server.encoding import END
+from quire.server.generation.answers.writer import AnswerWriter
+from quire.server.generation.choice import ChoiceDelta
+from quire.server.generation.fold import Answer
+from quire.server.generation.generation import Usage
+from quire.server.generation.spec import GenerationSpec
+from quire.server.protocol.common import SOUND_ID
+
+_ID = re.compile(rf"({SOUND_ID}):(\d{{1,9}}(?:\.\d{{1,9}}){{2,4096}})")
+
+
+def parse_id(given: str) -> tuple[str, tuple[int, ...]] | None:
+    """The id of the call in an event's id, and how many events of each kind were sent; None where it is no such id."""
+    found = _ID.fullmatch(given)
+    return None if found is None else (found[1], tuple(map(int, found[2].split("."))))
+
+
+class NumberedWriter(AnswerWriter):
+    """Another writer's events, each with its id; those that were seen are left out."""
+
+    MEDIA: ClassVar[bytes]
+
+    def __init__(self, writer: AnswerWriter, spec: GenerationSpec, seen: Sequence[int] = ()) -> None:
+        self._writer = writer
+        self._id = spec.id.encode()
+        self._sent = [0] * (spec.num_choices + 2)
+        self._seen = [*seen, *self._sent[len(seen) :]]
+        self._told = list(self._seen)
+        """What the last id said: of a choice that has not come so far again, what was seen."""
+
+    @property
+    def ping(self) -> bytes:
+        return self._writer.ping
+
+    def tell_usage(self, usage: Usage) -> None:
+        self._writer.tell_usage(usage)
+
+    def first(self) -> bytes:
+        return self._numbered(0, self._writer.first())
+
+    def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
+        self._writer.weights_version = self.weights_version
+        return b"".join([self._numbered(1 + delta.index, self._writer.step([delta])) for delta in deltas])
+
+    def last(self, usage: Usage) -> bytes:
+        self._writer.weights_version = self.weights_version
+        return self._numbered(-1, self._writer.last(usage))
+
+    def failed(self, error: Exception) -> bytes:
+        """Without an id: after it the stream can be asked for once more."""
+        return self._writer.failed(error)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        return self._writer.whole(answers, usage)
+
+    def _numbered(self, kind: int, events: bytes) -> bytes:
+        if events.count(END) == 1 and events.endswith(END):
+            return self._event(kind, events)
+        return b"".join([self._event(kind, event + END) for event in events.split(END) if event])
+
+    def _event(self, kind: int, event: bytes) -> bytes:
+        self._sent[kind] += 1
+        if self._sent[kind] <= self._seen[kind]:
+            return b""
+        self._told[kind] = self._sent[kind]
+        return b"id: %b:%b\n%b" % (self._id, ".".join(map(str, self._told)).encode(), event)

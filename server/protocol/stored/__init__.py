@@ -1,0 +1,1 @@
+"""Bodies of what is kept in --data-dir."""

@@ -1,0 +1,1 @@
+"""What is kept in --data-dir: conversations, files and batches."""

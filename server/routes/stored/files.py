@@ -1,0 +1,211 @@
+"""/v1/files: OpenAI's Files API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Query
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+
+from quire.engine.errors import InvalidRequest, Overloaded, RequestNotFound
+from quire.server.access.admission import CountedRoute
+from quire.server.batches.runner import BatchRunner
+from quire.server.encoding import encode_json
+from quire.server.protocol.stored.batches import MAX_KEPT, MIN_KEPT
+from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, owner_of
+from quire.server.routes.stored.pages import Order, page_of
+from quire.server.runtime import runtime_of
+from quire.server.store.files import Files, StoredFile, new_file
+
+router = APIRouter(route_class=CountedRoute)
+Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
+"""OpenAI's. All are kept; only batches read them."""
+PURPOSE = "batch"
+FileLimit = Annotated[int, Query(ge=1, le=10_000)]
+MAX_FILE_BYTES = 512 << 20
+"""As at OpenAI."""
+_LONGEST = 3600.0
+"""Seconds that an upload may take."""
+_MAX_NAME = 255
+_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
+FORM = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["file", "purpose"],
+                "properties": {
+                    "file": {"type": "string", "format": "binary"},
+                    "purpose": {"type": "string", "enum": list(get_args(Purpose))},
+                    "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                    "expires_after[seconds]": {"type": "integer", "minimum": MIN_KEPT, "maximum": MAX_KEPT},
+                },
+            }
+        }
+    },
+}
+"""Of the OpenAPI description."""
+
+
+@router.post("/v1/files", response_model=None, openapi_extra={"requestBody": FORM})
+async def upload_file(request: Request) -> Response:
+    """Keep a file, in the fields `file` and `purpose` of a form."""
+    files, owner = batches_of(request).files, owner_of(request)
+    _check_sender(request)
+    if not files.uploads.fits(owner, 1):
+        raise Overloaded("Too many files are uploaded at the same time. Please try again later")
+    files.uploads.take(owner, 1)
+    try:
+        async with asyncio.timeout(_LONGEST), _received(request, files, owner) as (content, purpose, keep):
+            assert content.size is not None
+            name = (content.filename or "file")[:_MAX_NAME]
+            file = new_file(name, purpose, content.size, keep_seconds=keep)
+            await asyncio.to_thread(files.write, file.id, content.file)
+        await asyncio.to_thread(files.add, owner, file)
+    except TimeoutError:
+        raise HTTPException(408, f"The file did not come within {_LONGEST:g} s") from None
+    except OSError as error:
+        raise Overloaded(f"The file cannot be kept now: {error.strerror}") from None
+    finally:
+        files.uploads.take(owner, -1)
+    return _answer(file)
+
+
+@router.get("/v1/files", response_model=None)
+async def list_files(
+    request: Request,
+    limit: FileLimit = 10_000,
+    order: Order = "desc",
+    after: str | None = None,
+    purpose: str | None = None,
+) -> Response:
+    files, owner, newest = batches_of(request).files, owner_of(request), order == "desc"
+    page = await asyncio.to_thread(files.page, owner, limit, newest_first=newest, after=after, purpose=purpose)
+    if page is None:
+        raise InvalidRequest(f"after: there is no file `{after}`", param="after")
+    return page_of([told(file) for file in page[0]], more=page[1])
+
+
+@router.get("/v1/files/{file_id}", response_model=None)
+async def retrieve_file(file_id: str, request: Request) -> Response:
+    return _answer(await _find(request, file_id))
+
+
+@router.get("/v1/files/{file_id}/content", response_model=None)
+async def retrieve_content(file_id: str, request: Request) -> Response:
+    """What is in it; of a range of bytes, where the header Range names one."""
+    file = await _find(request, file_id)
+    media = "application/jsonl" if file.name.endswith(".jsonl") else "application/octet-stream"
+    return FileResponse(batches_of(request).files.path(file.id), media_type=media, filename=file.name)
+
+
+@router.delete("/v1/files/{file_id}", response_model=None)
+async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
+    runner, owner = batches_of(request), owner_of(request)
+    if await asyncio.to_thread(runner.uses, file_id, owner):
+        raise InvalidRequest("file_id: a batch that has not ended reads it: cancel that first", param="file_id")
+    if not await asyncio.to_thread(runner.files.delete, owner, file_id):
+        raise missing(file_id, "file_id")
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+@asynccontextmanager
+async def _received(request: Request, files: Files, owner: str) -> AsyncIterator[tuple[UploadFile, str, int | None]]:
+    """The form's file, its purpose, and the seconds for which it is kept; None: for ever. What is large goes to a
+    temporary file."""
+
+    async def bounded() -> AsyncGenerator[bytes]:
+        size = 0
+        async for piece in request.stream():
+            size += len(piece)
+            if size > MAX_FILE_BYTES:
+                raise HTTPException(413, f"A file may have {MAX_FILE_BYTES} bytes")
+            if not files.fits(owner, size):
+                raise HTTPException(413, "The files kept take all the room of --max-stored-size: delete some")
+            yield piece
+
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise InvalidRequest("A file comes as multipart/form-data, with the fields file and purpose")
+    parser = MultiPartParser(request.headers, bounded(), max_files=1, max_fields=len(_FIELDS), max_part_size=256)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise InvalidRequest(f"The form cannot be read: {error.message}") from None
+    except ClientDisconnect:
+        raise HTTPException(CLIENT_CLOSED_REQUEST) from None
+    try:
+        content, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(content, UploadFile):
+            raise InvalidRequest("file is required", param="file")
+        if purpose not in get_args(Purpose):
+            raise InvalidRequest(f"purpose must be one of {', '.join(get_args(Purpose))}", param="purpose")
+        yield content, str(purpose), _seconds(form.get(_FIELDS[1]), form.get(_FIELDS[2]))
+    finally:
+        await form.close()
+
+
+def _seconds(anchor: object, seconds: object) -> int | None:
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest("expires_after.anchor must be created_at", param="expires_after.anchor")
+    if not isinstance(seconds, str) or not seconds.isdecimal() or not MIN_KEPT <= int(seconds[:9]) <= MAX_KEPT:
+        told = f"expires_after.seconds must be from {MIN_KEPT} to {MAX_KEPT}"
+        raise InvalidRequest(told, param="expires_after.seconds")
+    return int(seconds)
+
+
+def _check_sender(request: Request) -> None:
+    """Browsers let any page send a form. Raises HTTPException for one of an origin that may not call the server."""
+    origin = request.headers.get("origin")
+    allowed = runtime_of(request).config.allowed_origins
+    if origin is None or urlsplit(origin).netloc == request.headers.get("host") or {origin, "*"} & {*allowed}:
+        return
+    raise HTTPException(403, "Pages of this origin may not upload files: see --allowed-origins")
+
+
+async def _find(request: Request, file_id: str) -> StoredFile:
+    """Raises RequestNotFound."""
+    file = await asyncio.to_thread(batches_of(request).files.find, owner_of(request), file_id)
+    if file is None:
+        raise missing(file_id, "file_id")
+    return file
+
+
+def missing(file_id: str, param: str) -> RequestNotFound:
+    return RequestNotFound(f"No file `{file_id}` is kept here, or not any more", param=param)
+
+
+def batches_of(request: Request) -> BatchRunner:
+    """Raises RequestNotFound where nothing is kept."""
+    runner = runtime_of(request).batches
+    if runner is None:
+        raise RequestNotFound("This server keeps no files and batches: see --data-dir")
+    return runner
+
+
+def _answer(file: StoredFile) -> Response:
+    return Response(encode_json(told(file)), media_type="application/json")
+
+
+def told(file: StoredFile) -> dict[str, Any]:
+    """A file in OpenAI's form."""
+    return {
+        "id": file.id,
+        "object": "file",
+        "bytes": file.bytes,
+        "created_at": file.created,
+        "expires_at": file.expires,
+        "filename": file.name,
+        "purpose": file.purpose,
+        "status": "processed",
+    }

@@ -1,0 +1,76 @@
+"""GET /v1/streams/{id}: a stream goes on where its reader was cut off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.engine.errors import InvalidRequest, RequestNotFound
+from quire.server.access.authentication import tenant_of
+from quire.server.access.bodies import READ, Body
+from quire.server.generation.answers.numbered import parse_id
+from quire.server.routes.bodies import owner_of
+from quire.server.runtime import runtime_of
+from quire.server.streams import PATHS, RESUMED, Resumed
+
+router = APIRouter()
+LAST = "last-event-id"
+
+
+@router.get("/v1/streams/{stream_id}", response_model=None)
+async def resume_stream(stream_id: str, request: Request) -> Response:
+    """The events behind the one that the header Last-Event-ID names; without it all of them. Whoever still reads the
+    stream reads no further."""
+    streams, owner = runtime_of(request).streams, owner_of(request)
+    if streams is None:
+        raise RequestNotFound("This server keeps no streams: see --data-dir")
+    seen: tuple[int, ...] = ()
+    if (given := request.headers.get(LAST)) is not None:
+        found = parse_id(given)
+        if found is None or found[0] != stream_id:
+            raise InvalidRequest("Last-Event-ID is the id of no event of this stream", param=LAST)
+        seen = found[1]
+    call = await streams.find(owner, stream_id)
+    if call is None:
+        raise RequestNotFound(f"No stream `{stream_id}` is kept here, or not any more", param="stream_id")
+    return _Again(await streams.resumed(owner, call, seen))
+
+
+class _Again(Response):
+    """What the call's own route answers."""
+
+    def __init__(self, resumed: Resumed) -> None:
+        super().__init__()
+        self._resumed = resumed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await scope["app"].router(again(scope, self._resumed), receive, send)
+
+
+def again(scope: Scope, resumed: Resumed) -> dict[str, Any]:
+    """The scope of a call that is made again. Its body has been read."""
+    call = resumed.call
+    body = Body(tenant_of(scope).name, pieces=[call.body], size=len(call.body))
+    where = {"method": "POST", "path": call.path, "raw_path": call.path.encode(), "query_string": b""}
+    return {**scope, **where, READ: body, RESUMED: resumed}
+
+
+class LastEventMiddleware:
+    """ASGI middleware that takes a POST with Last-Event-ID, as clients send again that cannot send anything else, for a
+    GET of its stream. The body is not read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS:
+            last = Headers(scope=scope).get(LAST)
+            if last is not None:
+                path = f"/v1/streams/{last.rpartition(':')[0]}"
+                scope = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
+        await self._app(scope, receive, send)

@@ -1,0 +1,132 @@
+"""The journal: what each call is that may be answered again, and the tokens that it has.
+
+It has no keys and values: these are computed again, to the same bits.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.server.store.database import ROW, Database
+
+
+class Progress(msgspec.Struct):
+    """What a call has so far, by choice. The one that grows is the event loop's."""
+
+    ids: list[list[int]] = []
+    """The tokens."""
+    cached: list[int] = []
+    """How many tokens of its prompt were cached when it began, as its caller was told."""
+
+    @property
+    def count(self) -> int:
+        return sum(map(len, self.ids))
+
+    def copy(self) -> Progress:
+        return Progress([list(ids) for ids in self.ids], list(self.cached))
+
+
+class Pins(msgspec.Struct, frozen=True):
+    """What an answer depends on beside its request."""
+
+    id: str
+    """The server's own of the call."""
+    name: str
+    """The answer's, where its caller chose one."""
+    created: int
+    """Seconds of the Unix clock."""
+    seed: int | None
+    adapter: str = ""
+    """Digest of its adapter."""
+    kernels: str = ""
+    """The model's fingerprint: weights, and what computes."""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    body: bytes
+    pins: Pins
+    key: str | None = None
+    """Its Idempotency-Key."""
+    progress: Progress = msgspec.field(default_factory=Progress)
+
+
+class Calls:
+    """Threads may use it at the same time; each method is one transaction.
+
+    When they take more than `max_bytes` together, those of the owner with most bytes are forgotten that end first."""
+
+    def __init__(self, database: Database, max_bytes: int) -> None:
+        self._database = database
+        self._max_bytes = max_bytes
+        with database.reading() as connection:
+            rows = connection.execute("select owner, sum(size) from calls group by owner").fetchall()
+        self._sizes: Counter[str] = Counter(dict(rows))
+
+    def put(self, owner: str, call: Call, ends: float) -> bool:
+        """Note a call until a time of the Unix clock. False where another one has its key."""
+        size = ROW + len(call.body)
+        row = (owner, call.pins.id, call.path, call.body, msgspec.json.encode(call.pins), call.key, ends, size)
+        with self._database.writing() as connection:
+            if call.key is not None:
+                other = connection.execute("select id from calls where owner = ? and name = ?", (owner, call.key))
+                if (known := other.fetchone()) is not None and known[0] != call.pins.id:
+                    return False
+            self._drop(connection, owner, call.pins.id)
+            connection.execute(
+                "insert into calls values (?, ?, ?, ?, ?, ?, ?, ?, ?)", (*row, msgspec.msgpack.encode(call.progress))
+            )
+            self._sizes[owner] += size
+            self._make_room(connection)
+            return True
+
+    def note(self, known: Sequence[tuple[str, str, Progress, float]]) -> None:
+        """By owner and id: what a call has so far, and when its row ends."""
+        with self._database.writing() as connection:
+            connection.executemany(
+                "update calls set progress = ?, ends = ? where owner = ? and id = ?",
+                [(msgspec.msgpack.encode(progress), ends, owner, id) for owner, id, progress, ends in known],
+            )
+
+    def find(self, owner: str, id: str) -> Call | None:
+        return self._found("id", owner, id)
+
+    def of_key(self, owner: str, key: str) -> Call | None:
+        return self._found("name", owner, key)
+
+    def delete(self, owner: str, id: str) -> None:
+        with self._database.writing() as connection:
+            self._drop(connection, owner, id)
+
+    def sweep(self) -> None:
+        """Forget those whose time is over."""
+        with self._database.writing() as connection:
+            over = connection.execute("select owner, id from calls where ends < ?", (time.time(),)).fetchall()
+            for owner, id in over:
+                self._drop(connection, owner, id)
+
+    def _found(self, column: str, owner: str, value: str) -> Call | None:
+        query = f"select path, body, pins, name, progress from calls where owner = ? and {column} = ? and ends >= ?"
+        with self._database.reading() as connection:
+            row = connection.execute(query, (owner, value, time.time())).fetchone()
+        if row is None:
+            return None
+        path, body, pins, key, progress = row
+        known = msgspec.msgpack.decode(progress, type=Progress)
+        return Call(path=path, body=bytes(body), pins=msgspec.json.decode(pins, type=Pins), key=key, progress=known)
+
+    def _make_room(self, connection: sqlite3.Connection) -> None:
+        while self._sizes.total() > self._max_bytes:
+            ((largest, _),) = self._sizes.most_common(1)
+            first = connection.execute("select id from calls where owner = ? order by ends limit 1", (largest,))
+            self._drop(connection, largest, first.fetchone()[0])
+
+    def _drop(self, connection: sqlite3.Connection, owner: str, id: str) -> None:
+        query = "delete from calls where owner = ? and id = ? returning size"
+        if (row := connection.execute(query, (owner, id)).fetchone()) is not None:
+            self._sizes[owner] -= row[0]

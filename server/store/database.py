@@ -1,0 +1,67 @@
+"""The SQLite file in --data-dir, which one server at a time has."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from quire.engine.errors import ConfigError
+from quire.server.store.schema import prepare
+
+FILE = "responses.sqlite3"
+PATIENCE = 10.0
+"""Seconds that a read or a write waits for another."""
+ROW = 256
+"""Bytes that a row counts beside what is in it, so that the bound of all bytes bounds the rows too."""
+
+
+class Database:
+    """Threads may use it at the same time: each `reading` and `writing` has it alone.
+
+    A write is in the file when its block has ended: it survives the death of every process. A power cut may take the
+    last ones, but leaves the file as it was before them (WAL with synchronous = normal)."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError for a folder that cannot be used, or that another server uses."""
+        self.folder = folder
+        self._mutex = threading.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._held = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            self._connection = sqlite3.connect(
+                folder / FILE, timeout=PATIENCE, check_same_thread=False, isolation_level=None
+            )
+            prepare(self._connection, ROW)
+        except BlockingIOError:
+            raise ConfigError("data_dir: another server uses this folder", param="data_dir") from None
+        except (OSError, sqlite3.Error, ValueError) as error:
+            raise ConfigError(f"data_dir: cannot keep anything in {folder}: {error}", param="data_dir") from None
+
+    def close(self) -> None:
+        with self._mutex:
+            self._connection.close()
+            os.close(self._held)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        with self._mutex:
+            yield self._connection
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, of which nothing is left where the block raises."""
+        with self._mutex:
+            self._connection.execute("begin immediate")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("rollback")
+                raise
+            self._connection.execute("commit")

@@ -1,0 +1,136 @@
+"""Files that callers upload and that batches write: a row each, and the content beside the database."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sqlite3
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from quire.server.budget import Budget
+from quire.server.store.database import ROW, Database
+
+MAX_UPLOADS = 16
+"""At the same time. A key that has some gets more only while as many are left to others."""
+_FIELDS = "id, created, expires, bytes, name, purpose"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    id: str
+    created: int
+    """Seconds of the Unix clock."""
+    expires: int | None
+    """From then on it is not there any more."""
+    bytes: int
+    name: str
+    purpose: str
+
+
+def new_file(name: str, purpose: str, size: int, *, keep_seconds: int | None) -> StoredFile:
+    now = int(time.time())
+    ends = None if keep_seconds is None else now + keep_seconds
+    return StoredFile(f"file-{secrets.token_hex(12)}", now, ends, size, name, purpose)
+
+
+class Files:
+    """Threads may use it at the same time. A file is there whole or not at all, whenever the process ends."""
+
+    def __init__(self, database: Database, max_bytes: int) -> None:
+        """`max_bytes`: of all together; a key gets more only while as much is left to others. Raises OSError."""
+        self._database = database
+        self._folder = database.folder / "files"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._budget = Budget(max_bytes)
+        self.uploads = Budget(MAX_UPLOADS)
+        """Of the server, by owner; the event loop's."""
+        with database.reading() as connection:
+            rows = connection.execute("select owner, id, bytes from files").fetchall()
+        for owner, _, size in rows:
+            self._budget.take(owner, size + ROW)
+        known = {id for _, id, _ in rows}
+        for path in self._folder.iterdir():  # a process that ended between the two left what nobody knows
+            if path.name not in known:
+                path.unlink(missing_ok=True)
+
+    def path(self, id: str) -> Path:
+        """Of the content of a file that is there."""
+        return self._folder / id
+
+    def fits(self, owner: str, size: int) -> bool:
+        return self._budget.fits(owner, size + ROW)
+
+    def write(self, id: str, content: BinaryIO) -> None:
+        """The content of a file that `add` makes known. Raises OSError, and then leaves nothing."""
+        self.create(id)
+        try:
+            with self.path(id).open("r+b") as file:
+                shutil.copyfileobj(content, file, 1 << 20)
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            self.path(id).unlink(missing_ok=True)
+            raise
+
+    def create(self, id: str) -> None:
+        """An empty one, which only this user may read."""
+        os.close(os.open(self.path(id), os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+
+    def add(self, owner: str, *files: StoredFile, connection: sqlite3.Connection | None = None) -> None:
+        """Make files known whose content is written. `connection`: that of a transaction of which this is a part."""
+        if connection is None:
+            with self._database.writing() as own:
+                return self.add(owner, *files, connection=own)
+        for file in files:
+            row = (owner, file.id, file.created, file.expires, file.bytes, file.name, file.purpose)
+            connection.execute("insert into files values (?, ?, ?, ?, ?, ?, ?)", row)
+            self._budget.take(owner, file.bytes + ROW)
+
+    def find(self, owner: str, id: str) -> StoredFile | None:
+        with self._database.reading() as connection:
+            query = f"select {_FIELDS} from files where owner = ? and id = ? and {_THERE}"
+            row = connection.execute(query, (owner, id, time.time())).fetchone()
+        return None if row is None else StoredFile(*row)
+
+    def page(
+        self, owner: str, limit: int, *, newest_first: bool, after: str | None, purpose: str | None
+    ) -> tuple[Sequence[StoredFile], bool] | None:
+        """The next files behind the one with the id `after`, `limit` at most, and whether others follow. None where
+        `after` is not one of them."""
+        sign, order = ("<", "desc") if newest_first else (">", "asc")
+        where, given = f"owner = ? and {_THERE}", [owner, time.time()]
+        if purpose is not None:
+            where, given = f"{where} and purpose = ?", [*given, purpose]
+        with self._database.reading() as connection:
+            if after is not None:
+                found = connection.execute("select created, id from files where owner = ? and id = ?", (owner, after))
+                if (place := found.fetchone()) is None:
+                    return None
+                where, given = f"{where} and (created, id) {sign} (?, ?)", [*given, *place]
+            query = f"select {_FIELDS} from files where {where} order by created {order}, id {order} limit ?"
+            rows = connection.execute(query, (*given, limit + 1)).fetchall()
+        return [StoredFile(*row) for row in rows[:limit]], len(rows) > limit
+
+    def delete(self, owner: str, id: str) -> bool:
+        """Whether there was one."""
+        with self._database.writing() as connection:
+            query = "delete from files where owner = ? and id = ? returning bytes"
+            row = connection.execute(query, (owner, id)).fetchone()
+        if row is None:
+            return False
+        self._budget.take(owner, -row[0] - ROW)
+        self.path(id).unlink(missing_ok=True)
+        return True
+
+    def expired(self) -> list[tuple[str, str]]:
+        """Owners and ids of those whose time is over."""
+        with self._database.reading() as connection:
+            return connection.execute("select owner, id from files where expires <= ?", (time.time(),)).fetchall()
+
+
+_THERE = "(expires is null or expires > ?)"

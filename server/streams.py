@@ -1,0 +1,222 @@
+"""Answers that can be asked for again: streams that go on where their reader was cut off, and Idempotency-Key.
+
+What a call is stands in the journal (store/calls.py) before its first event is sent, the tokens that it has a moment
+later. Whoever asks for it again, in this process or in the next one, has the same request computed with the same id,
+seed and time, so that the events are the same to the byte; those that were seen are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from dataclasses import replace as replaced
+from functools import partial
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from quire.engine.types import Adapter
+from quire.server.generation.spec import GenerationSpec
+from quire.server.store.calls import Call, Calls, Pins, Progress
+
+log = logging.getLogger("quire.server")
+RESUMED = "quire.resumed"
+"""The scope's key of a Resumed: the call is made again."""
+BODY = "quire.kept_body"
+"""The scope's key of a body that may go into the journal."""
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+"""What can be asked for again."""
+KEY = "idempotency-key"
+KEPT_KEYS = 86_400.0
+"""Seconds that an answer with an Idempotency-Key can be asked for again, from its begin."""
+MAX_KEY = 255
+_RUNNING_SECONDS = 86_400.0
+"""So long a call may run; then its row ends."""
+_CLAIM_SECONDS = 30.0
+_NOTE_SECONDS = 1.0
+"""Between two notes of what calls have: what they lack is computed again."""
+_SWEEP_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A call that is made again."""
+
+    call: Call
+    seen: Sequence[int]
+    """Events that its reader has; see answers/numbered.py."""
+    attempt: int
+
+
+@dataclass(eq=False, slots=True)
+class Running:
+    progress: Progress
+    ends_after: float
+    """Seconds for which it is kept once it has ended."""
+    close: Callable[[], None] = lambda: None
+    noted: int = 0
+    """Tokens in the journal."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Streams:
+    """The calls of one server that can be asked for again."""
+
+    def __init__(self, calls: Calls, grace: float) -> None:
+        """`grace`: seconds for which a stream without a reader can be resumed."""
+        self._calls = calls
+        self._grace = grace
+        self._running: dict[tuple[str, str], Running] = {}
+        self._claimed: dict[tuple[str, str], float] = {}
+        """Owners and keys of calls that are about to be in the journal: until when they are waited for."""
+        self._attempts = 0
+        self._task = asyncio.create_task(self._note_always())
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self._note()
+
+    async def find(self, owner: str, id: str) -> Call | None:
+        return await asyncio.to_thread(self._calls.find, owner, id)
+
+    async def resumed(self, owner: str, call: Call, seen: Sequence[int]) -> Resumed:
+        """A call to be made again, which nobody else answers any more; with the tokens that it has by now."""
+        if (running := self._running.get((owner, call.pins.id))) is not None:
+            running.close()
+            await running.ended.wait()
+            call = msgspec.structs.replace(call, progress=running.progress.copy())
+        self._attempts += 1
+        return Resumed(call, seen, self._attempts)
+
+    async def claimed(self, request: Request, owner: str, body: bytes, *, stream: bool) -> Resumed | None:
+        """The call that had the request's Idempotency-Key before; None where it is new, or there is none.
+
+        Raises HTTPException for a key that cannot be, that another request had, or whose request is being answered.
+        """
+        key = request.headers.get(KEY)
+        if key is None or request.scope.get(RESUMED) is not None:
+            return None
+        if not 0 < len(key) <= MAX_KEY:
+            raise HTTPException(400, f"Idempotency-Key must have 1 to {MAX_KEY} characters")
+        busy = HTTPException(409, "The request with this Idempotency-Key is still answered", {"Retry-After": "1"})
+        now = time.monotonic()
+        self._claimed = {claim: until for claim, until in self._claimed.items() if until > now}
+        if (owner, key) in self._claimed:
+            raise busy
+        self._claimed[owner, key] = now + _CLAIM_SECONDS
+        call = await asyncio.to_thread(self._calls.of_key, owner, key)
+        if call is None:
+            return None  # `begin` takes the claim away
+        del self._claimed[owner, key]
+        if (call.path, call.body) != (request.scope["path"], body):
+            raise HTTPException(422, "Another request had this Idempotency-Key")
+        running = self._running.get((owner, call.pins.id))
+        if not stream and running is not None and not running.ended.is_set():
+            raise busy
+        return await self.resumed(owner, call, ())
+
+    async def begin(
+        self,
+        request: Request,
+        owner: str,
+        spec: GenerationSpec,
+        fingerprint: str,
+        progress: Progress,
+        close: Callable[[], None],
+    ) -> Callable[[], None]:
+        """Put a call into the journal. Returns what ends it: `close`, and its journal goes on from there."""
+        body = request.scope.pop(BODY)
+        resumed: Resumed | None = request.scope.get(RESUMED)
+        key = request.headers.get(KEY) if resumed is None else resumed.call.key
+        adapter = "" if spec.adapter is None else spec.adapter.digest
+        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint)
+        call = Call(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
+        running = Running(progress, self._grace if key is None else KEPT_KEYS)
+        running.close = partial(_end, running, close)
+        self._running[owner, spec.id] = running
+        try:
+            await asyncio.to_thread(self._calls.put, owner, call, time.time() + _RUNNING_SECONDS)
+        except (sqlite3.OperationalError, OSError) as error:
+            log.error("%s cannot be resumed: data_dir cannot be written: %s", spec.answer_id, error)
+        except BaseException:
+            del self._running[owner, spec.id]
+            raise
+        finally:
+            self._claimed.pop((owner, key or ""), None)
+        return running.close
+
+    async def forget(self, owner: str, id: str) -> None:
+        """It is kept elsewhere now."""
+        if (running := self._running.pop((owner, id), None)) is not None:
+            running.ended.set()
+        await asyncio.to_thread(self._calls.delete, owner, id)
+
+    async def _note_always(self) -> None:
+        swept = 0.0
+        while True:
+            await asyncio.sleep(_NOTE_SECONDS)
+            try:
+                await self._note()
+                if time.monotonic() - swept > _SWEEP_SECONDS:
+                    await asyncio.to_thread(self._calls.sweep)
+                    swept = time.monotonic()
+            except (sqlite3.OperationalError, OSError) as error:
+                log.error("streams: data_dir cannot be written: %s", error)
+
+    async def _note(self) -> None:
+        """Write down what has come since the last time, and forget those that have ended."""
+        now, notes = time.time(), []
+        for (owner, id), running in list(self._running.items()):
+            count = running.progress.count
+            ended = running.ended.is_set()
+            if count != running.noted or ended:
+                ends = now + (running.ends_after if ended else _RUNNING_SECONDS)
+                notes.append((owner, id, running.progress.copy(), ends))
+                running.noted = count
+            if ended:
+                del self._running[owner, id]
+        if notes:
+            await asyncio.to_thread(self._calls.note, notes)
+
+
+def _end(running: Running, close: Callable[[], None]) -> None:
+    close()
+    running.ended.set()
+
+
+def pinned(spec: GenerationSpec, resumed: Resumed | None, *, deterministic: bool) -> GenerationSpec:
+    """The spec with what its answer depends on beside its request: that of the call that is made again, or its own. It
+    can be resumed only where a token depends on nothing else."""
+    if resumed is not None:
+        pins = resumed.call.pins
+        return replaced(
+            spec,
+            id=pins.id,
+            name=pins.name,
+            created=pins.created,
+            params=msgspec.structs.replace(spec.params, seed=pins.seed),
+            resumable=_resumable(spec),
+            progress=resumed.call.progress,
+            attempt=resumed.attempt,
+        )
+    if spec.beam_search or not deterministic:
+        return spec
+    seed = spec.params.seed
+    params = msgspec.structs.replace(spec.params, seed=secrets.randbits(63) if seed is None else seed)
+    return replaced(spec, params=params, resumable=_resumable(spec))
+
+
+def _resumable(spec: GenerationSpec) -> bool:
+    return spec.stream or (spec.response is not None and spec.response.background)
+
+
+def same_adapter(resumed: Resumed | None, adapter: Adapter | None) -> bool:
+    """Whether a call that is made again would have the adapter that it had."""
+    return resumed is None or resumed.call.pins.adapter == ("" if adapter is None else adapter.digest)

@@ -1,0 +1,108 @@
+"""A batch through the deaths of all processes of its server: each request has one result, the same as undisturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+from tests.server.cli.processes import descendants, needs_proc
+
+SMALL = ["--max-model-len", "512", "--num-kv-blocks", "256", "--max-num-seqs", "8", "--threads", "1"]
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def line(number: int) -> dict[str, Any]:
+    rng = random.Random(number)
+    words = " ".join(rng.choice(["moon", "tide", "stone", "bird", "lamp"]) for _ in range(rng.randrange(1, 30)))
+    body: dict[str, Any] = {"model": "quire-demo", "seed": number, "max_tokens": rng.randrange(8, 60)}
+    body |= {"messages": [{"role": "user", "content": words}], "temperature": rng.choice([0, 1])}
+    if number % 7 == 3:
+        body["n"] = 2
+    if number % 5 == 4:
+        body |= {"logprobs": True, "top_logprobs": 2}
+    if number % 11 == 5:
+        body["response_format"] = {"type": "json_object"}
+    if number % 13 == 6:
+        body["temperature"] = "hot"
+    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def begin(url: str, count: int) -> str:
+    """A batch of so many lines; its id."""
+    content = "\n".join(json.dumps(line(number)) for number in range(count))
+    file = httpx.post(f"{url}/v1/files", files={"file": ("in.jsonl", content), "purpose": (None, "batch")}).json()
+    made = httpx.post(
+        f"{url}/v1/batches", json={"input_file_id": file["id"], "endpoint": "/v1/chat/completions"}
+    ).json()
+    return str(made["id"])
+
+
+def state(url: str, id: str) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{url}/v1/batches/{id}").json()
+    return found
+
+
+def results(url: str, id: str) -> dict[str, Any]:
+    """What came of each line, when all have ended; every custom_id once."""
+    deadline = time.monotonic() + 240
+    while (now := state(url, id))["status"] not in ENDED:
+        assert time.monotonic() < deadline, now
+        time.sleep(0.1)
+    assert now["status"] == "completed"
+    found: dict[str, Any] = {}
+    for name in ("output_file_id", "error_file_id"):
+        for each in httpx.get(f"{url}/v1/files/{now[name]}/content").text.splitlines():
+            result = json.loads(each)
+            assert result["custom_id"] not in found
+            body = result["response"]["body"]
+            found[result["custom_id"]] = body.get("choices") or body["error"]["param"]
+    return found
+
+
+def kill_all(server: Server) -> None:
+    """At once, as a machine that loses its power would end them."""
+    family = [server.process.pid, *descendants(server.process.pid)]
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in family:
+        os.kill(pid, signal.SIGKILL)
+    server.process.wait()
+
+
+@needs_proc
+@pytest.mark.parametrize(("count", "kills"), [(120, 3), pytest.param(2000, 6, marks=pytest.mark.nightly)])
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_every_request_has_one_result_whatever_is_killed(count: int, kills: int, tmp_path: Path) -> None:
+    rng = random.Random(count)
+    flags = [*SMALL, "--data-dir"]
+    whole = Server(tmp_path / "whole.log", *flags, str(tmp_path / "whole"))
+    try:
+        started = time.monotonic()
+        expected = results(whole.url, begin(whole.url, count))
+        took = time.monotonic() - started
+    finally:
+        whole.process.kill()
+        whole.process.wait()
+    assert len(expected) == count
+    id = ""
+    for number in range(kills + 1):
+        server = Server(tmp_path / f"cut{number}.log", *flags, str(tmp_path / "cut"))
+        try:
+            id = id or begin(server.url, count)
+            if number == kills:
+                assert results(server.url, id) == expected
+            else:
+                time.sleep(rng.uniform(0.2, 1) * took / (kills + 1))
+                assert state(server.url, id)["status"] in ("validating", "in_progress", "finalizing", "completed")
+        finally:
+            kill_all(server)

@@ -1,0 +1,313 @@
+"""Files and batches, by the OpenAI SDK; what is refused; what a restart in the middle leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch, FileObject
+
+from quire.server.batches import reader
+from tests.server.api import NAME, Api, open_api
+from tests.server.fake import FakeEngine, hashed
+
+LETTERS = b"abcdefghijklmnop"
+CHAT = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def keeping(folder: Path, **options: Any) -> AsyncIterator[Api]:
+    engine = FakeEngine(hashed(LETTERS), step_seconds=options.pop("step_seconds", 0.0))
+    async with open_api(engine, data_dir=folder, **options) as api:
+        yield api
+
+
+def request(name: str, text: str = "Hi", url: str = CHAT, **fields: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {"model": NAME, "max_tokens": 8, "seed": 1}
+    given["messages" if url == CHAT else "prompt"] = [{"role": "user", "content": text}] if url == CHAT else text
+    return {"custom_id": name, "method": "POST", "url": url, "body": given | fields}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join((each if isinstance(each, bytes) else json.dumps(each).encode()) + b"\n" for each in lines)
+
+
+async def upload(api: Api, content: bytes, name: str = "in.jsonl", purpose: Any = "batch") -> FileObject:
+    return await api.openai.files.create(file=(name, content), purpose=purpose)
+
+
+async def begin(api: Api, content: bytes, endpoint: Any = CHAT, **fields: Any) -> Batch:
+    file = await upload(api, content)
+    return await api.openai.batches.create(
+        input_file_id=file.id, endpoint=endpoint, **{"completion_window": "24h", **fields}
+    )
+
+
+async def at_its_end(api: Api, id: str) -> Batch:
+    async with asyncio.timeout(30):
+        while (now := await api.openai.batches.retrieve(id)).status in ("validating", "in_progress", "finalizing"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return now
+
+
+async def lines_of(api: Api, file_id: str | None) -> dict[str, Any]:
+    """By custom_id, each of which must come once."""
+    if file_id is None:
+        return {}
+    content = await api.openai.files.content(file_id)
+    lines = [json.loads(line) for line in content.text.splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+async def test_a_batch_by_the_sdk(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as api:
+        asked = [request(f"r{number}", f"Text {number}") for number in range(20)]
+        wrong = request("wrong", temperature="hot")
+        batch = await begin(
+            api,
+            jsonl(*asked, wrong),
+            metadata={"night": "1"},
+            output_expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert (batch.object, batch.endpoint, batch.completion_window) == ("batch", CHAT, "24h")
+        ended = await at_its_end(api, batch.id)
+        assert ended.status == "completed"
+        assert ended.metadata == {"night": "1"}
+        assert ended.request_counts is not None
+        assert ended.request_counts.to_dict() == {"total": 21, "completed": 20, "failed": 1}
+        assert ended.usage is not None
+        assert ended.usage.output_tokens == 160
+        answers, errors = await lines_of(api, ended.output_file_id), await lines_of(api, ended.error_file_id)
+        assert [*answers] == [each["custom_id"] for each in asked], "in the order of the input"
+        assert [*errors] == ["wrong"]
+        assert errors["wrong"]["response"]["status_code"] == 400
+        assert errors["wrong"]["response"]["body"]["error"]["param"] == "temperature"
+        for each in asked:
+            whole = await api.post(CHAT, each["body"])
+            got = answers[each["custom_id"]]
+            assert got["error"] is None
+            assert got["response"]["status_code"] == 200
+            assert got["response"]["body"]["choices"] == whole["choices"]
+        output = await api.openai.files.retrieve(ended.output_file_id or "")
+        assert output.purpose == "batch_output"
+        assert output.expires_at == output.created_at + 3600
+        listed = [each.id async for each in await api.openai.batches.list(limit=1)]
+        assert listed == [batch.id]
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/responses", "/v1/messages"])
+async def test_endpoints(endpoint: str, tmp_path: Path) -> None:
+    async with keeping(tmp_path) as api:
+        text = {"role": "user", "content": "Hi"}
+        body = {
+            "/v1/completions": {"prompt": "Hi", "max_tokens": 4},
+            "/v1/responses": {"input": "Hi", "max_output_tokens": 16},
+            "/v1/messages": {"messages": [text], "max_tokens": 4},
+        }[endpoint]
+        line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": {"model": NAME, **body}}
+        ended = await at_its_end(api, (await begin(api, jsonl(line), endpoint)).id)
+        answers = await lines_of(api, ended.output_file_id)
+        assert answers["a"]["response"]["status_code"] == 200, await lines_of(api, ended.error_file_id)
+
+
+@pytest.mark.parametrize(
+    ("content", "errors"),
+    [
+        (b"", [(None, "empty_file", None)]),
+        (jsonl(request("a"), b"{", request("a")), [(2, "invalid_line", "line"), (3, "invalid_line", "custom_id")]),
+        (jsonl(request("a", url="/v1/completions")), [(1, "invalid_line", "url")]),
+        (jsonl({"custom_id": "a", "url": "/v1/files", "body": {}}), [(1, "invalid_line", "url")]),
+        (jsonl({"custom_id": 5}), [(1, "invalid_line", "custom_id")]),
+        (jsonl(request("a" * 513)), [(1, "invalid_line", "custom_id")]),
+        (jsonl(request("\ud800")), [(1, "invalid_line", "line")]),
+        (
+            jsonl(request("a", stream=True), request("b") | {"body": []}),
+            [(1, "invalid_line", "stream"), (2, "invalid_line", "body")],
+        ),
+        (b"\xff\n" * 3, [(1, "invalid_line", "line"), (2, "invalid_line", "line"), (3, "invalid_line", "line")]),
+    ],
+)
+async def test_a_file_with_wrong_lines_fails_whole(content: bytes, errors: list[Any], tmp_path: Path) -> None:
+    async with keeping(tmp_path) as api:
+        ended = await at_its_end(api, (await begin(api, content)).id)
+        assert ended.status == "failed"
+        assert ended.errors is not None
+        assert [(each.line, each.code, each.param) for each in ended.errors.data or []] == errors
+        assert not api.engine.seen
+
+
+async def test_bounds_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader, "MAX_LINES", 2)
+    async with keeping(tmp_path, max_body_size=0.01) as api:
+        ended = await at_its_end(api, (await begin(api, jsonl(*map(request, "abc")))).id)
+        assert [each.code for each in (ended.errors and ended.errors.data) or []] == ["too_many_requests"]
+        ended = await at_its_end(api, (await begin(api, jsonl(request("a", "long " * 4000)))).id)
+        assert [each.param for each in (ended.errors and ended.errors.data) or []] == ["line"]
+
+
+async def test_what_a_batch_refuses(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as api:
+        file = await upload(api, jsonl(request("a")))
+        other = await upload(api, b"x", purpose="user_data")
+        for fields, param in (
+            ({"input_file_id": other.id}, "input_file_id"),
+            ({"endpoint": "/v1/files"}, "endpoint"),
+            ({"completion_window": "soon"}, "completion_window"),
+            ({"metadata": {"a": 5}}, "metadata"),
+            ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after"),
+        ):
+            given = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"} | fields
+            error = (await api.post("/v1/batches", given, 400))["error"]
+            assert error["param"].startswith(param)
+        await api.post("/v1/batches", {"input_file_id": "file-0", "endpoint": CHAT}, 404)
+        assert (await api.http.get("/v1/batches/batch_0")).status_code == 404
+        assert (await api.http.post("/v1/batches/batch_0/cancel")).status_code == 404
+
+
+async def test_what_is_cancelled_keeps_its_results(tmp_path: Path) -> None:
+    async with keeping(tmp_path, step_seconds=0.02, max_num_seqs=2) as api:
+        batch = await begin(api, jsonl(*(request(f"r{number}") for number in range(40))))
+        async with asyncio.timeout(30):
+            while not (now := await api.openai.batches.retrieve(batch.id)).request_counts or (  # noqa: ASYNC110
+                now.request_counts.completed < 3
+            ):
+                await asyncio.sleep(0.01)
+        with pytest.raises(openai.BadRequestError, match="cancel that first"):
+            await api.openai.files.delete(batch.input_file_id)
+        assert (await api.openai.batches.cancel(batch.id)).status == "cancelling"
+        async with asyncio.timeout(30):
+            while (now := await api.openai.batches.retrieve(batch.id)).status == "cancelling":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert now.status == "cancelled"
+        answers, errors = await lines_of(api, now.output_file_id), await lines_of(api, now.error_file_id)
+        assert 3 <= len(answers) < 40
+        assert {*answers} | {*errors} == {f"r{number}" for number in range(40)}
+        assert {each["error"]["code"] for each in errors.values()} == {"batch_cancelled"}
+        assert not api.engine.running
+        with pytest.raises(openai.BadRequestError, match="cancelled already"):
+            await api.openai.batches.cancel(batch.id)
+        await api.openai.files.delete(batch.input_file_id)
+
+
+async def test_what_is_late_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.server.resolve.batches._SECONDS", {"m": 1})
+    async with keeping(tmp_path, step_seconds=0.05, max_num_seqs=1) as api:
+        batch = await begin(api, jsonl(*map(request, "abcdefgh")), completion_window="1m")
+        ended = await at_its_end(api, batch.id)
+        assert ended.status == "expired"
+        errors = await lines_of(api, ended.error_file_id)
+        assert {each["error"]["code"] for each in errors.values()} == {"batch_expired"}
+        assert {*errors} | {*await lines_of(api, ended.output_file_id)} == {*"abcdefgh"}
+
+
+async def test_a_restart_goes_on_where_it_was(tmp_path: Path) -> None:
+    asked = [request(f"r{number}", f"Text {number}") for number in range(30)]
+    async with keeping(tmp_path / "whole") as api:
+        whole = await lines_of(api, (await at_its_end(api, (await begin(api, jsonl(*asked))).id)).output_file_id)
+    async with keeping(tmp_path / "cut", step_seconds=0.01, max_num_seqs=3) as api:
+        batch = await begin(api, jsonl(*asked))
+        async with asyncio.timeout(30):
+            while (await api.openai.batches.retrieve(batch.id)).request_counts.completed < 5:  # type: ignore[union-attr]  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        before = len(api.engine.seen)
+    async with keeping(tmp_path / "cut") as api:
+        ended = await at_its_end(api, batch.id)
+        assert ended.status == "completed"
+        assert len(api.engine.seen) <= 30 - 5
+        assert before < 30
+        cut = await lines_of(api, ended.output_file_id)
+    choices = [{name: line["response"]["body"]["choices"] for name, line in each.items()} for each in (whole, cut)]
+    assert choices[0] == choices[1]
+
+
+async def test_batches_wait_behind_everything_else(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as api:
+        await at_its_end(api, (await begin(api, jsonl(request("a", priority=-7)))).id)
+        await api.post(CHAT, request("b")["body"])
+        behind, live = api.engine.seen
+        assert behind.priority > live.priority
+        assert behind.tenant != live.tenant, "it has a share of its own"
+
+
+async def test_files(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as api:
+        content = bytes(range(256)) * 9000  # more than what stays in memory
+        first = await upload(api, content, "bytes.bin", "user_data")
+        assert (first.bytes, first.filename, first.purpose) == (len(content), "bytes.bin", "user_data")
+        second = await api.openai.files.create(
+            file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
+        assert second.expires_at == second.created_at + 3600
+        assert (await api.openai.files.content(first.id)).content == content
+        part = await api.http.get(f"/v1/files/{first.id}/content", headers={"Range": "bytes=250-260"})
+        assert (part.status_code, part.content) == (206, content[250:261])
+        assert {each.id async for each in await api.openai.files.list(limit=1)} == {first.id, second.id}
+        assert [each.id async for each in await api.openai.files.list(purpose="batch")] == [second.id]
+        stored = tmp_path / "files" / first.id
+        assert stored.stat().st_mode & 0o077 == 0, "others may not read it"
+        assert (await api.openai.files.delete(first.id)).deleted
+        assert not stored.exists()
+        for path in (f"/v1/files/{first.id}", f"/v1/files/{first.id}/content", "/v1/files/..%2flock"):
+            assert (await api.http.get(path)).status_code == 404
+    async with keeping(tmp_path) as api:
+        assert [each.id async for each in await api.openai.files.list()] == [second.id]
+
+
+async def test_uploads_that_are_refused(tmp_path: Path) -> None:
+    async with keeping(tmp_path, max_stored_size=0.001) as api:
+        form = {"purpose": (None, "batch"), "file": ("a", b"x")}
+        for given, status, param in (
+            ({"purpose": form["purpose"]}, 400, "file"),
+            ({"file": form["file"]}, 400, "purpose"),
+            (form | {"purpose": (None, "nothing")}, 400, "purpose"),
+            (form | {"purpose": (None, "b" * 5000)}, 400, None),
+            (form | {"expires_after[seconds]": (None, "9")}, 400, "expires_after.anchor"),
+            (form | {f"more{number}": (None, "x") for number in range(9)}, 400, None),
+            (form | {"file": ("a", b"x" * 2_000_000)}, 413, None),
+        ):
+            answer = await api.http.post("/v1/files", files=given)  # type: ignore[arg-type]
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+        assert (await api.http.post("/v1/files", json={})).status_code == 400
+        strange = await api.http.post("/v1/files", files=form, headers={"Origin": "https://evil.example"})  # type: ignore[arg-type]
+        assert strange.status_code == 403
+        assert not [each async for each in await api.openai.files.list()]
+        assert not [*(tmp_path / "files").iterdir()]
+
+
+async def test_files_and_batches_are_their_keys_alone(tmp_path: Path) -> None:
+    async with keeping(tmp_path, api_key=["ka", "kb"]) as api:
+        one, other = (
+            openai.AsyncOpenAI(base_url="http://quire/v1", api_key=key, http_client=api.http) for key in ("ka", "kb")
+        )
+        file = await one.files.create(file=("in.jsonl", jsonl(request("a"))), purpose="batch")
+        batch = await one.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        for call in (
+            other.files.retrieve(file.id),
+            other.files.content(file.id),
+            other.files.delete(file.id),
+            other.batches.retrieve(batch.id),
+            other.batches.cancel(batch.id),
+            other.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert not [each async for each in await other.files.list()]
+        assert not [each async for each in await other.batches.list()]
+        async with asyncio.timeout(30):
+            while (await one.batches.retrieve(batch.id)).status != "completed":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_without_a_folder_the_server_says_what_to_set() -> None:
+    async with open_api(FakeEngine(hashed(LETTERS))) as api:
+        for path in ("/v1/files", "/v1/batches", "/v1/files/a", "/v1/batches/a"):
+            answer = await api.http.get(path)
+            assert (answer.status_code, "--data-dir" in answer.text) == (404, True)

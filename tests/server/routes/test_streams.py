@@ -1,0 +1,210 @@
+"""Streams go on where their reader was cut off, to the byte: at the same server or the next; and Idempotency-Key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.server.api import NAME
+from tests.server.fake import FakeEngine, hashed, scripted
+from tests.server.hosted import Port, serving
+from tests.server.resolve.test_tool_requests import HERMES, TOOLS, TWO
+
+EOS = 258
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24}
+LETTERS = b"abcdefghijklmnop .\xc3\xa9"
+THOUGHT = b"<think>Well</think>" + TWO.encode()
+CALLS: dict[str, tuple[str, bytes | None, dict[str, Any]]] = {
+    "chat": (CHAT, None, TEXT),
+    "two": (CHAT, None, TEXT | {"n": 2, "stream_options": {"include_usage": True}}),
+    "logprobs": (CHAT, None, TEXT | {"logprobs": True, "top_logprobs": 2}),
+    "stop": (CHAT, None, TEXT | {"stop": ["a", "bc"], "max_tokens": 400}),
+    "usage": (CHAT, None, TEXT | {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
+    "tools": (CHAT, THOUGHT, TEXT | {"tools": TOOLS, "max_tokens": 400}),
+    "completion": (COMPLETIONS, None, {"prompt": ["Hi", "Ho"], "max_tokens": 12, "echo": True}),
+    "prompt": (COMPLETIONS, None, {"prompt": "Hi", "max_tokens": 12, "echo": True, "logprobs": 1}),
+    "response": (
+        "/v1/responses",
+        THOUGHT,
+        {"input": "Hi", "tools": [{"type": "function", **t["function"]} for t in TOOLS]},
+    ),
+    "message": ("/v1/messages", None, TEXT),
+}
+
+
+@asynccontextmanager
+async def keeping(folder: Path, answer: bytes | None = None, **options: Any) -> AsyncIterator[tuple[Port, FakeEngine]]:
+    pick = hashed(LETTERS) if answer is None else scripted(answer, EOS)
+    engine = FakeEngine(pick, eos=[EOS], max_model_len=2048, **{"burst": 3} | options.pop("engine", {}))
+    told = {"data_dir": folder, "chat_template": HERMES, "reasoning_parser": "think", **options}
+    async with serving(engine, **told) as port:
+        yield port, engine
+
+
+async def read(
+    url: str, path: str, body: dict[str, Any] | None = None, events: int | None = None, **headers: str
+) -> bytes:
+    """What a stream sends, or its first events: then the connection is closed."""
+    got = b""
+    async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+        given = {"json": {"model": NAME, "stream": True, **body}} if body is not None else {}
+        async with http.stream("GET" if body is None else "POST", path, headers=headers, **given) as answer:
+            assert answer.status_code == 200, await answer.aread()
+            async for piece in answer.aiter_bytes():
+                got += piece
+                if events is not None and got.count(b"\n\n") >= events:
+                    return b"".join(each + b"\n\n" for each in got.split(b"\n\n")[:events])
+    return got
+
+
+def ids(events: bytes) -> list[str]:
+    found = re.findall(rb"^id: (.*)$", events, re.MULTILINE)
+    assert len(found) == events.count(b"\n\n"), "each event has one"
+    return [each.decode() for each in found]
+
+
+def by_choice(events: bytes) -> dict[bytes, list[bytes]]:
+    """The events of each choice, to the byte but for the moment at which a response was complete; where there is one
+    choice, with their ids."""
+    found: dict[bytes, list[bytes]] = {}
+    for event in events.split(b"\n\n"):
+        index = re.search(rb'"index":(\d)', event)
+        choice = b"" if index is None else index[1]
+        found.setdefault(choice, []).append(re.sub(rb'"completed_at":\d+', b'"completed_at":0', event))
+    if re.search(rb"^id: [^:]*:\d+\.\d+\.\d+$", events, re.MULTILINE):
+        return found
+    return {choice: [re.sub(rb"^id: .*\n", b"", each) for each in told] for choice, told in found.items()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+async def test_a_stream_goes_on_wherever_it_was_cut(name: str, tmp_path: Path) -> None:
+    path, answer, body = CALLS[name]
+    async with keeping(tmp_path, answer) as (port, _):
+        whole = await read(port.url, path, body)
+        names = ids(whole)
+        assert len(set(names)) == len(names)
+        stream = names[0].rpartition(":")[0]
+        assert by_choice(await read(port.url, f"/v1/streams/{stream}")) == by_choice(whole), "from the begin"
+        pieces = [each + b"\n\n" for each in whole.split(b"\n\n")[:-1]]
+        for cut in {0, 1, len(names) // 2, len(names) - 2, len(names) - 1}:
+            rest = await read(port.url, f"/v1/streams/{stream}", **{"Last-Event-ID": names[cut]})
+            assert by_choice(rest) == by_choice(b"".join(pieces[cut + 1 :]))
+
+
+@pytest.mark.parametrize("name", ["chat", "two", "tools", "logprobs", "response", "message"])
+async def test_what_was_cut_goes_on_at_the_next_server(name: str, tmp_path: Path) -> None:
+    """Its reader leaves in the middle, and so does the server, twice; a POST with Last-Event-ID goes on."""
+    path, answer, body = CALLS[name]
+    slow = {"step_seconds": 0.01, "burst": 1}
+    async with keeping(tmp_path, answer, engine=slow) as (port, _):
+        got = await read(port.url, path, body, events=5)
+    async with keeping(tmp_path, answer, engine=slow) as (port, engine):
+        got += await read(port.url, path, {"messages": 5}, events=4, **{"Last-Event-ID": ids(got)[-1]})
+        (first, *_) = engine.seen
+    async with keeping(tmp_path, answer) as (port, engine):
+        last = ids(got)[-1]
+        got += await read(port.url, f"/v1/streams/{last.rpartition(':')[0]}", **{"Last-Event-ID": last})
+        assert {each.seed for each in engine.seen} >= {first.seed}
+        known = [len(each.emitted_ids) for each in engine.seen]
+        assert (max(known) > 0) is (name != "logprobs"), "tokens of the journal are not computed again"
+        whole = await read(port.url, f"/v1/streams/{last.rpartition(':')[0]}")
+    assert by_choice(got) == by_choice(whole)
+
+
+async def test_who_comes_back_takes_the_stream_over(tmp_path: Path) -> None:
+    path, _, body = CALLS["chat"]
+    async with keeping(tmp_path, engine={"step_seconds": 0.02, "burst": 1}) as (port, engine):
+        first = asyncio.create_task(read(port.url, path, body | {"max_tokens": 100}))
+        async with asyncio.timeout(20):
+            while not engine.seen or engine.positions[engine.seen[0].id] < 5:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        stream = engine.seen[0].id.rpartition("-")[0]
+        whole = await read(port.url, f"/v1/streams/{stream}")
+        assert whole.startswith(part := await first)
+        assert len(part) < len(whole)
+        assert len(engine.seen) == 2
+        assert engine.aborted[0] == engine.seen[0].id
+
+
+async def test_streams_that_cannot_be_resumed(tmp_path: Path) -> None:
+    path, _, body = CALLS["chat"]
+    async with keeping(tmp_path, api_key=["ka", "kb"]) as (port, _), httpx.AsyncClient(base_url=port.url) as http:
+        http.headers["x-api-key"] = "ka"
+        answer = await http.post(path, json={"model": NAME, "stream": True, **body})
+        stream = answer.headers["x-stream-id"]
+        last = ids(answer.content)[3]
+        for url, headers, status in (
+            (f"/v1/streams/{stream}", {"x-api-key": "kb"}, 404),
+            (f"/v1/streams/{stream}", {"x-api-key": "kc"}, 401),
+            ("/v1/streams/chatcmpl-0", {}, 404),
+            (f"/v1/streams/{stream}", {"Last-Event-ID": "5"}, 400),
+            (f"/v1/streams/{stream}", {"Last-Event-ID": f"{stream}:9.9"}, 400),
+            (f"/v1/streams/{stream}", {"Last-Event-ID": "chatcmpl-0:1.1.0"}, 400),
+            (f"/v1/streams/{stream}", {"Last-Event-ID": last}, 200),
+        ):
+            assert (await http.get(url, headers=headers)).status_code == status
+        whole = await http.post(path, json={"model": NAME, **body})
+        assert "x-stream-id" not in whole.headers
+    async with keeping(tmp_path / "short", stream_grace=0) as (port, _), httpx.AsyncClient(base_url=port.url) as http:
+        answer = await http.post(path, json={"model": NAME, "stream": True, **body})
+        await asyncio.sleep(1.5)
+        assert (await http.get(f"/v1/streams/{answer.headers['x-stream-id']}")).status_code == 404
+
+
+async def test_without_a_folder_events_have_no_ids() -> None:
+    async with serving(FakeEngine(hashed(LETTERS))) as port, httpx.AsyncClient(base_url=port.url) as http:
+        answer = await http.post(
+            CHAT, json={"model": NAME, "stream": True, **TEXT}, headers={"Last-Event-ID": "a:1.1.1"}
+        )
+        assert b"id: " not in answer.content
+        assert (await http.get("/v1/streams/chatcmpl-0")).status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_key_has_one_answer(stream: bool, tmp_path: Path) -> None:
+    key = {"Idempotency-Key": "order 5"}
+    body = {"model": NAME, **TEXT, "stream": stream}
+    answers = []
+    for _ in range(2):
+        async with (
+            keeping(tmp_path, api_key=["ka", "kb"]) as (port, engine),
+            httpx.AsyncClient(base_url=port.url) as http,
+        ):
+            http.headers["x-api-key"] = "ka"
+            answers += [await http.post(CHAT, json=body, headers=key) for _ in range(2)]
+            assert len({each.seed for each in engine.seen}) == 1
+            other = await http.post(CHAT, json=body | {"max_tokens": 3}, headers=key)
+            assert other.status_code == 422
+            assert (await http.post(COMPLETIONS, json={"prompt": "a", "model": NAME}, headers=key)).status_code == 422
+            foreign = await http.post(CHAT, json=body, headers=key | {"x-api-key": "kb"})
+            assert foreign.content != answers[0].content, "a key of another caller"
+            assert (await http.post(CHAT, json=body, headers={"Idempotency-Key": "k" * 300})).status_code == 400
+    assert {each.status_code for each in answers} == {200}
+    if stream:
+        assert len({each.content for each in answers}) == 1
+    else:
+        assert len({json.dumps(each.json(), sort_keys=True) for each in answers}) == 1
+
+
+async def test_a_key_whose_request_is_still_answered(tmp_path: Path) -> None:
+    key = {"Idempotency-Key": "k"}
+    slow = keeping(tmp_path, engine={"step_seconds": 0.02, "burst": 1})
+    async with slow as (port, engine), httpx.AsyncClient(base_url=port.url, timeout=30) as http:
+        body = {"model": NAME, **TEXT, "max_tokens": 60}
+        first = asyncio.create_task(http.post(CHAT, json=body, headers=key))
+        async with asyncio.timeout(20):
+            while not engine.seen:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        busy = await http.post(CHAT, json=body, headers=key)
+        assert (busy.status_code, busy.headers["retry-after"]) == (409, "1")
+        assert (await http.post(CHAT, json=body, headers=key)).status_code == 409
+        assert (await first).json() == (await http.post(CHAT, json=body, headers=key)).json()
