@@ -11,7 +11,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.worker.device import Chosen, choose_capture
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.model import LoadedModel
-from quire.engine.worker.memory import allocate_explained, allocate_states
+from quire.engine.worker.memory import allocate_explained, allocate_states, explained
 from quire.kernels.probe import Capture
 
 
@@ -32,6 +32,8 @@ def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: 
     held = allocate_explained(loaded.model, pages + (scratch is not None))
     size = backend.block_size
     drafts = most_drafts(config)
+    with explained(f"the states of {config.max_num_seqs} sequences", "max_num_seqs", "Lower it"):
+        states = allocate_states(loaded.model, config.max_num_seqs, drafts)
     slots = Slots(
         config.max_num_seqs,
         max_model_len,
@@ -39,7 +41,7 @@ def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: 
         device,
         scratch_page=scratch,
         groups=groups,
-        states=allocate_states(loaded.model, config.max_num_seqs, drafts),
+        states=states,
         drafts=drafts,
     )
     return Room(capture, held, slots)
