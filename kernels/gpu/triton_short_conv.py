@@ -37,7 +37,11 @@ def _end(ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIE
     return ends + (piece * BEFORE + at % PIECE - (PIECE - BEFORE)) * channels
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "positions", "slots", "contexts"])
+_OF_A_STEP = ["rows", "positions", "slots", "contexts", "table"]
+"""Pointers that lie anywhere."""
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_OF_A_STEP)
 def _store_kernel(
     bcx, ends, recent, rows, positions, slots, contexts, table, table_stride, channels,
     BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, IN_PAGES: tl.constexpr,
@@ -56,7 +60,7 @@ def _store_kernel(
     tl.store(to, _column(bcx, token, i, channels, wanted), mask=wanted)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "positions", "slots"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_OF_A_STEP[:3], "table"])
 def _conv_kernel(
     out, bcx, weight, bias, ends, recent, rows, positions, slots, table, table_stride, channels,
     WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,

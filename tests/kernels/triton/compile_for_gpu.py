@@ -158,11 +158,6 @@ def elementwise() -> None:
     for norms in ((None, None), (norm, norm)):
         rope = Rope(128, torch.empty(9, 128), *norms, 1e-5)
         triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
-    columns = Columns(torch.empty((4, 1, 2, 1365), dtype=torch.bfloat16), 16, torch.empty((3, 2, 1365)).bfloat16())
-    for bias in (None, torch.empty(1365)):
-        conv, where = ShortConv(torch.empty((3, 1365)), bias), replace(metadata, state_slots=positions)
-        where = replace(where, query_start=positions.int(), block_table=positions.int()[:, None])
-        triton_short_conv.short_conv(x[:, : 3 * 1365], conv, columns, where)
     for kv_dtype in KV_CODES:
         codes = torch.empty((2, 4, 16, 8, 128 + scale_elements(kv_dtype)), dtype=kv_dtype)
         triton_fused.rope_store(qkv, rope, *codes, metadata)
@@ -237,11 +232,25 @@ def adapters(rows: int) -> None:
         linear(torch.empty((rows, inner), dtype=dtype), LinearContext(slot, slot))
 
 
+def convolutions(rows: int) -> None:
+    """LFM2-1.2B's, of a token of each of so many sequences."""
+    positions = torch.zeros(rows, dtype=torch.int64)
+    step = AttentionMetadata(
+        *[positions.int()] * 3, torch.zeros((rows, rows), dtype=torch.int32), positions, positions, 1, 1
+    )
+    bcx = torch.empty((rows, 3 * 2048), dtype=torch.bfloat16)
+    columns = Columns(torch.empty((4, 1, 2, 2048)).bfloat16(), 16, torch.empty((3, 10, 2048)).bfloat16())
+    for bias in (None, torch.empty(2048)):
+        conv = ShortConv(torch.empty((3, 2048)), bias)
+        triton_short_conv.short_conv(bcx, conv, columns, replace(step, state_slots=positions))
+
+
 def main() -> None:
     driver.set_active(NoGPU())
     jit.JITFunction.run = compile_only
     attentions()
     elementwise()
+    convolutions(3)
     sampling(3)
     linear(3)
     parts = weights_of_few_bits()
@@ -255,6 +264,7 @@ def main() -> None:
         attention([1 + 500 * seqs] * seqs, 1, 128)
         attention([160 * seqs] * seqs, 80, 128)
     for rows in (1, 16, 33):
+        convolutions(rows)
         sampling(rows)
         linear(rows)
         few_bits(rows, parts)
