@@ -123,8 +123,6 @@ class Slots:
         drafted = [row for row in rows if row.draft_ids]
         if not drafted:
             return
-        fits = not any(self.states) or max(len(row.draft_ids) for row in drafted) <= self._most_drafts
-        assert fits, "wrong drafts would overwrite columns that are needed"
         slots = np.array([row.slot for row in drafted for _ in row.draft_ids], dtype=np.int64)
         ends = [(row.start + row.count, len(row.draft_ids)) for row in drafted]
         positions = np.concatenate([np.arange(end - count, end) for end, count in ends])
@@ -137,6 +135,8 @@ class Slots:
         rows = [row for row in batch.rows if row.sample]
         positions = _picked(rows, np.array([row.start + row.count for row in rows], dtype=np.int64))
         if len(positions) > len(rows):
+            fits = not any(self.states) or max(len(row.draft_ids) for row in rows) <= self._most_drafts
+            assert fits, "wrong drafts would overwrite columns that are needed"
             rows = [row for row in rows for _ in (None, *row.draft_ids)]
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         there = upload([slots, positions], self.device)

@@ -261,6 +261,7 @@ def plan_pages(
         # All ranks have heads, the first one alone has a model that drafts; but each GPU has as many pages as that.
         if count > 1 and (isinstance(draft, LoadedHead) or model.device.type == "cuda"):
             formula, own = f"{formula} x {count}", own * count
+        states += state_bytes(draft.paged, config) if isinstance(draft, DraftModel) else 0
         each, available = each + own, available - spare_pages(config, backend.block_size) * config.max_num_seqs * own
     return plan_kv(
         model_config,

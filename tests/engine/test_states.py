@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.drafting.adaptive import Adaptive
-from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.types import Request
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import Answer, request, run
-from tests.engine.test_speculation import CHEAP, Garbage
+from tests.engine.test_speculation import CHEAP, Garbage, always
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import VOCAB, save_tiny_model
@@ -168,7 +167,22 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
     assert "states of 12 sequences: " in made.info.arithmetic
 
 
-def test_a_model_with_states_does_not_draft(tmp_path: Path, folder: Path) -> None:
-    served, other = save_tiny_model(tmp_path, "llama"), model(folder, "lfm2")
-    with pytest.raises(ConfigError, match=r"speculative_config.model: layers of lfm2 keep a state"):
-        Engine(EngineConfig(model=str(served), speculative_config={"method": "draft_model", "model": str(other)}))
+@pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
+@pytest.mark.parametrize("served", ["lfm2", "llama"])
+def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:
+    """For itself it guesses right, in whatever pieces it caught up with what was said; for another it changes nothing."""
+    path, options = str(model(folder, served)), {"dtype": "float32", **SMALL, **shape}
+    plain = Engine(EngineConfig(model=path, **options))
+    draft = {"method": "draft_model", "model": str(model(folder, "lfm2")), "num_speculative_tokens": 5}
+    made = Engine(EngineConfig(model=path, speculative_config=draft, **options))
+    always(made)
+    prompts = [[3 + (at * at + each) % 300 for at in range(each)] for each in (5, 16, 31, 48, 64)]
+    asked = [request(str(at), prompt, max_tokens=40, logprobs=0) for at, prompt in enumerate(prompts)]
+    wanted = known(run(plain, asked))
+    for _ in range(2):
+        assert known(run(made, asked)) == wanted
+    right, drafts = sum(made.stats.accepted_drafts), made.stats.draft_tokens
+    assert drafts > 50
+    if served == "lfm2":
+        assert right > 0.98 * drafts
+    assert (made.stats.preemptions > 0) == ("num_kv_blocks" in shape)
