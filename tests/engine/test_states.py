@@ -170,7 +170,7 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
 @pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
 @pytest.mark.parametrize("served", ["lfm2", "llama"])
 def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:
-    """For itself it guesses right, in whatever pieces it caught up with what was said; for another it changes nothing."""
+    """For itself it guesses right, in whatever pieces it has caught up; for another model it changes nothing."""
     path, options = str(model(folder, served)), {"dtype": "float32", **SMALL, **shape}
     plain = Engine(EngineConfig(model=path, **options))
     draft = {"method": "draft_model", "model": str(model(folder, "lfm2")), "num_speculative_tokens": 5}
