@@ -20,12 +20,15 @@ from quire.engine.types import Request
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine
 from tests.engine.harness import Answer, request, run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import MISSING, one_thread
 from tests.engine.test_speculation import CHEAP, Garbage, always
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import VOCAB, save_tiny_model
 from tests.variants import examples
 
+__all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -165,6 +168,20 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
     assert made.info.num_blocks == min((300 * 2**10 - slots) // page, 12 * 8)
     assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
     assert "states of 12 sequences: " in made.info.arithmetic
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize("parts", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}])
+def test_stages_are_counted_by_what_their_own_layers_keep(parts: dict[str, int], folder: Path) -> None:
+    """Which are unlike: convolution, attention, convolution."""
+    options = {"kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 60, "threads": 3, "dtype": "float32"}
+    whole, divided = (
+        Engine(EngineConfig(model=str(model(folder, "lfm2")), attention_backend="cpu", **options, **own)).info
+        for own in ({}, parts)
+    )
+    assert (divided.num_blocks, divided.state_bytes) == (whole.num_blocks, whole.state_bytes)
+    assert divided.arithmetic == whole.arithmetic
 
 
 @pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
