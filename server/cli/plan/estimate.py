@@ -234,8 +234,9 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     if wishes.kv_cache_memory is not None:
         budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
     seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
-    slot = sizes.slot_numbers(wishes.drafts) // split  # see allocate_states
-    slot += 0 if drafting is None else drafting.slot_numbers(wishes.drafts) // sharing
+    slot = sizes.slot_numbers(most := wishes.drafts) // split + (
+        drafting.slot_numbers(most) // sharing if drafting else 0
+    )
     spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // sharing
     budget = max(budget - (states := slot * width * (seqs + 1)) - spare, 0)
     made = Estimate(
