@@ -24,7 +24,7 @@ from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
-from quire.server.cli.plan.drafts import Draft
+from quire.server.cli.plan.drafts import Draft, slot_numbers
 from quire.server.cli.plan.machine import PAGE, Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
 
@@ -234,11 +234,9 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     if wishes.kv_cache_memory is not None:
         budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
     seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
-    slot = sizes.slot_numbers(most := wishes.drafts) // split + (
-        drafting.slot_numbers(most) // sharing if drafting else 0
-    )
+    states = slot_numbers(sizes, drafting, wishes.drafts, split, sharing) * width * (seqs + 1)
     spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // sharing
-    budget = max(budget - (states := slot * width * (seqs + 1)) - spare, 0)
+    budget = max(budget - states - spare, 0)
     made = Estimate(
         sizes=sizes,
         machine=machine,
