@@ -3,7 +3,8 @@
 An engine process that computes nothing sends steps of one token for each stream, through ProcessLink and the HTTP
 server, to a reader in a process of its own. With steps that are `--pause` apart the server's processor time per event
 is what counts, and with `--pause 0` the tokens per second. With `--api-server-count` several API processes share the
-engine through a hub, whose time is told apart. Starts and ends of streams are not measured.
+engine through a hub, whose time is told apart. Starts and ends of streams are not measured. With `--data-dir` streams
+can be resumed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from quire.server.cli.hosting import HttpServer
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, make_app
 
-INFO = EngineInfo("null", "float32", "cpu", "none", 8192, 65536, 16, 0, 0, 0.0, "none")
+INFO = EngineInfo("null", "float32", "cpu", "none", 8192, 65536, 16, 0, 0, 0.0, "none", deterministic=True)
 TOKEN, MARK = 126, b"~"
 """An id of the byte-level tokenizer of tests, and its text, which stands nowhere else in an answer."""
 REST_SECONDS, WINDOW_SECONDS = 2.0, 0.2
@@ -95,9 +96,9 @@ def serve(port: int, ready: Connection, hub: str | None = None, identity: str = 
 
     async def run() -> None:
         config = ServerConfig(served_model_name=[NAME], disable_access_log=True)
-        client = EngineClient(NullLink(config) if hub is None else HubLink(config, hub, identity))
-        client.link.launch()
-        app = make_app(client)
+        link = NullLink(config) if hub is None else HubLink(config, hub, identity)
+        app = make_app(link, data_dir=os.environ.get("NULL_DATA_DIR"))
+        link.launch()
 
         def announce() -> None:
             gc.freeze()  # as `quire serve`
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--call", choices=CALLS, default="chat")
     parser.add_argument("--api-server-count", type=int, default=1)
+    parser.add_argument("--data-dir", action="store_true", help="streams that can be resumed")
     parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--engine", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -236,6 +238,8 @@ def main() -> None:
         for name, value in (("STREAMS", args.streams), ("STEPS", args.steps), ("PAUSE_US", args.pause))
     }
     with tempfile.TemporaryDirectory() as folder:
+        if args.data_dir:
+            os.environ["NULL_DATA_DIR"] = f"{folder}/data"
         processes, servers, hub = start(args, folder)
         try:
             for _ in range(args.rounds):

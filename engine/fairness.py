@@ -25,6 +25,36 @@ OUTPUT_COST = 2
 """How many prompt tokens a generated token counts as; the paper's value."""
 
 
+BEHIND = 16
+"""Tokens that what is less urgent gets of a step at least."""
+
+
+class TokenBudget:
+    """The tokens of a step. While something more urgent runs or waits, what is less urgent gets as many as that has,
+    and at least BEHIND: it goes on, and costs the others little of their time."""
+
+    def __init__(self, tokens: int, running: SequenceOf[Sequence], first: Sequence | None) -> None:
+        """`first`: of those that wait."""
+        self.left = tokens
+        known = running if first is None else (*running, first)
+        self._urgency = min((seq.request.priority for seq in known), default=0)
+        self._urgent = self._behind = 0
+
+    def most(self, seq: Sequence) -> int:
+        """How many tokens a sequence may compute."""
+        if seq.request.priority <= self._urgency:
+            return self.left
+        return min(self.left, max(BEHIND, self._urgent) - self._behind)
+
+    def take(self, seq: Sequence, count: int) -> None:
+        """A negative count gives back."""
+        self.left -= count
+        if seq.request.priority <= self._urgency:
+            self._urgent += count
+        else:
+            self._behind += count
+
+
 class FairQueue:
     """The waiting sequences in order. It knows no clock, no pages and no steps."""
 

@@ -16,7 +16,7 @@ from quire.engine.batch import Admission, Batch, PageCopy, Row, StepOutput
 from quire.engine.blocks import GONE, BlockPool
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.drafting.drafter import DraftCounts, Drafter, NoDrafts
-from quire.engine.fairness import FairQueue
+from quire.engine.fairness import FairQueue, TokenBudget
 from quire.engine.sequence import Sequence, Status
 from quire.engine.stats import EngineStats
 from quire.engine.tiers.page_tables import PageTables
@@ -177,7 +177,6 @@ class Scheduler:
         planned, budget = self._plan_running()
         drafts = self._draft(planned, budget)
         rows = [self._commit(seq, count, drafts.get(seq, [])) for seq, count in planned.items()]
-        budget -= sum(map(len, drafts.values()))
         copies: list[PageCopy] = []
         admissions = self._admit(rows, copies, budget)
         if not rows:
@@ -224,48 +223,49 @@ class Scheduler:
         for victim in victims if lacking <= 0 else ():  # else they would lose their pages, and it would wait on
             self._preempt(victim)
 
-    def _plan_running(self) -> tuple[dict[Sequence, int], int]:
+    def _plan_running(self) -> tuple[dict[Sequence, int], TokenBudget]:
         """Tokens to compute for each running sequence, and what is left of the budget; preempts where pages run out."""
-        budget = self._max_tokens
+        budget = TokenBudget(self._max_tokens, self._running, self._waiting.peek())
         planned: dict[Sequence, int] = {}
         pending = {seq: seq.pending for seq in self._running}
         going = sum(seq.in_flight > 0 or pending[seq] == 1 for seq in self._running)
         share = -(-going // self._micro_batches)
         for seq in sorted(self._running, key=lambda seq: (pending[seq] > 1, seq.rank)):
-            count = min(pending[seq], budget, self._most_of_one)
-            if count == 0 or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
+            count = min(pending[seq], budget.most(seq), self._most_of_one)
+            if count <= 0 or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
                 continue
             if self._tables.windowed:
                 self._tables.trim(seq)
             needed = self._tables.missing(seq, seq.computed + count)
             while needed > self.pool.num_free and seq.status is Status.RUNNING:
                 victim = max(self._running, key=self._waiting.rank)
-                budget += planned.pop(victim, 0)
+                budget.take(victim, -planned.pop(victim, 0))
                 self._preempt(victim)
             if seq.status is Status.RUNNING:
                 if needed > 0:
                     seq.blocks += self.pool.allocate(needed)
                 planned[seq] = count
-                budget -= count
+                budget.take(seq, count)
         return planned, budget
 
-    def _admit(self, rows: list[Row], copies: list[PageCopy], budget: int) -> list[Admission]:
+    def _admit(self, rows: list[Row], copies: list[PageCopy], budget: TokenBudget) -> list[Admission]:
         """Move waiting sequences to free slots while budget and pages last; preempts nobody. Appends their rows, and
         the copies of pages of which they share only the beginning."""
         admissions = []
-        while budget > 0 and self._slots and (seq := self._waiting.peek()) is not None:
+        while self._slots and (seq := self._waiting.peek()) is not None:
+            most = budget.left if self._whole_prompts else budget.most(seq)
             cached = self.prefixes.cached(seq)
             # Pages for all its tokens, though this step may compute only some: else it would be preempted half-way.
-            too_long = self._whole_prompts and len(seq.tokens) > budget
-            if too_long or seq.in_flight or self._tables.needed(seq, cached) > self.pool.num_free:
+            too_long = self._whole_prompts and len(seq.tokens) > most
+            if most <= 0 or too_long or seq.in_flight or self._tables.needed(seq, cached) > self.pool.num_free:
                 break
             self._waiting.remove(seq)
             if self.tiers.load(seq, cached):
                 continue  # its pages are on their way
             copies += self._start(seq, cached)
-            count = min(seq.pending, budget, self._most_of_one)
+            count = min(seq.pending, most, self._most_of_one)
             self._tables.grow(seq, seq.computed + count)
-            budget -= count
+            budget.take(seq, count)
             rows.append(self._commit(seq, count, []))
             assert seq.slot is not None
             how = (seq.request.params, seq.request.seed, self._waiting.slot(seq))
@@ -286,7 +286,7 @@ class Scheduler:
             self._hits += seq.cached_tokens
         return copies
 
-    def _draft(self, planned: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
+    def _draft(self, planned: dict[Sequence, int], budget: TokenBudget) -> dict[Sequence, list[int]]:
         """Drafts for the sequences all of whose known tokens are planned, as many as the requests' limits, the budget
         and the free pages allow. The pages of what is planned are allocated, so drafts cause no preemption."""
         asked = [
@@ -295,7 +295,7 @@ class Scheduler:
             if seq.drafts and seq.computed + count == len(seq.tokens) and seq.limit - seq.num_output > 1
         ]
         found: dict[Sequence, list[int]] = {}
-        if not asked or not budget:
+        if not asked or not budget.left:
             return found
         guesses = self._drafter.propose(asked, sum(planned.values()))
         for (seq, most), guess in zip(asked, guesses, strict=True):
@@ -304,8 +304,8 @@ class Scheduler:
             assert not seq.in_flight
             known = len(seq.tokens)
             room = self._tables.room(seq) - known
-            found[seq] = drafts = guess.tokens[: max(min(most, budget, room), 0)]
-            budget -= len(drafts)
+            found[seq] = drafts = guess.tokens[: max(min(most, budget.most(seq), room), 0)]
+            budget.take(seq, len(drafts))
             self._tables.grow(seq, known + len(drafts))
         return found
 

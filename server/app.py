@@ -140,7 +140,9 @@ def create_app(
             ending.push_async_callback((background := Background()).close)
             parts = None
             if data is not None:
-                parts = await ending.enter_async_context(durable(data, app, tenants, config))
+                parts = await ending.enter_async_context(
+                    durable(data, app, tenants, config, lambda: client.queued_tokens)
+                )
             app.state.admission = admission = Admission(client, config, info.max_model_len, keyed=tenants.closed)
             app.state.runtime = _runtime(
                 config, info, model, admission, client, group, workers, turns, background, gateways, served, parts

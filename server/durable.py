@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -31,9 +31,11 @@ class Durable:
 
 
 @asynccontextmanager
-async def durable(data: Data, app: ASGIApp, tenants: Tenants, config: ServerConfig) -> AsyncIterator[Durable]:
-    """Until the block ends; then each part stops where it is, for the next process."""
-    batches = BatchRunner(app, data.batches, data.files, tenants, config)
+async def durable(
+    data: Data, app: ASGIApp, tenants: Tenants, config: ServerConfig, queued: Callable[[], int]
+) -> AsyncIterator[Durable]:
+    """`queued`: see BatchRunner. Until the block ends; then each part stops where it is, for the next process."""
+    batches = BatchRunner(app, data.batches, data.files, tenants, config, queued)
     streams = Streams(data.calls, config.stream_grace)
     try:
         yield Durable(data.store, batches, streams)

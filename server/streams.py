@@ -176,7 +176,7 @@ class Streams:
         for (owner, id), running in list(self._running.items()):
             count = running.progress.count
             ended = running.ended.is_set()
-            if count != running.noted or ended:
+            if count - running.noted > running.noted // 8 or ended:  # else a long answer is written over and over
                 ends = now + (running.ends_after if ended else _RUNNING_SECONDS)
                 notes.append((owner, id, running.progress.copy(), ends))
                 running.noted = count
@@ -186,9 +186,14 @@ class Streams:
             await asyncio.to_thread(self._calls.note, notes)
 
 
+def _nothing() -> None:
+    pass
+
+
 def _end(running: Running, close: Callable[[], None]) -> None:
     close()
     running.ended.set()
+    running.close = _nothing  # no circle: the spec goes with its last reference, not at a collection
 
 
 def pinned(spec: GenerationSpec, resumed: Resumed | None, *, deterministic: bool) -> GenerationSpec:

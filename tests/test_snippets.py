@@ -43,6 +43,8 @@ NOT_RUN = {
     "ANTHROPIC_BASE_URL": "a program of others; make clients tests what it asks",
     "quire serve smollm2": "its package is not everywhere; tests/engine/gguf has what it serves",
     "quire serve model.gguf": "as above",
+    "quire batch": "it wants a server with --data-dir; tests/server/cli/test_batch.py runs it with one",
+    "curl -N localhost:8000/v1/streams/": "a stream that was cut; tests/server/routes/test_streams.py has some",
     "quire pull": "it wants the hub; tests/server/cli/test_models.py has a stand-in",
     "quire rm": "as above",
     "quire plan model.gguf": "as above",

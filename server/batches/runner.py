@@ -39,6 +39,11 @@ BEHIND = 1 << 20
 """The priority of batches: whatever comes with a smaller number, 0 unless it says otherwise, goes first."""
 MAX_OPEN = 64
 """Batches of a key that have not ended."""
+_SHARE = 4
+"""Lines are begun in at most one of so many places of the engine, and only while few prompts wait (_QUEUED tokens):
+someone else's request waits for the step that is under way, so steps are kept short."""
+_QUEUED = 256
+_LOOK_SECONDS = 0.005
 _AHEAD = 64
 """Lines that are read from the database at once."""
 _PATIENCE = 5.0
@@ -53,14 +58,23 @@ Done = TypeVar("Done")
 class BatchRunner:
     """All batches of one server. Its methods are the event loop's; what they ask the disk is done in threads."""
 
-    def __init__(self, app: ASGIApp, batches: Batches, files: Files, tenants: Tenants, config: ServerConfig) -> None:
-        """`app`: what answers the lines."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        batches: Batches,
+        files: Files,
+        tenants: Tenants,
+        config: ServerConfig,
+        queued: Callable[[], int],
+    ) -> None:
+        """`app`: what answers the lines. `queued`: prompt tokens, of anybody, that the engine has not computed yet."""
         self._app = app
         self.batches, self.files = batches, files
         """What is known of them; other threads may read it."""
         self._tenants = tenants
         self._config = config
-        self._places = asyncio.Semaphore(config.most_running)
+        self._queued = queued
+        self._places = asyncio.Semaphore(max(1, config.most_running // _SHARE))
         self._left: dict[str, asyncio.Event] = {}
         """By the batch's id: set when its lines shall end."""
         self._owners: dict[str, str] = {}
@@ -175,6 +189,8 @@ class BatchRunner:
             while lines := await self._patiently(partial(self.batches.left, batch.id, place, _AHEAD)):
                 for line in lines:
                     await self._places.acquire()
+                    while self._queued() > _QUEUED and not left.is_set():  # noqa: ASYNC110 - what changes it is far away
+                        await asyncio.sleep(_LOOK_SECONDS)
                     if left.is_set():
                         self._places.release()
                         return

@@ -94,9 +94,10 @@ class Sampling(Generation):
         """The steps that outputs make: one, but of a resumable spec one for each token."""
         now = time.monotonic()
         if self._spec.resumable:
-            for single in (single for output in outputs for single in self._singles(output)):
-                if (delta := self._push(single, now)) is not None:
-                    yield [delta]
+            for output in outputs:
+                for single in self._singles(output):
+                    if (delta := self._push(single, now)) is not None:
+                        yield [delta]
             return
         step = []
         for output in outputs:  # a comprehension takes a quarter longer for the one that there mostly is
@@ -119,11 +120,12 @@ class Sampling(Generation):
     def _singles(self, output: RequestOutput) -> list[RequestOutput]:
         """An output as one for each of its tokens. What is said of its end comes with the last. One that is made again
         says what was cached when it was made first."""
-        index = self._by_id[output.id].index
+        index, cached = self._by_id[output.id].index, self.progress.cached
         self.progress.ids[index] += output.new_ids
-        if self.progress.cached[index] < 0:
-            self.progress.cached[index] = output.cached_tokens
-        output = msgspec.structs.replace(output, cached_tokens=self.progress.cached[index])
+        if cached[index] < 0:
+            cached[index] = output.cached_tokens
+        elif output.cached_tokens != cached[index]:
+            output = msgspec.structs.replace(output, cached_tokens=cached[index])
         if len(output.new_ids) < 2:
             return [output]
         logprobs = output.logprobs

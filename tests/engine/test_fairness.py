@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from quire.engine import fairness
 from quire.engine.batch import StepOutput
-from quire.engine.fairness import OUTPUT_COST, FairQueue
+from quire.engine.fairness import BEHIND, OUTPUT_COST, FairQueue
 from quire.engine.scheduler import Scheduler
 from quire.engine.sequence import Sequence
 from quire.engine.types import Request, SamplingParams
@@ -261,6 +261,40 @@ def test_what_is_less_urgent_gives_its_place_whosever_it_is_and_takes_none() -> 
     now = [seq.request.id for seq in scheduler.sequences()[0]]
     assert now == ["urgent", "urgent too", *(f"greedy {number}" for number in range(6))]
     assert scheduler.stats().preemptions == 2
+
+
+def test_what_is_less_urgent_goes_on_but_takes_little_of_a_step() -> None:
+    """Twenty that decode and a long prompt, all of them less urgent, beside one that decodes, then beside a prompt."""
+    scheduler = Scheduler(
+        num_blocks=400,
+        block_size=4,
+        max_model_len=300,
+        max_num_seqs=32,
+        max_num_batched_tokens=200,
+        enable_prefix_caching=False,
+    )
+
+    def rows() -> dict[str, int]:
+        batch = scheduler.schedule()
+        assert batch is not None
+        scheduler.apply(batch, StepOutput({row.request_id: [2] for row in batch.rows if row.sample}))
+        found: Counter[str] = Counter()
+        for row in batch.rows:
+            found[row.request_id.partition(" ")[0]] += row.count
+        return found
+
+    for index in range(20):
+        scheduler.add(request(f"calm {index}", "a", max_tokens=150, priority=5))
+    assert rows() == {"calm": 80}
+    scheduler.add(request("prompt", "a", prompt=250, priority=5))
+    scheduler.add(request("urgent", "b", prompt=30, max_tokens=50))
+    assert rows() == {"calm": BEHIND, "urgent": 30, "prompt": 30 - BEHIND}
+    assert rows() == {"calm": BEHIND, "urgent": 1}
+    scheduler.add(request("asked", "b", prompt=150, max_tokens=2))
+    assert rows() == {"calm": BEHIND, "urgent": 1, "asked": 150}
+    while rows().get("urgent"):
+        pass
+    assert rows()["calm"] == 20, "alone they have all of it again"
 
 
 def test_priorities_go_before_fairness() -> None:

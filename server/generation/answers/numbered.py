@@ -40,6 +40,9 @@ class NumberedWriter(AnswerWriter):
         self._seen = [*seen, *self._sent[len(seen) :]]
         self._told = list(self._seen)
         """What the last id said: of a choice that has not come so far again, what was seen."""
+        self._kind = -2
+        self._before = self._after = b""
+        """The id around the number of this kind, which alone changes as a rule."""
 
     @property
     def ping(self) -> bytes:
@@ -53,6 +56,8 @@ class NumberedWriter(AnswerWriter):
 
     def step(self, deltas: Sequence[ChoiceDelta]) -> bytes:
         self._writer.weights_version = self.weights_version
+        if len(deltas) == 1:
+            return self._numbered(1 + deltas[0].index, self._writer.step(deltas))
         return b"".join([self._numbered(1 + delta.index, self._writer.step([delta])) for delta in deltas])
 
     def last(self, usage: Usage) -> bytes:
@@ -67,13 +72,21 @@ class NumberedWriter(AnswerWriter):
         return self._writer.whole(answers, usage)
 
     def _numbered(self, kind: int, events: bytes) -> bytes:
-        if events.count(END) == 1 and events.endswith(END):
+        if events.find(END) == len(events) - len(END):
             return self._event(kind, events)
         return b"".join([self._event(kind, event + END) for event in events.split(END) if event])
 
     def _event(self, kind: int, event: bytes) -> bytes:
-        self._sent[kind] += 1
-        if self._sent[kind] <= self._seen[kind]:
+        sent = self._sent[kind] = self._sent[kind] + 1
+        if sent <= self._seen[kind]:
             return b""
-        self._told[kind] = self._sent[kind]
-        return b"id: %b:%b\n%b" % (self._id, ".".join(map(str, self._told)).encode(), event)
+        if kind != self._kind:
+            self._turn_to(kind)
+        self._told[kind] = sent
+        return b"%b%d%b%b" % (self._before, sent, self._after, event)
+
+    def _turn_to(self, kind: int) -> None:
+        self._kind, at = kind, kind % len(self._told)
+        numbers = [b"%d" % each for each in self._told]
+        self._before = b"id: %b:%b" % (self._id, b"".join([each + b"." for each in numbers[:at]]))
+        self._after = b"".join([b"." + each for each in numbers[at + 1 :]]) + b"\n"
