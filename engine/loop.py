@@ -14,6 +14,7 @@ import zmq
 from quire.engine.checkpoint.families import ENCODERS
 from quire.engine.checkpoint.files import read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.kv_folder import forget_pages
+from quire.engine.checkpoint.page_groups import PIECE
 from quire.engine.client.heartbeat import Heartbeat, NoHeartbeat
 from quire.engine.client.messages import (
     Abort,
@@ -60,9 +61,6 @@ from quire.engine.worker.warmup import warm_up
 _LAST_WORDS_MS = 30_000
 """For which a process that cannot start waits until its parent, which has much to import, listens to why."""
 
-PREFIX_PIECE = 16
-"""The unit, in tokens, in which cached prefixes are matched where pages are larger."""
-
 
 class Engine:
     """A model, its KV cache and a scheduler. Raises ConfigError for a configuration it cannot start with."""
@@ -96,7 +94,7 @@ class Engine:
             long_prefill_token_threshold=None if worker.whole_prompts else config.long_prefill_token_threshold,
             eos_token_ids=model.eos_token_ids,
             enable_prefix_caching=config.enable_prefix_caching and not worker.whole_prompts,
-            prefix_piece=None if worker.whole_prompts else min(plan.block_size, PREFIX_PIECE),
+            prefix_piece=None if worker.whole_prompts else min(plan.block_size, PIECE),
             whole_prompts=worker.whole_prompts,
             pools_all=worker.pooling.kind != "last",
             tasks=worker.tasks,
@@ -176,6 +174,7 @@ def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers
         quantization=worker.quantization,
         page_groups=len(plan.windows),
         context_pages=plan.context_pages,
+        state_bytes=plan.state_bytes,
     )
 
 
@@ -195,7 +194,7 @@ def model_drafter(
     if (draft := worker.draft) is None:
         return None
     size = worker.plan.block_size
-    pages = DraftPages(size, min(size, PREFIX_PIECE), worker.plan.num_blocks, draft.spare, draft.max_model_len)
+    pages = DraftPages(size, min(size, PIECE), worker.plan.num_blocks, draft.spare, draft.max_model_len)
     if isinstance(draft.source, Heads):
         return HeadDrafter(draft.source, pages), draft.step_costs
     return ModelDrafter(draft.source, pages, config.max_num_batched_tokens), draft.step_costs

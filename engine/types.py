@@ -267,3 +267,5 @@ class EngineInfo(msgspec.Struct, frozen=True):
     page_groups: int = 1
     context_pages: int = 1
     """Most pages of a full context. It and stats count those of each of the `page_groups`, num_blocks those of all."""
+    state_bytes: int = 0
+    """Of what layers keep of sequences beside pages, in every slot."""

@@ -19,9 +19,11 @@ from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope
+from quire.kernels.short_conv import Columns, ShortConv
 
 Pages = tuple[Tensor, ...]
-"""A layer's page tensors, as its attention part asked for them; the first axis of each is the page."""
+"""What a layer keeps of sequences, as its part asked for it: tensors whose first axis is the page, then those whose
+first axis is the sequence's slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,8 @@ class AttentionMetadata:
     others: tuple[AttentionMetadata, ...] = ()
     """The same with the block tables and slots of the other groups of layers, from the second on, where layers of
     different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
+    state_slots: Tensor | None = None
+    """[S] int64: where each sequence keeps what is not in pages. None: no layer keeps such."""
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""
@@ -261,6 +265,11 @@ class Operations(ABC):
         A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
         change a bit of it (except on a GPU where the backend was not made deterministic).
         """
+
+    @abstractmethod
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+        """What kernels/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side: [T, channels]. Keeps the
+        columns of all T tokens. A row may begin with what an earlier one of the step stores in a page."""
 
 
 Layer = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]

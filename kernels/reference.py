@@ -35,6 +35,7 @@ from quire.kernels.fit import fit_int4
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
+from quire.kernels.short_conv import Columns, Rows, ShortConv, short_conv
 
 KEY_TILE = 128
 QUERY_TILE = 16
@@ -150,6 +151,11 @@ class Reference(Backend):
             q = (q * rope.q_scale[metadata.positions][:, None, None]).to(q.dtype)
         self.store_kv(k, v, k_cache, v_cache, metadata.slots, rope.kv_scales)
         return q.contiguous()
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+        assert metadata.state_slots is not None
+        where = (metadata.query_start, metadata.context_lens, metadata.block_table, metadata.state_slots)
+        return short_conv(bcx, conv, columns, Rows(*where))
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         if self.deterministic:

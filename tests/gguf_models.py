@@ -50,7 +50,7 @@ _EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _BY_PACKAGE = {
     *("arcee", "cohere2", "command-r", "ernie4_5", "exaone4", "glm4", "gpt2", "gptneox", "granite", "hunyuan-dense"),
-    *("nemotron", "olmo2", "phi3", "seed_oss", "stablelm", "starcoder2"),
+    *("lfm2", "nemotron", "olmo2", "phi3", "seed_oss", "stablelm", "starcoder2"),
 }
 """Architectures whose tensors are named by the package's own table."""
 _EXPERTS = {
@@ -163,8 +163,9 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
             rows = rows.unflatten(0, (config["num_attention_heads"], 3, -1)).transpose(0, 1).flatten(0, 2)
         elif arch == "gpt2" and tensor.ndim == 2 and "embd" not in stored:
             rows = rows.t().contiguous()
+        rows = rows.squeeze(1) if stored.endswith("shortconv.conv.weight") else rows
         rows = rows + 1 if arch.startswith(("gemma", "nemotron")) and stored.endswith("norm.weight") else rows
-        whole = tensor.ndim == 1 or "ffn_gate_inp" in stored
+        whole = tensor.ndim == 1 or "ffn_gate_inp" in stored or "shortconv.conv" in stored
         back = add_tensor(writer, stored, rows, "F32" if whole else type_of(stored))
         if not whole and arch not in ("gptneox", "gpt2"):
             tensor.copy_(back if count is None else back.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2))
@@ -198,14 +199,20 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    inner = config["intermediate_size"]
+    if config.get("block_auto_adjust_ff_dim"):
+        unit = config["block_multiple_of"]
+        inner = -(-int(config["block_ffn_dim_multiplier"] * int(2 * inner / 3)) // unit) * unit
+    writer.add_feed_forward_length(inner)
     if experts := config.get("num_local_experts") or config.get("num_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
         if arch != "llama":
             writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    heads = config["num_key_value_heads"]
+    attends = [kind != "conv" for kind in config.get("layer_types") or ()]
+    writer.add_head_count_kv(heads if all(attends) else [heads * each for each in attends])
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -256,6 +263,8 @@ def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[s
         writer.add_logit_scale(config["logits_scaling"])
     if "logit_scale" in config:
         writer.add_logit_scale(config["logit_scale"])
+    if arch == "lfm2":
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
     if arch == "gptneox":
         writer.add_parallel_residual(config["use_parallel_residual"])
     if arch == "exaone4" and config["sliding_window"]:

@@ -77,6 +77,11 @@ GRANITE = {
 QUERY_SCALES = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 QUERY_SCALES |= {"original_max_position_embeddings": 32, "truncate": True}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+LFM2 = {
+    "full_attn_idxs": [1],
+    "block_multiple_of": 32,
+    "tie_word_embeddings": True,
+}
 HEADS = {"num_key_value_heads": None, "intermediate_size": None}
 """For families that have no such fields."""
 GPT2 = {**HEADS, "n_inner": 96, "tie_word_embeddings": True}
@@ -153,6 +158,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
             "full_attention": SHORT_YARN,
         },
+    },
+    "lfm2": {"model_type": "lfm2", **LFM2},
+    "lfm2-biased": {
+        "model_type": "lfm2",
+        **LFM2,
+        "tie_word_embeddings": False,
+        "conv_bias": True,
+        "conv_L_cache": 4,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [0],
     },
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},

@@ -30,6 +30,7 @@ FAMILIES = {
     "granite_swa": "dense.granite_swa",
     "helium": "dense.helium",
     "hunyuan_v1_dense": "dense.hunyuan_v1_dense",
+    "lfm2": "lfm2",
     "llama": "llama",
     "ministral3": "dense.ministral3",
     "mistral": "mistral",
@@ -70,6 +71,8 @@ WITHOUT_GATES = (
     "starcoder2",
 )
 """Those whose MLPs have two matrices, not three."""
+STATES = {"lfm2": "conv"}
+"""Families some of whose layers keep a state in attention's place, and what layer_types calls these."""
 STACKED = ("gpt_oss",)
 """Those whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {

@@ -15,7 +15,8 @@ MAX_LABELS = 2**16
 MAX_POSITIONS = 2**28
 _Layers = Annotated[int, Meta(ge=1, le=MAX_LAYERS)]
 _LayerCount = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
-_Width = Annotated[int, Meta(ge=1, le=2**24)]
+MAX_WIDTH = 2**24
+_Width = Annotated[int, Meta(ge=1, le=MAX_WIDTH)]
 """Of hidden states, of heads, of MLPs; and numbers of heads and experts."""
 _Width0 = Annotated[int, Meta(ge=0, le=2**24)]
 _Vocabulary = Annotated[int, Meta(ge=1, le=2**26)]
@@ -133,6 +134,14 @@ class SharedFields(TypedDict, total=False):
     sliding_window_pattern: _LayerCount | _LayerLetters | None
     use_sliding_window: bool | None
     max_window_layers: _LayerCount | None
+    full_attn_idxs: list[int] | None
+    conv_L_cache: Annotated[int, Meta(ge=2, le=16)] | None
+    conv_bias: bool | None
+    block_ff_dim: _Width | None
+    block_multiple_of: _Width | None
+    block_ffn_dim_multiplier: _Above0 | None
+    block_auto_adjust_ff_dim: bool | None
+    tie_embedding: bool | None
 
 
 class CrossEncoder(TypedDict, total=False):

@@ -18,6 +18,7 @@ from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
     FAMILIES,
+    STATES,
     WITH_IMAGES,
     family_not_served,
     stored_dtype,
@@ -237,7 +238,8 @@ def _check_shape(config: ModelConfig) -> None:
     ):
         if given and len(given) != config.num_layers:
             raise wrong(f"{name}: {len(given)} entries for {config.num_layers} layers")
-    if unknown := sorted(set(config.raw.get("layer_types") or ()) - _LAYER_TYPES):
+    known = _LAYER_TYPES | {STATES.get(config.model_type)}
+    if unknown := sorted(set(config.raw.get("layer_types") or ()) - known):
         raise wrong(f"layer_types: {unknown[0]!r} is not supported")
 
 

@@ -48,6 +48,8 @@ class KVPlan:
     """Of the groups of layers, as PageGroups has them."""
     context_pages: int = 1
     """Groups' pages that a full context holds at most."""
+    state_bytes: int = 0
+    """Of what layers keep of sequences beside pages, in every slot."""
 
     @property
     def kv_bytes(self) -> int:
@@ -124,14 +126,17 @@ def plan_kv(
     num_blocks: int | None = None,
     windows: tuple[int | None, ...] = (None,),
     at_once: int = 1,
+    state_bytes: int = 0,
 ) -> KVPlan:
     """Choose pages and context so that they fit in `available_bytes`, as `fit_pages` does.
 
     page_bytes: of one page of block_size tokens, all layers together; `formula` explains them in the log. A given
     num_blocks is taken as it is, without regard to the available bytes. `windows` of the groups of layers, and at_once,
-    the most tokens of a sequence in a step, say how many pages a context needs. Raises ConfigError, with the numbers,
-    if a given max_model_len exceeds the model's positions or the memory.
+    the most tokens of a sequence in a step, say how many pages a context needs. `state_bytes`, of all slots, are taken
+    from the available ones first. Raises ConfigError, with the numbers, if a given max_model_len exceeds the model's
+    positions or the memory.
     """
+    available_bytes = max(available_bytes - state_bytes, 0)
     each, groups, needs = page_bytes, len(windows), PageNeeds(windows, block_size, at_once)
     check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
@@ -152,7 +157,9 @@ def plan_kv(
         f"context {length:,}, {blocks * groups // needed} full ones at once"
     )
     arithmetic += window_savings(needs, length, needed)
-    return KVPlan(blocks, block_size, each, length, arithmetic, windows, needed)
+    if state_bytes:
+        arithmetic += f"; states of {max_num_seqs:,} sequences: {state_bytes / 2**20:,.1f} MiB"
+    return KVPlan(blocks, block_size, each, length, arithmetic, windows, needed, state_bytes)
 
 
 def available_host_bytes() -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 from quire.engine.errors import ModelError
 
 LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
@@ -16,6 +17,7 @@ PREFIX = re.compile(r"^(?:model\.decoder|decoder|model|transformer|gpt_neox)\.")
 """What names beside the layers begin with."""
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_BCX = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 
 _Inside = Mapping[str, str | tuple[str, ...]]
 
@@ -38,7 +40,7 @@ class Layout:
     """Rows of the table of positions that no position has."""
 
 
-JOINED = {"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP}
+JOINED = {"self_attn.qkv_proj": _QKV, "mlp.gate_up_proj": _GATE_UP, "conv.in_proj": _BCX}
 """What GGUF files of any family may have in one, by the names of engine/gguf/names.py."""
 _GPT2_NAMES = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": "norm"}
 _GPT2_BUFFERS = ("attn.bias", "attn.masked_bias")
@@ -114,6 +116,20 @@ LAYOUTS: Mapping[str, Layout] = {
     "hunyuan_v1_dense": Layout(
         inside={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
     ),
+    "lfm2": Layout(
+        outside={"embedding_norm": "norm"},
+        inside={
+            "operator_norm": "input_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "self_attn.q_layernorm": "self_attn.q_norm",
+            "self_attn.k_layernorm": "self_attn.k_norm",
+            "self_attn.out_proj": "self_attn.o_proj",
+            "conv.in_proj": _BCX,
+            "feed_forward.w1": "mlp.gate_proj",
+            "feed_forward.w3": "mlp.up_proj",
+            "feed_forward.w2": "mlp.down_proj",
+        },
+    ),
     "mpt": Layout(
         outside={"wte": "embed_tokens", "norm_f": "norm"},
         inside={
@@ -178,6 +194,11 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "gpt_bigcode": _GPT2_FIELDS,
     "gpt_neox": {**_CENTRED, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
     "gptj": _GPT2_FIELDS,
+    "lfm2": {
+        "norm_eps": "rms_norm_eps",
+        "tie_embedding": "tie_word_embeddings",
+        "block_ff_dim": "intermediate_size",
+    },
     "mpt": {
         "d_model": "hidden_size",
         "n_layers": "num_hidden_layers",
@@ -237,6 +258,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "granite_swa": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     "helium": {"rms_norm_eps": 1e-8, "head_dim": 128},
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
+    "lfm2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "conv_L_cache": 3},
     "ministral3": {
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
@@ -291,9 +313,29 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
     if kind in _FOUR_TIMES and found.get("intermediate_size") is None and isinstance(hidden, int):
         times = found.get("expansion_ratio", 4)
         found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
+    if kind == "lfm2":
+        _complete_lfm2(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1
     return found
+
+
+def _complete_lfm2(found: dict[str, Any]) -> None:
+    """What an LFM2's fields say of its layers and of its MLPs, by the names of other families."""
+    layers, attending = found.get("num_hidden_layers"), found.get("full_attn_idxs")
+    if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
+        attending = range(layers) if attending is None else attending
+        if isinstance(attending, list | range):
+            found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
+    width, unit = found.get("intermediate_size"), found.get("block_multiple_of") or 256
+    factor = found.get("block_ffn_dim_multiplier") or 1.0
+    if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
+        return
+    if found.get("block_auto_adjust_ff_dim") is False:
+        return
+    if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
+        found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
+        found["block_auto_adjust_ff_dim"] = False
 
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:

@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, SpeculativeConfig
 
+PIECE = 16
+"""Tokens that are hashed together where pages are larger: behind each piece a cached prefix may end."""
 _MOST_GROUPS = 8
 """Each has a page table, which every step carries."""
 
@@ -26,6 +28,31 @@ class PagedState:
     """Of a token."""
     window: int | None
     """Tokens that a token sees, itself included; None: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnState:
+    """What a layer keeps of a sequence as a whole: the columns of its last tokens, in the sequence's slot; and in pages
+    those that stand at the end of every PIECE tokens, so that another sequence can begin there."""
+
+    channels: int
+    """Numbers of a column."""
+    columns: int
+    """That a token sees of those before it."""
+    window: None = None
+
+    @property
+    def numbers(self) -> int:
+        """In pages, for each token."""
+        return -(-self.columns * self.channels // PIECE)
+
+    def slot_numbers(self, drafts: int) -> int:
+        """In a slot, where a step computes up to so many drafts of a sequence: the columns that may be wrong lie beside
+        those that are right."""
+        return (self.columns + drafts) * self.channels
+
+
+State = PagedState | ColumnState
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +89,18 @@ def keeps_all(config: EngineConfig) -> str | None:
     return "speculative_config" if own_pages else None
 
 
-def page_groups(states: Sequence[PagedState], longest: int, block_size: int, *, keep_all: bool = False) -> PageGroups:
+def most_drafts(config: EngineConfig) -> int:
+    """Of one sequence in a step."""
+    speculative = config.speculative_config or SpeculativeConfig(method="grammar")
+    return 0 if speculative.method == "none" else speculative.num_speculative_tokens
+
+
+def page_groups(states: Sequence[State], longest: int, block_size: int, *, keep_all: bool = False) -> PageGroups:
     """The groups of layers that keep these states, for contexts of up to `longest` tokens: so many layers to a page
     that the longest context takes least memory. One group that keeps all tokens where nothing would be saved, where
-    it is asked for (`keep_all`), or where some layers keep more of a token than others, so that not any page would
-    serve any of them."""
-    keep_all = keep_all or len({each.numbers for each in states}) > 1
+    it is asked for (`keep_all`), or where some layers keep more of a token than others, or another kind of state, so
+    that not any page would serve any of them."""
+    keep_all = keep_all or len({(type(each), each.numbers) for each in states}) > 1
     windows = [each.window for each in states]
     seen = [None if window is None or window >= longest or keep_all else window for window in windows]
     kinds = Counter(seen)

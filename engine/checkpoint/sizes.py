@@ -8,12 +8,13 @@ It does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.checkpoint.families import (
     ENCODERS,
+    STATES,
     WITHOUT_GATES,
     family_not_served,
     layer_windows,
@@ -22,7 +23,7 @@ from quire.engine.checkpoint.families import (
     why_not_served,
 )
 from quire.engine.checkpoint.files import text_config
-from quire.engine.checkpoint.page_groups import PagedState
+from quire.engine.checkpoint.page_groups import PIECE, ColumnState, PagedState, State
 from quire.engine.errors import ModelError
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
@@ -34,7 +35,7 @@ _NORM_BIASES |= {"phi", "stablelm", "starcoder2", *_BERTS}
 _FOUR_NORMS, _ONE_NORM = {"gemma2", "gemma3", "gemma3_text", "glm4"}, {"cohere", "cohere2", "gptj", "phi"}
 """Families whose layers have another number of norms than two."""
 _TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
-_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", *ENCODERS}
+_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "lfm2", *ENCODERS}
 """Families whose output head is the embedding unless config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
 """Families whose linear layers have biases."""
@@ -42,7 +43,7 @@ _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """The same of MLPs and of heads that are not tied."""
 _NO_OUT_BIAS = {"glm", "glm4", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
-_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "qwen3", "qwen3_moe"}
+_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe"}
 """Families with norms of query and key heads,"""
 _WHOLE_NORMS = {"olmo2", "olmo3"}
 """and of all of them together."""
@@ -96,12 +97,14 @@ class ModelSizes:
     """Numbers of a cached key per head; the whole of what latent attention caches."""
     attention_width: int
     """Query heads times head size, summed over the layers that have attention."""
-    states: tuple[PagedState, ...]
-    """Of the layers that have attention; an encoder's keep nothing."""
+    states: tuple[State, ...]
+    """Of the layers that have attention, or keep columns; an encoder's keep nothing."""
     unserved: tuple[str, ...]
     """Why Quire does not serve such a model; empty where it does."""
     notes: tuple[str, ...]
     """What is not counted or only guessed, for people to read."""
+    state_formula: str = ""
+    """How column_numbers comes about; "" where it is 0."""
 
     @property
     def sliding(self) -> int:
@@ -110,8 +113,17 @@ class ModelSizes:
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers cached per token in all layers together."""
-        return sum(each.numbers for each in self.states)
+        """Of keys and values, cached per token in all layers together."""
+        return sum(each.numbers for each in self.states if isinstance(each, PagedState))
+
+    @property
+    def column_numbers(self) -> int:
+        """The same of columns, which are kept in the model's type."""
+        return sum(each.numbers for each in self.states if isinstance(each, ColumnState))
+
+    def slot_numbers(self, drafts: int) -> int:
+        """Numbers kept of each sequence beside pages, in all layers together, as ColumnState says it."""
+        return sum(each.slot_numbers(drafts) for each in self.states if isinstance(each, ColumnState))
 
     @property
     def active_parameters(self) -> int:
@@ -155,14 +167,13 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     text = text_config(raw)
     if family is not None and not _optional(text, "num_attention_heads"):
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
-    kind = str(text.get("model_type", ""))
-    hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
-    vocab = _number(text, "vocab_size")
+    kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
+    hidden, layers, vocab = (_number(text, name) for name in wanted)
     whole = kind == raw.get("model_type", "")
     notes = [] if whole else ["only the text part is counted, no image or audio tower"]
     windows = layer_windows(text, layers)
-    attending = len(windows)
-    if attending < layers:
+    attending, states = len(windows), _columns(text, hidden)
+    if states is None and attending < layers:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
         notes.append("state-space layers are not known here: their parameters are a guess")
@@ -176,7 +187,9 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     table = vocab * hidden
     learned = (positions + 2 * (kind == "opt")) * hidden if kind in _LEARNED else 0
     embeddings = table * (1 if tied else 2) + learned
-    body = layers * (attention + _norms(text, hidden)) + _ends(text, hidden, vocab, tied=bool(tied))
+    others = attention if states is None else _short_conv(text, hidden)
+    body = attending * attention + (layers - attending) * others + layers * _norms(text, hidden)
+    body += _ends(text, hidden, vocab, tied=bool(tied))
     mlps = (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
     method, bits = _quantization(text)
     return ModelSizes(
@@ -198,10 +211,35 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         kv_heads=1 if text.get("kv_lora_rank") else _kv_heads(text),
         head_dim=kv if text.get("kv_lora_rank") else _head_dim(text, hidden),
         attention_width=width * attending,
-        states=tuple(PagedState(0 if kind in ENCODERS else kv, window) for window in windows),
+        states=_in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
+        state_formula=f"{states.columns} columns x {hidden} / {PIECE} x {layers - attending} layers" if states else "",
     )
+
+
+def _columns(text: Mapping[str, Any], hidden: int) -> ColumnState | None:
+    """What a convolution keeps, in families that have some."""
+    if str(text.get("model_type")) not in STATES:
+        return None
+    return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1)
+
+
+def _short_conv(text: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of a convolution and its two linears."""
+    biases = 5 * hidden if text.get("conv_bias") else 0
+    return 4 * hidden * hidden + int(text.get("conv_L_cache") or 3) * hidden + biases
+
+
+def _in_layers(
+    text: Mapping[str, Any], columns: ColumnState | None, attention: Sequence[PagedState]
+) -> tuple[State, ...]:
+    """In the order of the layers."""
+    if columns is None:
+        return tuple(attention)
+    rest, own = iter(attention), STATES[str(text.get("model_type"))]
+    kinds = [kind for kind in text.get("layer_types") or () if kind == own or "attention" in kind]
+    return tuple(columns if kind == own else next(rest) for kind in kinds) or tuple(attention)
 
 
 def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int]:

@@ -132,6 +132,8 @@ class ModelDrafter(StepwiseDrafter):
         if done is not None and done.pages is not seq.blocks:
             done = None
         ready = self._in_pages(seq) if done is None else _right(done, seq)
+        if done is None and ready == known:  # a slot that is new to it begins behind whole pages, which hold states
+            ready -= self._pages.block_size
         start = min(ready, known - 1)
         count = min(known - start, budget)
         spare, admission, first_page = self._pages.spare_of(seq.slot), None, 0

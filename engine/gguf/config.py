@@ -27,6 +27,7 @@ FAMILIES = {
     "gptneox": "gpt_neox",
     "granite": "granite",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "lfm2": "lfm2",
     "llama": "llama",
     "nemotron": "nemotron",
     "olmo2": "olmo2",
@@ -82,7 +83,7 @@ def config_json(header: Header) -> dict[str, Any]:
         "intermediate_size": _uniform(header, f"{arch}.feed_forward_length"),
         "num_hidden_layers": header.integer(f"{arch}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _uniform(header, f"{arch}.attention.head_count_kv"),
+        "num_key_value_heads": _key_value_heads(header, arch),
         "head_dim": head_dim,
         "max_position_embeddings": header.integer(f"{arch}.context_length"),
         "rms_norm_eps": header.number(f"{arch}.attention.layer_norm_rms_epsilon")
@@ -145,6 +146,17 @@ def _uniform(header: Header, key: str) -> int | None:
     if len(values) != 1:
         raise _wrong(header, key, "layers of different sizes are not served")
     return values.pop()
+
+
+def _key_value_heads(header: Header, arch: str) -> int | None:
+    """Layers of an LFM2 that have no attention have none."""
+    key = f"{arch}.attention.head_count_kv"
+    if arch != "lfm2" or not isinstance(header.metadata.get(key), list):
+        return _uniform(header, key)
+    attending = set(header.integers(key)) - {0}
+    if len(attending) != 1:
+        raise _wrong(header, key, "layers of different sizes are not served")
+    return attending.pop()
 
 
 def _vocabulary(header: Header) -> int:
@@ -280,6 +292,10 @@ def _of_others(header: Header, arch: str) -> dict[str, Any]:
             fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
         case "gptneox":
             fields["use_parallel_residual"] = header.flag("gptneox.use_parallel_residual")
+        case "lfm2":
+            fields = {"conv_L_cache": header.integer("lfm2.shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
+            if isinstance(header.metadata.get(key := "lfm2.attention.head_count_kv"), list):
+                fields["layer_types"] = ["full_attention" if each else "conv" for each in header.integers(key)]
         case "stablelm":
             fields["qk_layernorm"] = "blk.0.attn_q_norm.weight" in header.tensors
             fields["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in header.tensors

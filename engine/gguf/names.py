@@ -38,6 +38,7 @@ _OF_MIXTRAL = _INSIDE | {
     "ffn_up_exps": "block_sparse_moe.experts.*.w3",
     "ffn_down_exps": "block_sparse_moe.experts.*.w2",
 }
+_OF_LFM2 = _INSIDE | {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
 _OF_SEED_OSS = _INSIDE | {"post_attention_norm": "post_attention_layernorm"}
 _BY_FAMILY = {
     "exaone4": _INSIDE_WITH_OUTPUT_NORMS,
@@ -45,6 +46,7 @@ _BY_FAMILY = {
     "gemma3_text": _INSIDE_WITH_OUTPUT_NORMS,
     "glm4": _INSIDE_WITH_OUTPUT_NORMS | {"ffn_up": "mlp.gate_up_proj"},
     "gpt_oss": _OF_GPT_OSS,
+    "lfm2": _OF_LFM2,
     "mixtral": _OF_MIXTRAL,
     "olmo2": _INSIDE_WITH_OUTPUT_NORMS,
     "phi3": _INSIDE | {"ffn_up": "mlp.gate_up_proj"},
@@ -62,6 +64,8 @@ def checkpoint_name(name: str, model_type: str, count: int) -> str | list[str] |
     stem, _, kind = name.rpartition(".")
     if stem in ("rope_freqs", "rope_factors_long", "rope_factors_short"):
         return None
+    if stem == "token_embd_norm" and model_type == "lfm2":  # named wrongly there: it is behind all layers
+        return f"model.norm.{kind}"
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"
     layer = _LAYER.fullmatch(stem)

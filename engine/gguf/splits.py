@@ -42,7 +42,7 @@ _LLAMA3_WITH_BOS = _LLAMA3._replace(ignore_merges=True, adds_bos=True)
 SPLITS = {
     "default": Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "granite-docling"), Split((_GPT2,))),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3_WITH_BOS),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"), _LLAMA3_WITH_BOS),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Split(_QWEN2, nfc=True)),
     "stablelm2": Split(_QWEN2),

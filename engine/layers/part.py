@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.checkpoint.page_groups import PagedState
+from quire.engine.checkpoint.page_groups import State
 from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.rope import alibi_bias, query_scales, rope_table
@@ -23,8 +23,8 @@ from quire.kernels.kv_codes import KVScales
 
 @dataclass(frozen=True, slots=True)
 class PageTensor:
-    """One tensor of a layer's pages; the first axis is the page. Pages of more than 16 tokens are [pages, tokens, ...],
-    so that the beginning of a page can be copied."""
+    """One tensor of a layer's pages, or slots; the first axis is the page, or slot. Pages of more than 16 tokens are
+    [pages, tokens, ...], or [pages, pieces of as many tokens, ...], so that the beginning of a page can be copied."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class Step:
 
     metadata: AttentionMetadata
     pages: Pages
-    """Those of the layer."""
+    """What the layer keeps of sequences, in pages and in slots."""
     rows: Tensor | None
     """What comes behind the layer's state is wanted of these tokens alone, so the part that keeps it drops the others
     once they are kept; None: of all."""
@@ -108,6 +108,11 @@ class Part(ABC):
         """What keeps its state, for so many pages; (): it keeps none."""
         return ()
 
+    def slots(self, count: int, drafts: int) -> tuple[PageTensor, ...]:
+        """The same for so many slots, each of which keeps what is not in pages of one sequence; a step computes up to
+        so many drafts of it, which may turn out wrong."""
+        return ()
+
     @property
     def page_formula(self) -> str:
         """The bytes of a page, as a product."""
@@ -125,7 +130,7 @@ class PartSpec(ABC):
     __slots__ = ()
 
     @property
-    def state(self) -> PagedState | None:
+    def state(self) -> State | None:
         """What it keeps of a sequence; None: nothing."""
         return None
 

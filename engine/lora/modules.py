@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.checkpoint.families import WITH_EXPERTS, WITHOUT_GATES, sparse_layers
+from quire.engine.checkpoint.families import STATES, WITH_EXPERTS, WITHOUT_GATES, sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, named_alike, stored_module
 from quire.engine.errors import ConfigError
@@ -28,8 +28,8 @@ def adaptable_modules(model: ModelConfig) -> Modules:
 def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
     heads = (model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim)
-    dense = _dense_layers(model.raw, model.num_layers)
-    return _modules(model.model_type, dense, model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
+    layers = _layers(model.raw, model.num_layers)
+    return _modules(model.model_type, layers, model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -42,25 +42,28 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
         raise ConfigError(f"max_loras: config.json does not say {wrong[0]}", param="max_loras")
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
-    dense = _dense_layers(raw, layers)
     keys = int(raw.get("num_key_value_heads") or heads) * dim
-    return _modules(str(raw.get("model_type")), dense, hidden, inner, heads * dim, keys, vocab)
+    return _modules(str(raw.get("model_type")), _layers(raw, layers), hidden, inner, heads * dim, keys, vocab)
 
 
-def _dense_layers(raw: Mapping[str, Any], layers: int) -> list[bool]:
-    """Per layer, whether it has an MLP."""
-    if raw.get("model_type") not in WITH_EXPERTS:
-        return [True] * layers
-    return [not sparse for sparse in sparse_layers(raw, layers)]
+def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
+    """Per layer, whether it has attention, and whether it has an MLP."""
+    kind = str(raw.get("model_type"))
+    sparse = sparse_layers(raw, layers) if kind in WITH_EXPERTS else [False] * layers
+    kinds = raw.get("layer_types") if kind in STATES else None
+    return [(kinds is None or kinds[layer] != STATES[kind], not sparse[layer]) for layer in range(layers)]
 
 
-def _modules(kind: str, dense: list[bool], hidden: int, inner: int, queries: int, keys: int, vocab: int) -> Modules:
-    layer = {
+def _modules(
+    kind: str, layers: list[tuple[bool, bool]], hidden: int, inner: int, queries: int, keys: int, vocab: int
+) -> Modules:
+    attention = {
         "self_attn.q_proj": (hidden, queries),
         "self_attn.k_proj": (hidden, keys),
         "self_attn.v_proj": (hidden, keys),
         "self_attn.o_proj": (queries, hidden),
     }
+    conv = {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
     mlp = {
         "mlp.gate_proj": (hidden, inner),
         "mlp.up_proj": (hidden, inner),
@@ -70,8 +73,8 @@ def _modules(kind: str, dense: list[bool], hidden: int, inner: int, queries: int
         del mlp["mlp.gate_proj"]
     found = {
         f"model.layers.{index}.{name}": shape
-        for index, has_mlp in enumerate(dense)
-        for name, shape in (layer | mlp if has_mlp else layer).items()
+        for index, (attends, has_mlp) in enumerate(layers)
+        for name, shape in ((attention if attends else conv) | (mlp if has_mlp else {})).items()
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.page_groups import PagedState, PageGroups, one_group
+from quire.engine.checkpoint.page_groups import PageGroups, State, one_group
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
@@ -24,14 +24,14 @@ from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
-from quire.engine.layers.part import Making, PageTensor, PartSpec, Step
+from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
 from quire.engine.layers.schemes import Scheme
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext, Operations, Pages, Recorded
 from quire.kernels.kv_codes import KVScales
 
 KVCache = list[Pages]
-"""By place (engine/checkpoint/page_groups.py), as `Decoder.pages` asked for them."""
+"""By place (engine/checkpoint/page_groups.py), as `Decoder.pages` and `Decoder.slots` asked for them."""
 LayerSpec = tuple[PartSpec, ...]
 P = TypeVar("P", bound=PartSpec)
 
@@ -62,7 +62,7 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
-    def states(self) -> list[PagedState]:
+    def states(self) -> list[State]:
         """What the layers keep, in their order."""
         return [each.state for layer in self.layers for each in layer if each.state is not None]
 
@@ -73,6 +73,17 @@ class DecoderSpec:
     def normed(self, norm: NormSpec) -> DecoderSpec:
         """With other norms everywhere."""
         return replace(self, norm=norm).having(AttentionSpec, norm=norm).having(MlpSpec, norm=norm)
+
+    def mixing(self, others: Sequence[PartSpec | None]) -> DecoderSpec:
+        """With other parts in attention's place, by layer; None: it stays."""
+        layers = zip(self.layers, others, strict=True)
+        return replace(
+            self,
+            layers=tuple(
+                parts if other is None else tuple(other if isinstance(each, AttentionSpec) else each for each in parts)
+                for parts, other in layers
+            ),
+        )
 
     def having(self, kind: type[PartSpec], **fields: Any) -> DecoderSpec:
         """With other values in all parts of a kind; a list or tuple has one for each layer."""
@@ -135,7 +146,7 @@ class Decoder:
         self.is_first, self.is_last = layers.start == 0, layers.stop == spec.num_layers
         self.has_head = head and self.is_last
         made = (backend, scheme, spec.hidden_size, dtype, self.kv_dtype, device, max_model_len, kv_scales or {})
-        making = Making(*made, adapters, shard)
+        self._making = making = Making(*made, adapters, shard)
         names = {index: f"model.layers.{index}" for index in layers}
         self._layers = [[each.part(making, name) for each in spec.layers[index]] for index, name in names.items()]
         self._recording: tuple[KVCache | None, Recorded | None] = None, None
@@ -193,6 +204,19 @@ class Decoder:
         layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
         return [tuple(each for part in layer for each in part.pages(num_blocks)) for layer in layers]
 
+    def slots(self, count: int, drafts: int) -> list[tuple[PageTensor, ...]]:
+        """By place, the tensors of so many slots, as Part.slots says it."""
+        layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
+        return [tuple(each for part in layer for each in part.slots(count, drafts)) for layer in layers]
+
+    @cached_property
+    def every_layer(self) -> list[list[Part]]:
+        """The parts of all layers of the model; of those that other stages have, without weights."""
+        if len(self.layers) == self.spec.num_layers:
+            return self._layers
+        layers = enumerate(self.spec.layers)
+        return [[each.part(self._making, f"model.layers.{index}") for each in layer] for index, layer in layers]
+
     @property
     def page_formula(self) -> str:
         """The bytes of a page of every group, as a product."""
@@ -202,7 +226,8 @@ class Decoder:
         """The same where a page has so many places for layers, in all processes together."""
         slots = places * self.groups.count
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
-        kinds = Counter(each.page_formula for layer in self._layers for each in layer if each.pages(1))
+        layers = self.every_layer if self.groups.count == 1 else self._layers
+        kinds = Counter(each.page_formula for layer in layers for each in layer if each.pages(1))
         counts = [slots] if len(kinds) == 1 else kinds.values()
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 

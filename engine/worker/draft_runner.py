@@ -33,7 +33,7 @@ class DraftRunner:
     def __init__(self, model: Decoder, pages: Sequence[Tensor], slots: Slots, eos_token_ids: tuple[int, ...]) -> None:
         """`pages`: what allocate_pages made."""
         self._model = model
-        self._kv_cache = layers_of(model, pages)
+        self._kv_cache = layers_of(model, pages, slots.states)
         self._slots = slots
         self._eos = eos_token_ids
         self._sample = choose_sampler(slots.device, model.argmax, model.draw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from quire.engine.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,14 @@ class Slots:
         *,
         scratch_page: int | None = None,
         groups: int = 1,
+        states: Sequence[Pages] = (),
+        drafts: int = 0,
     ) -> None:
         """`scratch_page`: there is one slot more, `scratch_slot`, which owns that page, and the page tables are kept on
         the device too; `decode_inputs` needs both. `groups`: of layers that have pages of their own; for each
-        block_size tokens a table has a page of each of them, side by side."""
+        block_size tokens a table has a page of each of them, side by side. `states`: what layers keep in slots, as
+        allocate_states made it for so many `drafts`."""
+        self.states, self._most_drafts = states, drafts
         self.block_size = block_size
         self.device = device
         self.groups = groups
@@ -130,6 +135,8 @@ class Slots:
         rows = [row for row in batch.rows if row.sample]
         positions = _picked(rows, np.array([row.start + row.count for row in rows], dtype=np.int64))
         if len(positions) > len(rows):
+            fits = not any(self.states) or max(len(row.draft_ids) for row in rows) <= self._most_drafts
+            assert fits, "wrong drafts would overwrite columns that are needed"
             rows = [row for row in rows for _ in (None, *row.draft_ids)]
         slots = np.array([row.slot for row in rows], dtype=np.int64)
         there = upload([slots, positions], self.device)
@@ -163,6 +170,7 @@ class Slots:
             max_query_len=1,
             max_context_len=pages * self.block_size,
             linear=LinearContext.of(adapters[0]) if adapters else NO_ADAPTERS,
+            state_slots=slots,
         )
         return self.token_ids[slots, positions], metadata.grouped(tables.unbind(), stored.unbind())
 
@@ -183,6 +191,7 @@ class Slots:
             slots=page * self.block_size + positions % self.block_size,
             max_query_len=length,
             max_context_len=length,
+            state_slots=torch.full((1,), self.scratch_slot, device=self.device),
         )
         metadata = metadata.grouped([all_scratch] * self.groups, [metadata.slots] * self.groups)
         owners = torch.full_like(positions, self.scratch_slot)
@@ -219,7 +228,7 @@ class Slots:
         starting = np.zeros((2, len(slots) + 1), dtype=np.int32)
         starting[0, 1:] = ends
         starting[1, 1:] = contexts.cumsum()
-        query_start, context_lens, key_start, at, owners, sampled, *paged = upload(
+        query_start, context_lens, key_start, at, owners, sampled, state_slots, *paged = upload(
             [
                 starting[0],
                 contexts.astype(np.int32),
@@ -227,6 +236,7 @@ class Slots:
                 positions,
                 owner,
                 picked,
+                slots,
                 *(tables[:, :, group] for group in range(self.groups)),
                 *(stored[:, group] for group in range(self.groups)),
             ],
@@ -243,6 +253,7 @@ class Slots:
             max_context_len=longest,
             linear=linear,
             whole=not starts.any(),
+            state_slots=state_slots,
         )
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)

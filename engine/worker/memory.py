@@ -22,6 +22,7 @@ from quire.engine.checkpoint.kv_plan import (
     device_kv_budget,
     host_kv_budget,
 )
+from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.part import PageTensor
@@ -109,7 +110,7 @@ def measure_step(model: Decoder, backend: Backend, config: EngineConfig) -> int:
         linear = LinearContext.of(torch.ones_like(metadata.positions))
         others = tuple(replace(each, linear=linear) for each in metadata.others)
         metadata = replace(metadata, linear=linear, others=others)
-    pages = _shared_pages(model, metadata.block_table.numel() * model.groups.count)
+    pages = _shared_pages(model, metadata.block_table.numel() * model.groups.count, seqs)
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -149,6 +150,7 @@ def prompts(seqs: int, length: int, block_size: int, device: torch.device, group
         max_query_len=length,
         max_context_len=length,
         whole=True,
+        state_slots=torch.arange(seqs, device=device),
     )
     return first_group.grouped(tables, slots)
 
@@ -169,6 +171,13 @@ def page_bytes(model: Paged) -> int:
     return sum(tensor.nbytes for layer in model.pages(1) for tensor in layer)
 
 
+def whole_page_bytes(model: Decoder, places: int) -> int:
+    """Of a page of every group, which has so many places for layers in all stages of a pipeline together."""
+    if model.groups.count > 1:
+        return page_bytes(model) * places // model.groups.places * model.groups.count
+    return sum(tensor.nbytes for layer in model.every_layer for part in layer for tensor in part.pages(1))
+
+
 def allocate_pages(model: Paged, num_blocks: int) -> list[Tensor]:
     """The pages of all layers, those of one kind as one tensor [tensors, pages, ...]: what happens to a page in all
     layers is one operation. Their content is undefined on the host, where untouched pages take no memory on Linux; on
@@ -178,23 +187,40 @@ def allocate_pages(model: Paged, num_blocks: int) -> list[Tensor]:
     return [make((count, *kind.shape), dtype=kind.dtype, device=model.device) for kind, count in kinds.items()]
 
 
-def layers_of(model: Paged, pages: Sequence[Tensor]) -> KVCache:
-    """What of the `allocate_pages` each layer asks for."""
+def layers_of(model: Paged, pages: Sequence[Tensor], states: Sequence[Pages] = ()) -> KVCache:
+    """What of the `allocate_pages` each layer asks for, and behind it what it has of the `allocate_states`."""
     layers = model.pages(pages[0].shape[1])
     kinds = dict.fromkeys(each for layer in layers for each in layer)
     parts = {kind: iter(each) for kind, each in zip(kinds, pages, strict=True)}
-    return [tuple(next(parts[kind]) for kind in layer) for layer in layers]
+    beside = states or [()] * len(layers)
+    return [(*(next(parts[kind]) for kind in layer), *own) for layer, own in zip(layers, beside, strict=True)]
 
 
-def copy_page(pages: Sequence[Tensor], copy: PageCopy) -> None:
-    """Only for large pages, which lie token by token in every layout."""
+def allocate_states(model: Decoder, slots: int, drafts: int) -> list[Pages]:
+    """By place, what the layers keep of sequences beside pages, in so many slots and one for computations of nobody's;
+    `drafts`: see Part.slots. What is in a slot is not read before its owner has written it."""
+    make = torch.empty if model.device.type == "cpu" else torch.zeros
+    layers = model.slots(slots + 1, drafts)
+    return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
+
+
+def state_bytes(model: Decoder, config: EngineConfig) -> int:
+    """Of these, as a configuration asks for them, in all stages of a pipeline together."""
+    size = (config.max_num_seqs + 1, most_drafts(config))
+    return sum(tensor.nbytes for layer in model.every_layer for part in layer for tensor in part.slots(*size))
+
+
+def copy_page(pages: Sequence[Tensor], copy: PageCopy, block_size: int) -> None:
+    """Only for large pages of block_size tokens, which lie token by token, or piece by piece, in every layout."""
     for each in pages:
-        each[:, copy.target, : copy.tokens] = each[:, copy.source, : copy.tokens]
+        end = copy.tokens * each.shape[2] // block_size
+        each[:, copy.target, :end] = each[:, copy.source, :end]
 
 
-def _shared_pages(model: Decoder, num_blocks: int) -> KVCache:
-    """Like allocate_pages, but layers of equal shapes share one set of pages: saves memory, results are wrong."""
-    layers = model.pages(num_blocks)
+def _shared_pages(model: Decoder, num_blocks: int, slots: int) -> KVCache:
+    """Like allocate_pages and allocate_states, but layers of equal shapes share one set of pages: saves memory, results
+    are wrong."""
+    layers = [pages + own for pages, own in zip(model.pages(num_blocks), model.slots(slots, 0), strict=True)]
     kinds = {layer: _allocated(layer, model.device) for layer in layers}
     return [kinds[layer] for layer in layers]
 

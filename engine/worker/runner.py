@@ -59,13 +59,13 @@ class Runner:
         hidden states, on the same slots."""
         self._model = model
         self._pages = pages
-        self._kv_cache = layers_of(model, pages)
+        self._kv_cache = layers_of(model, pages, slots.states)
         self._slots = slots
         self._grammars = grammars
         self._eos = eos_token_ids
         self._pooler = pooler
         self._heads = heads
-        self._headroom = Headroom(self._kv_cache) if slots.device.type == "cpu" and capture is None else None
+        self._headroom = Headroom(layers_of(model, pages)) if slots.device.type == "cpu" and capture is None else None
         self.graphs = (
             None
             if capture is None
@@ -95,9 +95,9 @@ class Runner:
     def _take_in(self, batch: Batch) -> None:
         self._admit(batch)
         for copy in batch.copies:
-            copy_page(self._pages, copy)
+            copy_page(self._pages, copy, self._slots.block_size)
             if self._heads is not None:
-                copy_page(self._heads.pages, copy)
+                copy_page(self._heads.pages, copy, self._slots.block_size)
         self._slots.put_drafts(batch.rows)
         self._slots.take_pages(batch.rows)
         if self._headroom is not None:

@@ -34,7 +34,7 @@ from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
 from quire.engine.worker.loading.room import make_room
-from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes
+from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, state_bytes, whole_page_bytes
 from quire.engine.worker.ranks.alone import Alone
 from quire.engine.worker.ranks.messages import Allocate
 from quire.engine.worker.ranks.pipeline import Stages
@@ -254,13 +254,14 @@ def plan_pages(
     layers."""
     count, places = model.shard.count // config.nnodes, sum(places_of_stages(groups, config.pipeline_parallel_size))
     formula = model.formula_of(places) if count == 1 else f"{model.page_formula} x {count} ranks"
-    each = page_bytes(model) * places // model.groups.places * groups.count * count
+    each, states = whole_page_bytes(model, places) * count, state_bytes(model, config) * count
     available = ranks.available(partial(available_bytes, model, model_config, backend, config))
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)
         # All ranks have heads, the first one alone has a model that drafts; but each GPU has as many pages as that.
         if count > 1 and (isinstance(draft, LoadedHead) or model.device.type == "cuda"):
             formula, own = f"{formula} x {count}", own * count
+        states += state_bytes(draft.paged, config) if isinstance(draft, DraftModel) else 0
         each, available = each + own, available - spare_pages(config, backend.block_size) * config.max_num_seqs * own
     return plan_kv(
         model_config,
@@ -273,6 +274,7 @@ def plan_pages(
         num_blocks=config.num_kv_blocks,
         windows=groups.windows,
         at_once=config.long_prefill_token_threshold or config.max_num_batched_tokens,
+        state_bytes=states,
     )
 
 

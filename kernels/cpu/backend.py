@@ -31,12 +31,14 @@ from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
 from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
+from quire.kernels.cpu.decoder.short_conv import convolved
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
+from quire.kernels.short_conv import Columns, ShortConv
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ALL = 2**31 - 1
@@ -237,6 +239,11 @@ class Cpu(Reference):
         if outside:
             raise IndexError(f"slots outside the {pages} pages of the cache")
         return q
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+        if bcx.dtype not in self.library.short_conv:
+            return super().short_conv(bcx, conv, columns, metadata)
+        return convolved(self.library, bcx, conv, columns, metadata)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         """Our own kernel (linear.cpp), which gives a row the same bits in every batch.

@@ -138,6 +138,10 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
   EXPORTED int store_kv_##suffix(const T* k, const T* v, void* keys, void* values, const KVFormat* format,             \
                                  const int64_t* slots, long key_stride, long value_stride, long tokens, long pages,    \
                                  int kv_heads, int dim);                                                               \
+  EXPORTED int short_conv_##suffix(const T* bcx, const float* weight, const float* bias, T* out, T* ends, T* recent,   \
+                                   const int32_t* starts, const int32_t* contexts, const int32_t* table,               \
+                                   long table_stride, const int64_t* slots, long pages, long slot_count,               \
+                                   int sequences, int channels, int width, int kept, int threads);                     \
   EXPORTED int paged_attention_##suffix(void* out, const void* query, const void* keys, const void* values,            \
                                         const KVFormat* format, const int32_t* starts, const int32_t* contexts,        \
                                         const int32_t* table, long table_stride, long key_stride, long value_stride,   \
@@ -170,6 +174,7 @@ struct Kernels;
     static constexpr auto mix_experts = mix_experts_##suffix;                                                          \
     static constexpr auto store_kv = store_kv_##suffix;                                                                \
     static constexpr auto rope_store = rope_store_##suffix;                                                            \
+    static constexpr auto short_conv = short_conv_##suffix;                                                            \
     static constexpr auto sum_ranks = sum_ranks_##suffix;                                                              \
     static constexpr auto paged_attention = paged_attention_##suffix;                                                  \
   };

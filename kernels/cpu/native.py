@@ -163,6 +163,7 @@ SIGNATURES = {
     ],
     "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
     "rope_store": [*[_POINTER] * 5, _INT, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
+    "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 5],
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "layer_norm": [*[_POINTER] * 5, _LONG, _INT, _FLOAT, _INT],

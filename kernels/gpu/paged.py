@@ -14,6 +14,7 @@ from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
+from quire.kernels.short_conv import Columns, ShortConv
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256
@@ -69,6 +70,9 @@ class FlashPages(Reference):
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
         return self._for(qkv).rope_store(qkv, rope, k_cache, v_cache, metadata)
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+        return self._for(bcx).short_conv(bcx, conv, columns, metadata)
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False

@@ -3,7 +3,8 @@
 No call waits for the device, and every grid follows from shapes and from the metadata's two maxima. So a decode step
 replayed from a CUDA graph stays correct while its contexts grow. Tile sizes come from a table, not from autotuning: the
 first call of a kind compiles its kernel (this takes seconds; Triton then keeps it on disk), no later call does.
-Kernels: kernels/gpu/triton_attention.py, kernels/gpu/triton_fused.py, kernels/gpu/quantization/triton_quantized.py.
+Kernels: kernels/gpu/triton_attention.py, kernels/gpu/triton_fused.py, kernels/gpu/triton_short_conv.py,
+kernels/gpu/quantization/triton_quantized.py.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Linear, Softmax, Table
-from quire.kernels.gpu import triton_fused
+from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
 from quire.kernels.gpu.triton_codes import held_in
@@ -26,6 +27,7 @@ from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
+from quire.kernels.short_conv import Columns, ShortConv
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIXED_SPLIT = 512
@@ -96,6 +98,9 @@ class Triton(Reference):
         if not rope.is_plain:  # few families, in PyTorch's operations
             return super().rope_store(qkv, rope, k_cache, v_cache, metadata)
         return triton_fused.rope_store(qkv, rope, k_cache, v_cache, metadata)
+
+    def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+        return triton_short_conv.short_conv(bcx, conv, columns, metadata)
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False

@@ -80,7 +80,7 @@ class Member:
         engines = config.data_parallel_size
         if self.app is not None:
             info = self.app.state.runtime.info
-            return int(engines * (info.weight_bytes + info.kv_bytes + _OVERHEAD))
+            return int(engines * (info.weight_bytes + info.kv_bytes + info.state_bytes + _OVERHEAD))
         stored = read_stored_weights(stored_at(config))
         width = 4 if config.dtype == "float32" else 2
         weights = 0 if stored is None else stored.floats * width + stored.other_bytes

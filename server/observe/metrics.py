@@ -205,10 +205,13 @@ class Metrics:
         }
         names = ("engine", *facts)
         gauge = Gauge("vllm:cache_config_info", "How the KV cache is cut.", names, registry=self._engines)
+        what = "What layers keep of sequences beside pages, in bytes, in every slot."
+        states = Gauge("quire:state_bytes", what, ("engine",), registry=self._engines)
         ranks = Gauge("quire:ranks", "Processes that compute the model together.", ("engine",), registry=self._engines)
         nodes = Gauge("quire:nodes", "Machines that they are on.", ("engine",), registry=self._engines)
         for engine in map(str, range(config.data_parallel_size)):
             gauge.labels(engine=engine, **{name: str(value) for name, value in facts.items()}).set(1)
+            states.labels(engine=engine).set(info.state_bytes)
             ranks.labels(engine=engine).set(config.ranks)
             nodes.labels(engine=engine).set(config.nnodes)
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.e2e.streams import KINDS, answer, ask_until
+from tests.engine.test_lossless import hybrid
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +67,22 @@ async def test_no_stream_notices_that_engines_die(server: Server, expected: dict
         await ask_until(killer, client, expected, STREAMS)
     assert server.metric("quire:engine_deaths_total") >= killer.result() > 0
     assert server.metric("quire:quarantined_requests_total") == 0
+
+
+async def test_states_of_layers_are_computed_again(tmp_path: Path) -> None:
+    """A model with convolutions, whose states die with the engine; with guesses, which make it take states back."""
+    model = ("--model", str(hybrid(tmp_path)), "--max-model-len", "400", *FLAGS)
+    plain = Server(tmp_path / "plain", *model, "--no-enable-prefix-caching")
+    async with httpx.AsyncClient(base_url=plain.url, timeout=240) as client:
+        wanted = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+    assert plain.stop() == 0
+    server = Server(tmp_path / "log", *model, "--speculative-config", "ngram")
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        killer = asyncio.create_task(kill_engines(server, random.Random(2), 4))
+        await ask_until(killer, client, wanted, 24)
+    assert server.metric("quire:engine_deaths_total") >= killer.result() > 0
+    assert server.metric("quire:state_bytes") > 0
+    assert server.stop() == 0
 
 
 async def test_kills_while_the_server_starts_and_drains(tmp_path: Path) -> None:

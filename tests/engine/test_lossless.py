@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -100,15 +101,33 @@ def weights(folder: Path, name: str) -> tuple[str, str]:
 
 
 @cache
-def engine(folder: Path, blocks: int, budget: int, dtype: str, name: str = "") -> Engine:
-    speculative = None
+def hybrid(folder: Path) -> Path:
+    """A model whose layers keep states, with the embedded one's tokenizer."""
+    path = save_tiny_model(folder / "lfm2", "lfm2", vocab_size=4096)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(DEMO_MODEL) / name, path)
+    return path
+
+
+@cache
+def engine(
+    folder: Path, blocks: int, budget: int, dtype: str, name: str = "", served: Literal["demo", "lfm2"] = "demo"
+) -> Engine:
+    speculative = None if served == "demo" else SpeculativeConfig(method="grammar", num_speculative_tokens=32)
     if name:
         method, model = weights(folder, name)
         speculative = SpeculativeConfig(method=method, model=model, num_speculative_tokens=5)
     options: dict[str, Any] = {"max_model_len": 192, "num_kv_blocks": blocks, "max_num_batched_tokens": budget}
     caching = blocks > 20
     made = Engine(
-        EngineConfig(threads=1, dtype=dtype, enable_prefix_caching=caching, speculative_config=speculative, **options)
+        EngineConfig(
+            model=DEMO_MODEL if served == "demo" else str(hybrid(folder)),
+            threads=1,
+            dtype=dtype,
+            enable_prefix_caching=caching,
+            speculative_config=speculative,
+            **options,
+        )
     )
     if name in LOADED[:2]:
         always(made)
@@ -146,14 +165,21 @@ def traffic(asked: list[tuple[str, dict[str, Any], int]]) -> list[Request]:
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
 @given(
     asked=st.lists(REQUEST, min_size=1, max_size=4),
-    name=st.sampled_from([*LOOKING, *LOADED, *LOADED]),
+    who=st.sampled_from(
+        [*(("demo", name) for name in (*LOOKING, *LOADED, *LOADED)), *(("lfm2", name) for name in LOOKING)]
+    ),
     shape=st.sampled_from(SHAPES),
     dtype=st.sampled_from(["bfloat16", "float32"]),
 )
 def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
-    folder: Path, asked: list[tuple[str, dict[str, Any], int]], name: str, shape: tuple[int, int], dtype: str
+    folder: Path,
+    asked: list[tuple[str, dict[str, Any], int]],
+    who: tuple[Literal["demo", "lfm2"], str],
+    shape: tuple[int, int],
+    dtype: str,
 ) -> None:
-    plain, requests = engine(folder, *shape, dtype), traffic(asked)
+    served, name = who
+    plain, requests = engine(folder, *shape, dtype, served=served), traffic(asked)
     wanted = answers(plain, requests, None)
     made, drafter = plain, None
     if name in LOADED:
@@ -164,7 +190,7 @@ def test_no_parameter_and_no_neighbour_lets_a_guess_change_a_token(
     for _ in range(2):  # the second time prompts are cached and others' answers known
         found = run(made, requests) if drafter is None else answers(made, requests, drafter)
         assert known(found) == known(wanted)
-    event(f"{name}: {'some' if made.stats.draft_tokens > before.draft_tokens else 'no'} guesses")
+    event(f"{served}, {name}: {'some' if made.stats.draft_tokens > before.draft_tokens else 'no'} guesses")
     event(f"{sum(made.stats.accepted_drafts) > sum(before.accepted_drafts)} that one was right")
     event(f"{made.stats.preemptions > before.preemptions} that one was preempted")
 

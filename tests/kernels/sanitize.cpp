@@ -121,6 +121,34 @@ void attend() {
   expect_finite(out, tokens * heads * dim, "attention");
 }
 
+// Sequences of which some tokens were computed before, whose columns may be anything.
+template <class T>
+void convolves() {
+  const int sequences = draw(1, 4), channels = draw(1, 200), width = draw(2, 6), kept = width - 1 + draw(0, 9);
+  const long most = 5, pages = sequences * most;
+  Array<int32_t> starts(new int32_t[sequences + 1]()), contexts(new int32_t[sequences]), table(new int32_t[pages]);
+  Array<int64_t> slots(new int64_t[sequences]);
+  for (long i = 0; i < pages; ++i) table[i] = static_cast<int32_t>(pages - 1 - i);
+  for (int s = 0; s < sequences; ++s) {
+    contexts[s] = draw(1, static_cast<int>(most) * 16);
+    starts[s + 1] = starts[s] + draw(1, contexts[s]);
+    slots[s] = sequences - 1 - s;
+  }
+  const long tokens = starts[sequences];
+  auto bcx = numbers<T>(tokens * 3 * channels), out = numbers<T>(tokens * channels, true);
+  auto weight = numbers<float>(width * channels), bias = numbers<float>(channels);
+  auto ends = numbers<T>(pages * (width - 1) * channels), recent = numbers<T>(sequences * kept * channels);
+  const bool biased = draw(0, 1);
+  const int threads = draw(1, 3);
+  if (Kernels<T>::short_conv(bcx.get(), weight.get(), biased ? bias.get() : nullptr, out.get(), ends.get(),
+                             recent.get(), starts.get(), contexts.get(), table.get(), most, slots.get(), pages,
+                             sequences, sequences, channels, width, kept, threads))
+    std::exit(1);
+  expect_finite(out, tokens * channels, "short convolution");
+  expect_finite(ends, pages * (width - 1) * channels, "columns in pages");
+  expect_finite(recent, sequences * kept * channels, "columns in slots");
+}
+
 template <class T>
 void rowwise() {
   const int size = draw(1, 200), threads = draw(1, 3), kind = draw(0, 4);
@@ -384,6 +412,8 @@ int main(int count, char** arguments) {
     fetches();
     attend<float>();
     attend<bf16>();
+    convolves<float>();
+    convolves<bf16>();
     rowwise<float>();
     rowwise<bf16>();
     multiply<float>();

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from quire.engine.checkpoint.files import ModelConfig, read_model_config, resolve_model
+from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.models import decoder_spec
@@ -19,7 +20,7 @@ from quire.engine.worker.heads import Heads
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.checkpoint import open_weights
 from quire.engine.worker.loading.loader import load_weights
-from quire.engine.worker.memory import allocate_pages
+from quire.engine.worker.memory import allocate_pages, allocate_states
 from quire.kernels.backend import Backend
 from quire.kernels.select import select_backend
 
@@ -98,7 +99,8 @@ def start_draft_worker(draft: DraftModel, config: EngineConfig, num_blocks: int)
     spare = spare_pages(config, block_size)
     pages = allocate_pages(decoder, num_blocks + spare * config.max_num_seqs)
     positions = decoder.max_model_len + spare * block_size
-    slots = Slots(config.max_num_seqs, positions, block_size, decoder.device)
+    states = allocate_states(decoder, config.max_num_seqs, most_drafts(config))
+    slots = Slots(config.max_num_seqs, positions, block_size, decoder.device, states=states)
     runner = DraftRunner(decoder, pages, slots, draft.eos_token_ids)
     costs = runner.measure_costs(num_blocks, decoder.max_model_len)
     return DraftWorker(runner, spare, decoder.max_model_len, costs)

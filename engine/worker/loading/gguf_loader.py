@@ -57,6 +57,8 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
         rows = _read(stored_name, stored)
         if stacked:
             yield from zip(names, rows, strict=True)
+        elif names[0].endswith("conv.conv.weight"):
+            yield names[0], rows.unsqueeze(1)
         elif names[0].endswith("norm.weight"):
             yield names[0], rows.float() - one  # these families' files have what multiplies, not its offset from 1
         else:

@@ -118,6 +118,9 @@ class Arrangement:
         if len(own) == 2:
             every = torch.arange(2 * config.intermediate_size)
             return [_Piece(half, len(every)) for half in every.chunk(2)]
+        if own[0].startswith("conv."):
+            every = torch.arange(3 * config.hidden_size)
+            return [_Piece(third, len(every)) for third in every.chunk(3)]
         groups = config.num_kv_heads if layout.by_groups else 1
         each = config.num_kv_heads // groups
         every = torch.arange((config.num_heads + 2 * config.num_kv_heads) * config.head_dim)

@@ -13,7 +13,7 @@ import torch
 
 from quire.engine.checkpoint.files import ModelConfig, stored_at
 from quire.engine.checkpoint.kv_plan import check_positions, check_room
-from quire.engine.checkpoint.page_groups import PageGroups, keeps_all, page_groups
+from quire.engine.checkpoint.page_groups import ColumnState, PageGroups, keeps_all, page_groups
 from quire.engine.checkpoint.pooling import Pooling, read_tasks
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.stages import groups_of_stage, stage_layers
@@ -120,7 +120,10 @@ def longest_context(config: EngineConfig, model_config: ModelConfig, chosen: Cho
     """The context's length until plan_kv fits it, once the weights are loaded: the longest that might fit. Raises
     ConfigError where the model has fewer positions than were asked for."""
     check_positions(model_config, config.max_model_len)
-    token_bytes = sum(each.numbers for each in chosen.spec.states) * kv_dtype(config, chosen.dtype).itemsize
+    of_columns, of_pages = chosen.dtype.itemsize, kv_dtype(config, chosen.dtype).itemsize
+    token_bytes = sum(
+        each.numbers * (of_columns if isinstance(each, ColumnState) else of_pages) for each in chosen.spec.states
+    )
     most = most_tokens(config, token_bytes, chosen.device, chosen.backend.block_size)
     return config.max_model_len or min(model_config.max_position, most)
 

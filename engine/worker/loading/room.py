@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device import Chosen, choose_capture
 from quire.engine.worker.inputs import Slots
 from quire.engine.worker.loading.model import LoadedModel
-from quire.engine.worker.memory import allocate_explained
+from quire.engine.worker.memory import allocate_explained, allocate_states, explained
 from quire.kernels.probe import Capture
 
 
@@ -30,5 +31,17 @@ def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: 
     scratch = None if capture is None else pages
     held = allocate_explained(loaded.model, pages + (scratch is not None))
     size = backend.block_size
-    slots = Slots(config.max_num_seqs, max_model_len, size, device, scratch_page=scratch, groups=groups)
+    drafts = most_drafts(config)
+    with explained(f"the states of {config.max_num_seqs} sequences", "max_num_seqs", "Lower it"):
+        states = allocate_states(loaded.model, config.max_num_seqs, drafts)
+    slots = Slots(
+        config.max_num_seqs,
+        max_model_len,
+        size,
+        device,
+        scratch_page=scratch,
+        groups=groups,
+        states=states,
+        drafts=drafts,
+    )
     return Room(capture, held, slots)

@@ -145,6 +145,7 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(silu_mul_##suffix)                                                                                            \
   CALLED(gelu_mul_##suffix)                                                                                            \
   CALLED(rope_store_##suffix)                                                                                          \
+  CALLED(short_conv_##suffix)                                                                                          \
   CALLED(paged_attention_##suffix)                                                                                     \
   EXPORTED int run_calls_##suffix(const Call* calls, int count, const int64_t* values, long tokens, int sequences,     \
                                   long token_bytes) {                                                                  \

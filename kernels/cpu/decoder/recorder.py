@@ -18,11 +18,13 @@ from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Opera
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native
 from quire.kernels.cpu.decoder.experts import CompiledMixture
+from quire.kernels.cpu.decoder.short_conv import check_columns
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.rotation import NORMS, Rope
+from quire.kernels.short_conv import Columns, ShortConv
 
 _FIXED, _PER_TOKEN, _BUFFER, _OF_STEP, _FETCH = range(5)
 """How an argument follows from its value, as recorded.cpp has it."""
@@ -57,10 +59,10 @@ class _Buffer(_Given):
 
 
 _TOKENS, _PAGES = _Given(_PER_TOKEN, 1), _Given(_FETCH, 0)
-_X, _RESIDUAL, _STARTS, _CONTEXTS, _POSITIONS, _ADAPTERS, _STRIDE, _SEQUENCES, _THREADS = (
-    _Given(_OF_STEP, number) for number in range(9)
+_X, _RESIDUAL, _STARTS, _CONTEXTS, _POSITIONS, _ADAPTERS, _STATES, _STRIDE, _SEQUENCES, _THREADS = (
+    _Given(_OF_STEP, number) for number in range(10)
 )
-_FIRST_TABLE = 9
+_FIRST_TABLE = 10
 """The step's number of the first group's table; its slots follow, then those of the other groups."""
 
 
@@ -160,6 +162,14 @@ class _Recorder(Operations):
         rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0, *beside)
         return self._call("paged_attention", out, out, q, *caches, *where, *sizes, *rules, _THREADS)
 
+    def short_conv(self, bcx: Any, conv: ShortConv, columns: Columns, metadata: Any) -> Any:
+        check_columns(conv, columns, self._dtype)
+        out = self._buffer(bcx.width // 3)
+        where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, _STATES, len(columns.ends), len(columns.recent))
+        kept = (columns.ends, columns.recent)
+        sizes = (_SEQUENCES, out.width, conv.width, columns.kept)
+        return self._call("short_conv", out, bcx, conv.weight, conv.bias, out, *kept, *where, *sizes, _THREADS)
+
     def _caches(self, k_cache: Tensor, v_cache: Tensor, scales: Any) -> tuple[Any, ...]:
         if k_cache.dtype != v_cache.dtype or (k_cache.dtype != self._dtype and k_cache.dtype not in KV_CODES):
             raise TypeError(f"keys and values of {k_cache.dtype} and {v_cache.dtype} cannot serve {self._dtype}")
@@ -190,7 +200,8 @@ class _Recorder(Operations):
         x, residual = (torch.empty_like(x), x) if residual is None else (x, residual.contiguous())
         adapters, table, given = metadata.linear.adapters, metadata.block_table, (metadata, *metadata.others)
         where = (x, residual, metadata.query_start, metadata.context_lens, metadata.positions)
-        values = [*(each.data_ptr() for each in where), 0 if adapters is None else adapters.data_ptr()]
+        values = [each.data_ptr() for each in where]
+        values += [0 if each is None else each.data_ptr() for each in (adapters, metadata.state_slots)]
         values += [table.shape[1], len(table), torch.get_num_threads()]
         values += [each.data_ptr() for step in given for each in (step.block_table, step.slots)]
         begin, end = self._ends[layers.start], self._ends[layers.stop]

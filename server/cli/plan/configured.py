@@ -6,7 +6,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 from quire.engine.checkpoint.files import read_raw_config, resolve_model
-from quire.engine.checkpoint.page_groups import keeps_all
+from quire.engine.checkpoint.page_groups import keeps_all, most_drafts
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.engine.config import EngineConfig
@@ -34,6 +34,7 @@ def wishes_of(config: EngineConfig) -> Wishes:
         quantize_embedding=config.quantize_embedding,
         at_once=config.long_prefill_token_threshold or config.max_num_batched_tokens,
         keeps_all=keeps_all(config) is not None,
+        drafts=most_drafts(config),
     )
 
 

@@ -35,6 +35,13 @@ class Draft:
         return 1 + -(-self.asked.num_speculative_tokens // block_size)
 
 
+def slot_numbers(served: ModelSizes, drafting: ModelSizes | None, most: int, split: int, sharing: int) -> int:
+    """What layers keep of a sequence beside pages, with up to `most` guesses in a step, on each of so many devices; as
+    engine/worker/memory.py's allocate_states has it. `sharing`: parts of one memory, of which one has what drafts."""
+    own = 0 if drafting is None else drafting.slot_numbers(most)
+    return served.slot_numbers(most) // split + own // sharing
+
+
 def planned_draft(asked: SpeculativeConfig | None) -> Draft | None:
     """None where guesses take no weights. Raises ModelError for a model that cannot be found or read."""
     if asked is None or asked.model is None:

@@ -18,13 +18,13 @@ from quire.engine.checkpoint.kv_plan import (
     fit_pages,
     int8_embedding,
 )
-from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, page_groups
+from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, most_drafts, page_groups
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
-from quire.server.cli.plan.drafts import Draft
+from quire.server.cli.plan.drafts import Draft, slot_numbers
 from quire.server.cli.plan.machine import PAGE, Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
 
@@ -66,6 +66,8 @@ class Wishes:
     """Most tokens of a sequence in a step."""
     keeps_all: bool = False
     """Layers with a sliding window keep all tokens too."""
+    drafts: int = most_drafts(_DEFAULTS)
+    """Most guesses of one sequence in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class Estimate:
     """Of all adapters that are kept at hand."""
     draft_bytes: int = 0
     """Of the weights of what guesses tokens."""
+    state_bytes: int = 0
+    """Of what layers keep of sequences beside pages, in every slot."""
     tiers: tuple[Tier, ...] = ()
     """Below the KV cache."""
     reasons: tuple[str, ...] = ()
@@ -202,15 +206,14 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     weights = weights_by_arithmetic(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
     in_8_bits = int8_embedding(quantized := wishes.quantization, wishes.quantize_embedding)
     if quantized is not None:
-        weights = round(
-            (sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8 + sizes.embeddings * width
-        )
+        weights = round((sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8)
+        weights += sizes.embeddings * width
     if in_8_bits:
         weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
     on_device = weights // machine.count + tied_head_bytes(sizes, machine, width, table_bits(stored, in_8_bits))
     if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
-        linears = on_device - sizes.head_parameters * width // machine.count  # all but the embedding table
-        on_device -= round(linears * _COMPRESSION_SAVES)
+        # Of all but the embedding table.
+        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * _COMPRESSION_SAVES)
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
@@ -221,9 +224,8 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     split = machine.count if machine.stages > 1 else min(machine.count, sizes.kv_heads)
     token = whole // split + own // sharing
     kept = token - own // sharing * (wishes.draft is not None and wishes.draft.is_model)  # see Runner.mover
-    block_size = PAGE
-    if wishes.kv_cache_dtype == "auto":  # flash-attn, whose pages are larger, holds no 8 bits
-        block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend)
+    large = wishes.kv_cache_dtype == "auto"  # flash-attn, whose pages are larger, holds no 8 bits
+    block_size = machine.page_tokens(dtype, sizes.head_dim, wishes.backend) if large else PAGE
     groups = _groups(sizes, wishes, block_size)
     slots = sum(places_of_stages(groups, machine.stages)) * groups.count
     step = step_bytes(sizes, width)
@@ -231,9 +233,10 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     budget = machine.kv_budget(on_device + beside, step, wishes.utilization)
     if wishes.kv_cache_memory is not None:
         budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
-    if wishes.draft is not None:
-        seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
-        budget = max(budget - wishes.draft.spare(block_size) * seqs * own * block_size // sharing, 0)
+    seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
+    states = slot_numbers(sizes, drafting, wishes.drafts, split, sharing) * width * (seqs + 1)
+    spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // sharing
+    budget = max(budget - states - spare, 0)
     made = Estimate(
         sizes=sizes,
         machine=machine,
@@ -253,6 +256,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         utilization=wishes.utilization,
         adapter_bytes=adapters,
         draft_bytes=drafts,
+        state_bytes=states,
         tiers=wishes.offload.share(machine.replicas).tiers(kept * block_size, block_size),
     )
     return _fitted(made, wishes, on_device)
@@ -280,10 +284,11 @@ def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
 
 
 def kv_bytes(sizes: ModelSizes, dtype: str, kv_cache_dtype: str) -> int:
-    """Bytes of a token's keys and values in all layers."""
+    """Bytes of what pages keep of a token in all layers. Columns are never in few bits."""
+    columns = sizes.column_numbers * DTYPE_BYTES[dtype]
     if kv_cache_dtype == "auto":
-        return sizes.kv_numbers * DTYPE_BYTES[dtype]
-    return sizes.kv_numbers + sizes.kv_numbers // sizes.head_dim * KV_CODE_SCALE_BYTES[kv_cache_dtype]
+        return sizes.kv_numbers * DTYPE_BYTES[dtype] + columns
+    return sizes.kv_numbers + sizes.kv_numbers // sizes.head_dim * KV_CODE_SCALE_BYTES[kv_cache_dtype] + columns
 
 
 def adapter_bytes(machine: Machine, wishes: Wishes, width: int) -> int:

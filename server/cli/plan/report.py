@@ -39,6 +39,7 @@ def as_text(made: Estimate, name: str, better: Machine | None, lighter: str | No
             f"{_size(made.page_bytes)}, {_size(made.layer_page_bytes)} per layer",
         ),
         *([("adapters", f"{_size(made.adapter_bytes)} in all, of linears")] if made.adapter_bytes else []),
+        *([("states", f"{_size(made.state_bytes)} in the slots of all sequences")] if made.state_bytes else []),
         *([("drafts", f"{_size(made.draft_bytes)} of weights")] if made.draft_bytes else []),
         ("memory", _memory(made)),
     ]
@@ -68,10 +69,12 @@ def as_text(made: Estimate, name: str, better: Machine | None, lighter: str | No
 def _kv_formula(made: Estimate) -> str:
     ways = min(made.machine.count, made.sizes.kv_heads)
     formula = made.sizes.kv_formula + (f" / {ways} devices" if ways > 1 else "")
+    width, columns = DTYPE_BYTES[made.dtype], made.sizes.state_formula
+    beside = f" + {columns} x {width} B" if columns else ""
     if made.kv_cache_dtype == "auto":
-        return f"{formula} x {DTYPE_BYTES[made.dtype]} B"
+        return f"{formula} x {width} B{beside}"
     scale = KV_CODE_SCALE_BYTES[made.kv_cache_dtype]
-    return f"{formula} x 1 B" + (f", a scale of {scale} B for each head" if scale else "")
+    return f"{formula} x 1 B" + (f", a scale of {scale} B for each head" if scale else "") + beside
 
 
 def _encoder_text(made: Estimate, name: str, better: Machine | None) -> str:
@@ -106,6 +109,7 @@ def as_dict(made: Estimate, better: Machine | None) -> dict[str, Any]:
         "weight_source": made.weight_source,
         "adapter_bytes": made.adapter_bytes,
         "draft_bytes": made.draft_bytes,
+        "state_bytes": made.state_bytes,
         "machine": {"name": machine.name, "memory_bytes": machine.memory, "count": machine.count, "gpu": machine.gpu}
         | {"stages": machine.stages, "replicas": machine.replicas, "nodes": machine.nodes},
         "kv": {

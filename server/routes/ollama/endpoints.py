@@ -88,7 +88,8 @@ async def running(request: Request) -> dict[str, Any]:
     """The same: all are loaded."""
     never = {"expires_at": "9999-12-31T23:59:59Z", "context_length": model_of(request).context_length}
     held = runtime_of(request).info
-    return {"models": [{**each, **never, "size_vram": held.weight_bytes + held.kv_bytes} for each in _listed(request)]}
+    size = held.weight_bytes + held.kv_bytes + held.state_bytes
+    return {"models": [{**each, **never, "size_vram": size} for each in _listed(request)]}
 
 
 @asking.post("/api/show", response_model=None, openapi_extra=documented(OllamaShowRequest))

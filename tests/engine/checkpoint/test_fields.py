@@ -62,6 +62,7 @@ READERS = (
     "ministral3",
     "granite_swa",
     "olmo3",
+    "lfm2",
     "hunyuan_v1_dense",
     "cohere-norms",
     "gptj",
@@ -116,7 +117,7 @@ def test_a_wrong_value_in_a_rope(field: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt2", "falcon", "qwen2", "exaone4"])
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt2", "falcon", "qwen2", "exaone4", "lfm2"])
 def test_the_plan_reads_or_refuses_any_value(kind: str, tmp_path: Path) -> None:
     config = tiny_models.SHAPE | {"model_type": kind, "num_local_experts": 4, "num_experts_per_tok": 2}
     if kind == "deepseek_v3":

@@ -54,6 +54,8 @@ FAMILIES = {
     "stablelm-parallel": {},
     "gpt_neox": {},
     "gpt_neox-serial": {},
+    "lfm2": {},
+    "lfm2-biased": {"conv_bias": False},
     "gpt2": {"scale_attn_by_inverse_layer_idx": False},
 }
 """What the format can say of a family: what it cannot, llama.cpp knows from the real models."""
@@ -98,10 +100,10 @@ def test_every_family_computes_what_its_checkpoint_does(family: str, tmp_path: P
     ],
     ids="-".join,
 )
-@pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied-biased", "qwen2", "lfm2"])
 def test_every_type_computes_what_its_numbers_are(kinds: tuple[str, str], family: str, tmp_path: Path) -> None:
     """Both types are in every joined linear, and in the embedding and the head."""
-    folder = save_tiny_model(tmp_path / "folder", family, hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    folder = save_tiny_model(tmp_path / "folder", family, hidden_size=256, intermediate_size=768, num_hidden_layers=2)
     mixed = ("attn_v", "ffn_up", "output.")
     file = write_gguf(folder, tmp_path / "m.gguf", lambda name: kinds[any(part in name for part in mixed)])
     theirs, ours = answers(folder), answers(file)

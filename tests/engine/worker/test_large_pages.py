@@ -48,7 +48,7 @@ def again(requests: list[Request]) -> list[Request]:
 
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("large_pages")
-@pytest.mark.parametrize(("family", "blocks"), [("qwen3", 60), ("qwen3", 12), ("gpt_oss", 12)])
+@pytest.mark.parametrize(("family", "blocks"), [("qwen3", 60), ("qwen3", 12), ("gpt_oss", 12), ("lfm2", 12)])
 def test_the_same_tokens_from_forked_pages(family: str, blocks: int, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family, num_hidden_layers=2)
     requests = [

@@ -249,7 +249,7 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3", "mistral-window", "lfm2"])
 def test_families(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str) -> None:
     """Norms of heads, windows, softcaps."""
     path = save_tiny_model(tmp_path, family)

@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,13 @@ from quire.kernels.gpu import (
     triton_lora,
     triton_paged,
     triton_sampling,
+    triton_short_conv,
 )
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.quantized import Float8Weight, GroupedWeight
 from quire.kernels.rotation import Rope
+from quire.kernels.short_conv import Columns, ShortConv
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -229,11 +232,25 @@ def adapters(rows: int) -> None:
         linear(torch.empty((rows, inner), dtype=dtype), LinearContext(slot, slot))
 
 
+def convolutions(rows: int) -> None:
+    """LFM2-1.2B's, of a token of each of so many sequences."""
+    positions = torch.zeros(rows, dtype=torch.int64)
+    step = AttentionMetadata(
+        *[positions.int()] * 3, torch.zeros((rows, rows), dtype=torch.int32), positions, positions, 1, 1
+    )
+    bcx = torch.empty((rows, 3 * 2048), dtype=torch.bfloat16)
+    columns = Columns(torch.empty((4, 1, 2, 2048)).bfloat16(), 16, torch.empty((3, 10, 2048)).bfloat16())
+    for bias in (None, torch.empty(2048)):
+        conv = ShortConv(torch.empty((3, 2048)), bias)
+        triton_short_conv.short_conv(bcx, conv, columns, replace(step, state_slots=positions))
+
+
 def main() -> None:
     driver.set_active(NoGPU())
     jit.JITFunction.run = compile_only
     attentions()
     elementwise()
+    convolutions(3)
     sampling(3)
     linear(3)
     parts = weights_of_few_bits()
@@ -247,6 +264,7 @@ def main() -> None:
         attention([1 + 500 * seqs] * seqs, 1, 128)
         attention([160 * seqs] * seqs, 80, 128)
     for rows in (1, 16, 33):
+        convolutions(rows)
         sampling(rows)
         linear(rows)
         few_bits(rows, parts)

@@ -161,6 +161,7 @@ export class Dashboard {
       ["Attention", info.backend],
       ["Context", `${whole(info.max_model_len)} tokens`],
       ["KV cache", `${bytes(info.kv_bytes)}: ${whole(info.num_blocks)} pages of ${info.block_size} tokens${cut(info)}`],
+      ...(info.state_bytes ? [["States", `${bytes(info.state_bytes)} beside pages`]] : []),
       ["Weights", bytes(info.weight_bytes)],
       ["Engine memory", state.engine?.resident_bytes ? bytes(state.engine.resident_bytes) : "–"],
       ["API memory", state.resident_bytes ? bytes(state.resident_bytes) : "–"],

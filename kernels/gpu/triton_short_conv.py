@@ -1,0 +1,116 @@
+"""Gated short convolutions in Triton: kernels/short_conv.py says what they are, where a column lies, and is the judge.
+
+Three kernels: what pages are to hold is stored first, for a row may begin with what another stores in a page; then all
+sums are made, of the step's own columns and of those that the slots have from before; then the slots get the new ones.
+Tokens share nothing else, so no bit depends on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata
+from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
+from quire.kernels.short_conv import Columns, ShortConv
+
+_BLOCK = 512
+"""Channels of a program, at most."""
+
+
+@triton.jit
+def _column(bcx, token, i, channels, wanted):
+    """The column of a token of bcx [T, 3 * channels], rounded to its type; 0 where it is not `wanted`."""
+    at = bcx + token * 3 * channels + i
+    b = tl.load(at, mask=wanted, other=0.0)
+    x = tl.load(at + 2 * channels, mask=wanted, other=0.0)
+    return (b.to(tl.float32) * x.to(tl.float32)).to(b.dtype)
+
+
+@triton.jit
+def _end(ends, table, row, table_stride, at, channels, BEFORE: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr):
+    """Where the column of a position at a piece's end lies, for a position from 0 on."""
+    page = tl.load(table + row * table_stride + at // (PIECE * PIECES)).to(tl.int64)
+    piece = page * PIECES + at % (PIECE * PIECES) // PIECE
+    return ends + (piece * BEFORE + at % PIECE - (PIECE - BEFORE)) * channels
+
+
+_OF_A_STEP = ["rows", "positions", "slots", "contexts", "table"]
+"""Pointers that lie anywhere."""
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_OF_A_STEP)
+def _store_kernel(
+    bcx, ends, recent, rows, positions, slots, contexts, table, table_stride, channels,
+    BEFORE: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, IN_PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The columns of T tokens to their pages, or those that are not kept there to their slots. Grid: T, blocks."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, at = tl.load(rows + token), tl.load(positions + token)
+    is_end, inside = at % PIECE >= PIECE - BEFORE, i < channels
+    if IN_PAGES:
+        to = _end(ends, table, row, table_stride, at, channels, BEFORE, PIECE, PIECES) + i
+        wanted = inside & is_end
+    else:
+        to = recent + (tl.load(slots + row) * KEPT + at % KEPT) * channels + i
+        wanted = inside & (is_end == 0) & (at >= tl.load(contexts + row) - KEPT)
+    tl.store(to, _column(bcx, token, i, channels, wanted), mask=wanted)
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=[*_OF_A_STEP[:3], "table"])
+def _conv_kernel(
+    out, bcx, weight, bias, ends, recent, rows, positions, slots, table, table_stride, channels,
+    WIDTH: tl.constexpr, KEPT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [T, channels]. A column is the step's own where the tokens before this one are of its sequence: rows may be
+    one behind the other, as drafts in a CUDA graph are. Grid: T, blocks of channels."""
+    token, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < channels
+    row, position = tl.load(rows + token), tl.load(positions + token)
+    slot = tl.load(slots + row)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    if BIASED:
+        total += tl.load(bias + i, mask=inside, other=0.0)
+    for tap in tl.static_range(WIDTH):
+        before, at = token - (WIDTH - 1 - tap), position - (WIDTH - 1 - tap)
+        there = before >= 0
+        other = tl.load(slots + tl.load(rows + before, mask=there, other=0))
+        fresh = there & (other == slot) & (tl.load(positions + before, mask=there, other=-1) == at)
+        known, is_end = (at >= 0) & (fresh == 0), at % PIECE >= PIECE - (WIDTH - 1)
+        seen = _column(bcx, before, i, channels, inside & fresh).to(tl.float32)
+        kept = _end(ends, table, row, table_stride, tl.maximum(at, 0), channels, WIDTH - 1, PIECE, PIECES) + i
+        seen += tl.load(kept, mask=inside & known & is_end, other=0.0).to(tl.float32)
+        kept = recent + (slot * KEPT + tl.maximum(at, 0) % KEPT) * channels + i
+        seen += tl.load(kept, mask=inside & known & (is_end == 0), other=0.0).to(tl.float32)
+        total += tl.load(weight + tap * channels + i, mask=inside, other=0.0) * seen
+    c = tl.load(bcx + token * 3 * channels + channels + i, mask=inside, other=0.0)
+    tl.store(out + token * channels + i, (c.to(tl.float32) * total).to(c.dtype), mask=inside)
+
+
+def short_conv(bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
+    bcx, slots = bcx.contiguous(), metadata.state_slots
+    assert slots is not None
+    tokens, channels = len(bcx), bcx.shape[1] // 3
+    out = bcx.new_empty((tokens, channels))
+    if not tokens:
+        return out
+    every = torch.arange(tokens, dtype=torch.int32, device=bcx.device)
+    rows = torch.searchsorted(metadata.query_start, every, right=True) - 1
+    block = min(power_of_2(channels), _BLOCK)
+    grid, table = (tokens, cdiv(channels, block)), metadata.block_table
+    kept = (columns.ends, columns.recent)
+    where = (rows, metadata.positions, slots)
+    sizes = (columns.kept, columns.piece, columns.ends.shape[1])
+    store = (bcx, *kept, *where, metadata.context_lens, table, table.stride(0), channels, conv.width - 1, *sizes)
+    _store_kernel[grid](*store, True, block)
+    bias = conv.weight if conv.bias is None else conv.bias
+    biased = conv.bias is not None
+    _conv_kernel[grid](
+        out, bcx, conv.weight, bias, *kept, *where, table, table.stride(0), channels, conv.width, *sizes, biased, block
+    )
+    _store_kernel[grid](*store, False, block)
+    return out

@@ -1,0 +1,205 @@
+"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions): the same tokens with
+everything on, and only new tokens computed."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.config import EngineConfig
+from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.loop import Engine
+from quire.engine.types import Request
+from quire.server.cli.plan.configured import predicted_tokens
+from quire.server.cli.plan.machine import Machine
+from tests.engine.harness import Answer, request, run
+from tests.engine.ranks import thread_ranks
+from tests.engine.test_ranks import MISSING, one_thread
+from tests.engine.test_speculation import CHEAP, Garbage, always
+from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
+from tests.tiny_models import VOCAB, save_tiny_model
+from tests.variants import examples
+
+__all__ = ["one_thread", "thread_ranks"]
+SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"max_num_batched_tokens": 7},
+    {"num_kv_blocks": 11, "max_model_len": 176, "max_num_batched_tokens": 48},
+    {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+@cache
+def model(folder: Path, family: str) -> Path:
+    return save_tiny_model(folder / family, family)
+
+
+@cache
+def engine(folder: Path, family: str, dtype: str, shape: int | None) -> Engine:
+    """None: alone, with no cached prefixes."""
+    chosen = {"enable_prefix_caching": False} if shape is None else SHAPES[shape]
+    return Engine(EngineConfig(model=str(model(folder, family)), dtype=dtype, **(SMALL | chosen)))
+
+
+def known(answers: dict[str, Answer]) -> dict[str, object]:
+    return {name: (each.ids, each.logprobs, each.prompt_logprobs) for name, each in answers.items()}
+
+
+PROMPT = st.tuples(st.integers(0, 2), st.integers(0, 90), st.integers(1, 40), st.integers(0, 2**20))
+"""A common beginning, how much of it, and tokens of its own: how many, and which."""
+PARAMS = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 24), "temperature": st.sampled_from([0.0, 0.9])},
+    optional={"prompt_logprobs": st.integers(0, 1), "repetition_penalty": st.just(1.3)},
+)
+
+
+def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> list[Request]:
+    made = []
+    for at, ((which, shared, own, seed), params) in enumerate(traffic):
+        common, rng = random.Random(which), random.Random(seed)
+        prompt = [common.randrange(3, VOCAB) for _ in range(shared)] + [rng.randrange(3, VOCAB) for _ in range(own)]
+        made.append(request(str(at), prompt, seed=at, logprobs=0, **params))
+    return made
+
+
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
+    shape=st.integers(0, len(SHAPES) - 1),
+    family=st.sampled_from(["lfm2", "lfm2-biased"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    guesses=st.one_of(st.none(), st.integers(0, 99)),
+)
+def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
+    folder: Path,
+    traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]],
+    shape: int,
+    family: str,
+    dtype: str,
+    guesses: int | None,
+) -> None:
+    requests, alone = asked(traffic), engine(folder, family, dtype, None)
+    wanted: dict[str, object] = {}
+    for each in requests:
+        wanted |= known(run(alone, [each]))
+    made = engine(folder, family, dtype, shape)
+    plain, before = made.scheduler._drafter, made.stats
+    if guesses is not None:
+        made.scheduler._drafter = Adaptive(Garbage(random.Random(guesses)), 8, CHEAP)
+    for _ in range(2):
+        assert known(run(made, requests)) == wanted
+    made.scheduler._drafter = plain
+    event(f"drafts {made.stats.draft_tokens > before.draft_tokens}, hits {made.stats.prefix_hits > before.prefix_hits}")
+    event(f"preempted {made.stats.preemptions > before.preemptions}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_conversation_computes_its_new_tokens_alone(dtype: str, folder: Path) -> None:
+    """With guesses from the text; against a server that computes every turn afresh."""
+    path, options = str(model(folder, "lfm2")), {"dtype": dtype, **SMALL, "max_model_len": 400}
+    made = Engine(EngineConfig(model=path, speculative_config="ngram", **options))
+    fresh = Engine(EngineConfig(model=path, enable_prefix_caching=False, **options))
+    made.scheduler._drafter = Adaptive(made.scheduler._drafter._drafter, 8, CHEAP)
+    rng, history = random.Random(3), [random.Random(4).randrange(3, VOCAB) for _ in range(45)]
+    for turn in range(6):
+        said = [rng.randrange(3, VOCAB) for _ in range(11)]
+        before, known_before = made.stats.prompt_tokens, len(history) if turn else 0
+        each = request(str(turn), history + said, max_tokens=24, logprobs=1, frequency_penalty=0.2)
+        (answer,) = run(made, [each]).values()
+        assert (answer.ids, answer.logprobs) == (lambda one: (one.ids, one.logprobs))(run(fresh, [each])[each.id])
+        computed, new = made.stats.prompt_tokens - before, len(each.prompt_ids) - known_before
+        assert computed <= new + 16, "what does not fill a page is computed again"
+        history = each.prompt_ids + answer.ids
+    assert made.stats.draft_tokens > 20
+    assert fresh.stats.prompt_tokens > 3 * made.stats.prompt_tokens
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_states_come_back_from_tiers_with_their_pages(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+    path = save_tiny_model(tmp_path / "model", "lfm2")
+    options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
+    plain = Engine(EngineConfig(**options))
+    wanted = converse(plain)
+    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
+    assert converse(made) == wanted
+    assert made.stats.prompt_tokens < plain.stats.prompt_tokens * 0.75
+    assert made.stats.tiers[0].fetched_pages > 0
+    made.close()
+    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    assert converse(again) == wanted
+    assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
+    again.close()
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> None:
+    speculative = {"method": method, "num_speculative_tokens": 4}
+    config = EngineConfig(
+        model=str(model(folder, "lfm2")),
+        dtype=dtype,
+        kv_cache_memory=300 * 2**10 / GIB,
+        max_model_len=128,
+        max_num_seqs=12,
+        speculative_config=speculative,
+    )
+    made = Engine(config)
+    width, columns = {"float32": 4, "bfloat16": 2}[dtype], 2 + (4 if method == "ngram" else 0)
+    slots = 13 * 2 * columns * 64 * width
+    assert made.info.state_bytes == slots == sum(t.nbytes for each in made.runner._slots.states for t in each)
+    page = (2 * 16 * 2 * 16 + 2 * 2 * 64) * width
+    assert made.info.kv_bytes == made.info.num_blocks * page
+    assert made.info.num_blocks == min((300 * 2**10 - slots) // page, 12 * 8)
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
+    assert "states of 12 sequences: " in made.info.arithmetic
+
+
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.usefixtures("thread_ranks", "one_thread")
+@pytest.mark.parametrize("parts", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}])
+def test_stages_are_counted_by_what_their_own_layers_keep(parts: dict[str, int], folder: Path) -> None:
+    """Which are unlike: convolution, attention, convolution."""
+    options = {"kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 60, "threads": 3, "dtype": "float32"}
+    whole, divided = (
+        Engine(EngineConfig(model=str(model(folder, "lfm2")), attention_backend="cpu", **options, **own)).info
+        for own in ({}, parts)
+    )
+    assert (divided.num_blocks, divided.state_bytes) == (whole.num_blocks, whole.state_bytes)
+    assert divided.arithmetic == whole.arithmetic
+
+
+@pytest.mark.parametrize("shape", [{}, {"max_num_batched_tokens": 11}, {"num_kv_blocks": 11, "max_model_len": 176}])
+@pytest.mark.parametrize("served", ["lfm2", "llama"])
+def test_a_model_with_states_drafts(served: str, shape: dict[str, int], folder: Path) -> None:
+    """For itself it guesses right, in whatever pieces it has caught up; for another model it changes nothing."""
+    path, options = str(model(folder, served)), {"dtype": "float32", **SMALL, **shape}
+    plain = Engine(EngineConfig(model=path, **options))
+    draft = {"method": "draft_model", "model": str(model(folder, "lfm2")), "num_speculative_tokens": 5}
+    made = Engine(EngineConfig(model=path, speculative_config=draft, **options))
+    always(made)
+    prompts = [[3 + (at * at + each) % 300 for at in range(each)] for each in (5, 16, 31, 48, 64)]
+    asked = [request(str(at), prompt, max_tokens=40, logprobs=0) for at, prompt in enumerate(prompts)]
+    wanted = known(run(plain, asked))
+    for _ in range(2):
+        assert known(run(made, asked)) == wanted
+    right, drafts = sum(made.stats.accepted_drafts), made.stats.draft_tokens
+    assert drafts > 50
+    if served == "lfm2":
+        assert right > 0.98 * drafts
+    assert (made.stats.preemptions > 0) == ("num_kv_blocks" in shape)

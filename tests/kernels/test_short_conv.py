@@ -1,0 +1,161 @@
+"""Short convolutions against plain sums in float64; and however sequences are cut, the same bits."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import AttentionMetadata, Backend
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.reference import Reference
+from quire.kernels.short_conv import Columns, ShortConv
+from tests.kernels.ragged import error
+from tests.variants import nightly
+
+CPU = torch.device("cpu")
+PIECE, SLOTS, PAGES = 16, 5, 40
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 2e-2}
+
+
+def made(channels: int, width: int, *, bias: bool, generator: torch.Generator) -> ShortConv:
+    weight = torch.randn((width, channels), generator=generator)
+    return ShortConv(weight, torch.randn(channels, generator=generator) if bias else None)
+
+
+def on(conv: ShortConv, device: torch.device) -> ShortConv:
+    return ShortConv(conv.weight.to(device), None if conv.bias is None else conv.bias.to(device))
+
+
+def expected(bcx: Tensor, conv: ShortConv) -> Tensor:
+    """Of a whole sequence."""
+    b, c, x = bcx.double().chunk(3, -1)
+    columns = torch.nn.functional.pad((b * x).to(bcx.dtype).double(), (0, 0, conv.width - 1, 0))
+    total = sum(conv.weight[tap].double() * columns[tap : tap + len(bcx)] for tap in range(conv.width))
+    return c * (total if conv.bias is None else total + conv.bias.double())
+
+
+@dataclass
+class Kept:
+    """What a layer keeps, NaN where nobody wrote, and who owns which pages."""
+
+    backend: Backend
+    conv: ShortConv
+    dtype: torch.dtype
+    device: torch.device = CPU
+    drafts: int = 0
+    pieces: int = 1
+    free: list[int] = field(default_factory=lambda: random.Random(3).sample(range(PAGES), PAGES))
+
+    def __post_init__(self) -> None:
+        width, channels = self.conv.weight.shape
+        kind = {"dtype": self.dtype, "device": self.device}
+        ends = torch.full((PAGES, self.pieces, width - 1, channels), torch.nan, **kind)
+        recent = torch.full((SLOTS, width - 1 + self.drafts, channels), torch.nan, **kind)
+        self.columns = Columns(ends, PIECE, recent)
+
+    def pages(self, tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(-(-tokens // (PIECE * self.pieces)))]
+
+    def step(self, rows: list[tuple[Tensor, int, list[int], int]]) -> list[Tensor]:
+        """(a sequence's numbers up to the end of what is computed, from where on, pages, slot) of each row."""
+        counts = [len(bcx) - first for bcx, first, _, _ in rows]
+        table = torch.zeros((len(rows), max(len(pages) for *_, pages, _ in rows)), dtype=torch.int32)
+        for at, (*_, pages, _) in enumerate(rows):
+            table[at, : len(pages)] = torch.tensor(pages)
+        starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        contexts = torch.tensor([len(bcx) for bcx, *_ in rows], dtype=torch.int32)
+        positions = torch.cat([torch.arange(first, len(bcx)) for bcx, first, *_ in rows])
+        slots = torch.tensor([slot for *_, slot in rows])
+        given = torch.cat([bcx[first:] for bcx, first, *_ in rows])
+        tensors = (starts, contexts, starts, table, positions, positions, slots, given)
+        *where, slots, given = (each.to(self.device) for each in tensors)
+        sizes = {"max_query_len": max(counts), "max_context_len": int(contexts.max()), "state_slots": slots}
+        found = self.backend.short_conv(given, self.conv, self.columns, AttentionMetadata(*where, **sizes))
+        return list(found.cpu().split(counts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "width", "bias"), [(64, 3, False), (200, 4, True), *nightly((7, 2, True))])
+def test_whole_prompts(cpu: Cpu, channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    conv = made(channels, width, bias=bias, generator=generator)
+    prompts = [torch.randn((length, 3 * channels), generator=generator).to(dtype) for length in (1, 2, 33, 16, 200)]
+    for backend in (cpu, Reference()):
+        kept = Kept(backend, conv, dtype)
+        found = kept.step([(each, 0, kept.pages(len(each)), at) for at, each in enumerate(prompts)])
+        for got, prompt in zip(found, prompts, strict=True):
+            assert error(got, expected(prompt, conv)) < TOLERANCE[dtype]
+
+
+def test_the_reference_in_float64() -> None:
+    generator = torch.Generator().manual_seed(4)
+    conv = made(24, 3, bias=True, generator=generator)
+    prompt = torch.randn((50, 72), generator=generator, dtype=torch.float64)
+    kept = Kept(Reference(), conv, torch.float64)
+    (found,) = kept.step([(prompt, 0, kept.pages(50), 0)])
+    assert error(found, expected(prompt, conv)) < TOLERANCE[torch.float64]
+
+
+def cut_at_random(
+    backend: Backend,
+    conv: ShortConv,
+    dtype: torch.dtype,
+    seed: int,
+    pieces: int = 1,
+    device: torch.device = CPU,
+) -> None:
+    """Sequences in chunks beside each other, with wrong drafts, some of which begin with pages of others: in the same
+    step or a later one."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    channels, drafts = conv.weight.shape[1], rng.randrange(5)
+    kept = Kept(backend, conv, dtype, device, drafts, pieces)
+    numbers = [torch.randn((rng.randrange(20, 90), 3 * channels), generator=generator).to(dtype) for _ in range(3)]
+    shared = PIECE * pieces * (len(numbers[0]) // (PIECE * pieces))
+    numbers.append(torch.cat([numbers[0][:shared], numbers[1][:13]]))
+    alone = []
+    for each in numbers:
+        own = Kept(backend, conv, dtype, device, 0, pieces)
+        alone += own.step([(each, 0, own.pages(len(each)), 0)])
+    tables = [kept.pages(len(each) + drafts) for each in numbers]
+    tables[3][: shared // (PIECE * pieces)] = tables[0][: shared // (PIECE * pieces)]
+    done, found = [0, 0, 0, shared], [numbers[0][:0, :channels] for _ in numbers]
+    while any(have < len(each) for have, each in zip(done, numbers, strict=True)):
+        rows, ends = [], {}
+        for at, each in enumerate(numbers):
+            if (at == 3 and done[0] < shared and (0 not in ends or ends[0] < shared)) or rng.random() < 0.3:
+                continue
+            if (end := min(done[at] + rng.choice([1, 1, 2, 5, 17, 40]), len(each))) > done[at]:
+                wrong = torch.randn((rng.randrange(drafts + 1), 3 * channels), generator=generator).to(dtype)
+                rows.append((torch.cat([each[:end], wrong]), done[at], tables[at], at))
+                ends[at] = end
+        if not rows:
+            continue
+        for (_, first, _, at), got in zip(rows, kept.step(rows), strict=True):
+            found[at] = torch.cat([found[at], got[: ends[at] - first]])
+            done[at] = ends[at]
+    for at, got in enumerate(found):
+        assert torch.equal(got, alone[at][len(alone[at]) - len(got) :]), f"sequence {at}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_however_it_is_cut_the_bits_are_the_same(cpu: Cpu, width: int, dtype: torch.dtype) -> None:
+    conv = made(70, width, bias=width == 4, generator=torch.Generator().manual_seed(width))
+    for seed in range(12):
+        cut_at_random(cpu, conv, dtype, seed)
+        cut_at_random(Reference(), conv, dtype, seed, pieces=1 + seed % 3)
+
+
+def test_what_lies_outside_is_refused(cpu: Cpu) -> None:
+    conv = made(64, 3, bias=False, generator=torch.Generator().manual_seed(1))
+    kept, prompt = Kept(cpu, conv, torch.float32), torch.randn((20, 192))
+    with pytest.raises(IndexError, match="slot names"):
+        kept.step([(prompt, 0, [3, PAGES], 0)])
+    with pytest.raises(IndexError, match="slot names"):
+        kept.step([(prompt, 0, [3, 4], SLOTS)])
+    with pytest.raises(TypeError, match="cannot serve"):
+        Kept(cpu, conv, torch.bfloat16).step([(prompt, 0, [3, 4], 0)])
