@@ -68,6 +68,8 @@ class ModelConfig:
     """Each field of its declared type, or None."""
     context: int | None = None
     """Tokens of the longest context that will be served; None: `max_position`."""
+    given: Mapping[str, Any] | None = None
+    """The whole of config.json, where transformers' class serves the model; None: a family of ours does."""
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _WANTED_FILES) -> Path:

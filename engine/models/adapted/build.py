@@ -1,0 +1,49 @@
+"""Makes a model by transformers' class for its config.json, without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from quire.engine.errors import ModelError
+from quire.engine.models.adapted.interface import NAME, register
+
+
+def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config.json on the meta device, in whose attention and experts ours are called. Raises ModelError,
+    with what transformers says, where it makes none."""
+    register()
+    kind = str(given.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(f"model: model_type {kind!r} is known neither to Quire nor to the transformers installed here")
+    try:
+        config = CONFIG_MAPPING[kind].from_dict({**given})
+        made_by = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError:
+        raise ModelError(f"model: transformers has no causal language model of a {kind!r}") from None
+    except Exception as error:  # whatever its check of a hostile file raises
+        raise ModelError(f"model: config.json: transformers reads none of it: {_first_line(error)}") from error
+    try:
+        with torch.device("meta"):
+            model = made_by._from_config(config, attn_implementation=NAME, experts_implementation=NAME, dtype=dtype)
+    except Exception as error:
+        raise ModelError(f"model: transformers' {made_by.__name__} is not made of this file: {_first_line(error)}") from error
+    return model.eval().requires_grad_(False)
+
+
+def body_of(model: PreTrainedModel) -> nn.Module:
+    """What computes hidden states, without the head. Raises ModelError where the class does not tell it."""
+    body = getattr(model, model.base_model_prefix, None)
+    if not isinstance(body, nn.Module):
+        raise ModelError(f"model: transformers' {type(model).__name__} does not say what of it is without the head")
+    return body
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
