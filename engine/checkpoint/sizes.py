@@ -21,6 +21,7 @@ from quire.engine.checkpoint.families import (
     stored_dtype,
     why_not_served,
 )
+from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.page_groups import PagedState
 from quire.engine.errors import ModelError
@@ -48,17 +49,6 @@ _WHOLE_NORMS = {"olmo2", "olmo3"}
 """and of all of them together."""
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
 """Families with a table of positions."""
-_ALIASES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
-    "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_topk"),
-}
-"""Which keys of config.json give a size; families name it differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +309,12 @@ def _given(text: Mapping[str, Any], key: str) -> int:
 
 
 def _optional(text: Mapping[str, Any], name: str) -> int:
-    """The size that _ALIASES lists as `name`; 0 if config.json does not give it."""
-    return next((int(text[key]) for key in _ALIASES[name] if isinstance(text.get(key), int)), 0)
+    """The size that ALIASES lists as `name`; 0 if config.json does not give it."""
+    return next((int(text[key]) for key in ALIASES[name] if isinstance(text.get(key), int)), 0)
 
 
 def _number(text: Mapping[str, Any], name: str) -> int:
-    """The size that _ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
+    """The size that ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
     value = _optional(text, name)
     if value < 1:
         raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")

@@ -104,6 +104,9 @@ _NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
 class Decoder:
     """Weights and the forward pass. Fill it by way of `parameters()` before use."""
 
+    made_by = ""
+    """The class of transformers that computes it; "": none does."""
+
     def __init__(
         self,
         spec: DecoderSpec,

@@ -80,7 +80,7 @@ class AdaptedDecoder(Decoder):
         self.is_first = self.is_last = True
         self.has_head = head
         self.argmax, self.draw = backend.argmax, backend.draw
-        self._attention = spec.attention
+        self._attention, self.made_by = spec.attention, spec.made_by
         self._model = model = build(spec.given, dtype)
         self._conversion = Conversion(model)
         self._paged = Paged(backend, self._attention, self.groups, progress)

@@ -82,4 +82,4 @@ def _attention(call: Attended) -> AdaptedAttention:
 
 
 def never() -> NoReturn:
-    raise ModelError("model: a part of a model that transformers' class computes is not made alone")
+    raise ModelError("model: transformers' class computes it, which does not go here: it drafts for no other model")

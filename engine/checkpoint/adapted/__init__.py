@@ -1,0 +1,45 @@
+"""Models that transformers' own classes compute: which, as far as it was tried, and what of their config.json Quire
+itself reads. No torch and no transformers, for importing these takes seconds: the class reads the file again."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_OUTER = ("tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype", "architectures")
+"""What a config.json may say beside its text_config, and means of it."""
+
+
+@cache
+def tried() -> Mapping[str, str]:
+    """By model_type, of the causal language models of the transformers that was tried, why its class is not served;
+    "": it is. From tried.toml, which tests/engine/models/test_every_class.py writes."""
+    content = tomllib.loads(Path(__file__).with_name("tried.toml").read_text(encoding="utf-8"))
+    found = dict.fromkeys(content["served"], "")
+    return found | {kind: reason for reason, kinds in content["not_served"].items() for kind in kinds}
+
+
+def tried_version() -> str:
+    """Of transformers."""
+    content = tomllib.loads(Path(__file__).with_name("tried.toml").read_text(encoding="utf-8"))
+    return str(content["transformers"])
+
+
+def class_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json for the class: of a model that takes images or audio too, that of its text part."""
+    part = raw.get("text_config")
+    if not isinstance(part, Mapping) or not part.get("model_type"):
+        return dict(raw)
+    return {name: raw[name] for name in _OUTER if raw.get(name) is not None} | dict(part)
+
+
+def class_not_served(raw: Mapping[str, Any]) -> str | None:
+    """Why transformers' class does not serve such a model, as far as it was tried; None where it does."""
+    kind = str(class_config(raw).get("model_type") or "")
+    if kind not in tried():
+        own = "; its own code is not run" if raw.get("auto_map") else ""
+        return f"neither a file of Quire nor a class of transformers {tried_version()} computes them{own}"
+    return tried()[kind] or None
