@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
-from quire.engine.checkpoint.adapted import class_config
+from quire.engine.checkpoint.adapted import class_config, first_position
 from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
@@ -267,7 +267,7 @@ def _class_config(files: ModelFiles, content: dict[str, Any], label: str, *, for
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=max(sizes["hidden_size"] // heads, 1),
-        max_position=sizes["max_position_embeddings"] or 2048,
+        max_position=max((sizes["max_position_embeddings"] or 2048) - first_position(given), 1),
         norm_eps=1e-6,
         tie_embeddings=bool(raw.get("tie_word_embeddings")),
         dtype=stored_dtype(raw),

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.families import (
     ENCODERS,
     WITHOUT_GATES,
     family_not_served,
+    has_file,
     layer_windows,
     sparse_layers,
     stored_dtype,
@@ -156,6 +158,8 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
         notes.append("state-space layers are not known here: their parameters are a guess")
+    if not has_file(raw) and class_not_served(raw) is None:
+        notes.append("transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs")
     attention, kv, formula, width = _attention(text, hidden)
     if attending < 1:
         raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
@@ -185,8 +189,8 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         head_parameters=table,
         kv_formula=f"{formula} x {attending} layers",
         heads=_number(text, "num_attention_heads"),
-        kv_heads=1 if text.get("kv_lora_rank") else _kv_heads(text),
-        head_dim=kv if text.get("kv_lora_rank") else _head_dim(text, hidden),
+        kv_heads=1 if _keeps_latents(text) else _kv_heads(text),
+        head_dim=kv if _keeps_latents(text) else _head_dim(text, hidden),
         attention_width=width * attending,
         states=tuple(PagedState(0 if kind in ENCODERS else kv, window) for window in windows),
         unserved=tuple(why_not_served(raw)),
@@ -206,7 +210,11 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
         query = heads * (rope + nope)
         parameters = hidden * low + low + low * query if low else hidden * query
         parameters += hidden * (latent + rope) + latent + latent * heads * (nope + value) + heads * value * hidden
-        return parameters, latent + rope, f"({latent} latent + {rope} rope)", heads * (rope + nope + value) // 2
+        width = heads * (rope + nope + value) // 2
+        if not _keeps_latents(text):
+            widest = max(rope + nope, value)
+            return parameters, 2 * heads * widest, f"2 x {heads} heads x {widest} (latents are expanded)", width
+        return parameters, latent + rope, f"({latent} latent + {rope} rope)", width
     shared = _kv_heads(text)
     size = _head_dim(text, hidden)
     if size < 1:
@@ -223,6 +231,11 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
     elif kind in _WHOLE_NORMS or text.get("use_qk_norm"):
         parameters += (heads + shared) * size
     return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
+
+
+def _keeps_latents(text: Mapping[str, Any]) -> bool:
+    """Whether latents are cached (DeepSeek-V2, 2024). transformers' classes give keys and values made of them."""
+    return bool(text.get("kv_lora_rank")) and class_not_served(text) is not None
 
 
 def _head_dim(text: Mapping[str, Any], hidden: int) -> int:

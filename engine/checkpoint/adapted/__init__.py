@@ -12,6 +12,8 @@ from typing import Any
 _OUTER = ("tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype", "architectures")
 """What a config.json may say beside its text_config, and means of it."""
 
+_BEHIND_PADDING = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+
 
 @cache
 def tried() -> Mapping[str, str]:
@@ -34,6 +36,12 @@ def class_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not part.get("model_type"):
         return dict(raw)
     return {name: raw[name] for name in _OUTER if raw.get(name) is not None} | dict(part)
+
+
+def first_position(given: Mapping[str, Any]) -> int:
+    """The row of its table of positions that a sequence's first token has: RoBERTa's begins behind its padding."""
+    padding = given.get("pad_token_id")
+    return int(padding) + 1 if given.get("model_type") in _BEHIND_PADDING and isinstance(padding, int) else 0
 
 
 def class_not_served(raw: Mapping[str, Any]) -> str | None:

@@ -41,6 +41,12 @@ class Paged:
             raise ModelError(f"model: its class attended {self._calls} times in a step, not {len(self._layers)} times")
         self._metadata, self._pages = None, ()
 
+    @property
+    def positions(self) -> Tensor:
+        """[T], of the tokens of the step."""
+        assert self._metadata is not None
+        return self._metadata.positions
+
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Mapping[str, Any]
     ) -> Tensor:

@@ -37,12 +37,14 @@ def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def body_of(model: PreTrainedModel) -> nn.Module:
-    """What computes hidden states, without the head. Raises ModelError where the class does not tell it."""
-    body = getattr(model, model.base_model_prefix, None)
-    if not isinstance(body, nn.Module):
-        raise ModelError(f"model: transformers' {type(model).__name__} does not say what of it is without the head")
-    return body
+def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """What computes hidden states, without the head, and its name. Raises ModelError where the class does not tell."""
+    candidates = (model.get_decoder(), getattr(model, model.base_model_prefix, None), getattr(model, "model", None))
+    names = {id(module): name for name, module in model.named_modules()}
+    for body in candidates:
+        if isinstance(body, PreTrainedModel) and body is not model:
+            return names[id(body)], body
+    raise ModelError(f"model: transformers' {type(model).__name__} does not say what of it is without the head")
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
 
+from quire.engine.checkpoint.adapted import first_position
 from quire.engine.checkpoint.page_groups import PageGroups, one_group
 from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.linear import JoinedLinear
@@ -22,7 +24,8 @@ from quire.engine.models.adapted.attention import Paged
 from quire.engine.models.adapted.build import body_of, build
 from quire.engine.models.adapted.experts import OurExperts
 from quire.engine.models.adapted.interface import attend_by, mix_by
-from quire.engine.models.adapted.modules import OurLinear, RotationTable, is_rotation, our_norm
+from quire.engine.models.adapted.modules import OurLinear, RowsApart, multiplies, our_norm, transposed, turned
+from quire.engine.models.adapted.positions import GivenPositions, RotationTable, is_rotation, takes_length
 from quire.engine.models.adapted.probe import inputs_of
 from quire.engine.models.adapted.spec import AdaptedSpec
 from quire.engine.models.adapted.weights import Conversion, TensorStream
@@ -80,15 +83,15 @@ class AdaptedDecoder(Decoder):
         self.is_first = self.is_last = True
         self.has_head = head
         self.argmax, self.draw = backend.argmax, backend.draw
+        self._first = first_position(spec.given)
         self._attention, self.made_by = spec.attention, spec.made_by
         self._model = model = build(spec.given, dtype)
         self._conversion = Conversion(model)
         self._paged = Paged(backend, self._attention, self.groups, progress)
         self._table = self._replace()
-        self._buffers = {name: module for name, module in model.named_modules() if module._buffers}
         attend_by(model, self._paged)
-        self._body, self._given = body_of(model), _Given()
-        setattr(model, model.base_model_prefix, self._given)
+        (name, self._body), self._given = body_of(model), _Given()
+        _set(model, name, self._given)
 
     def parameters(self) -> ParameterTable:
         return dict(self._table)
@@ -136,7 +139,9 @@ class AdaptedDecoder(Decoder):
     ) -> tuple[Tensor, list[Tensor]]:
         assert not taps
         self._paged.begin(metadata, kv_cache)
-        found = self._body(**inputs_of(self._body, token_ids.long()[None], metadata.positions[None]))
+        positions = metadata.positions[None]
+        positions = positions + self._first if self._first else positions
+        found = self._body(**inputs_of(self._body, token_ids.long()[None], positions))
         self._paged.end()
         return found[0][0][rows], []
 
@@ -162,15 +167,24 @@ class AdaptedDecoder(Decoder):
             elif (norm := our_norm(module, self._backend)) is not None:
                 self._join(table, norm.parameters_of(name, self.dtype, biased=getattr(module, "bias", None) is not None))
                 _set(model, name, made.setdefault(id(module), norm))
+            elif type(module) is Conv1D:
+                ours, own = self._our_linear(name, transposed(module), wide=module is head)
+                self._join(table, {each: turned(parameter) for each, parameter in own.items()})
+                _set(model, name, made.setdefault(id(module), ours))
             elif OurExperts.fits(module):
                 experts = OurExperts(module, name, self._scheme, self.dtype)
                 self._join(table, experts.parameters())
                 mix_by(module, experts)
         self._make_buffers()
+        self._join(table, self._others())
+        self._buffers = {name: module for name, module in model.named_modules() if module._buffers}
         for name, module in list(model.named_modules()):
             if is_rotation(module):
                 _set(model, name, RotationTable(module, self.max_model_len))
-        self._join(table, self._others())
+            elif multiplies(module):
+                _set(model, name, RowsApart(module, self._backend))
+            elif takes_length(module):
+                _set(model, name, GivenPositions(module, lambda: self._paged.positions))
         return table
 
     def _join(self, table: ParameterTable, more: ParameterTable) -> None:

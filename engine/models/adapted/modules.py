@@ -1,4 +1,4 @@
-"""Modules of ours in the place of a class's, where they are the same function: linears, norms and tables of rotations.
+"""Modules of ours in the place of a class's, where they are the same function: linears and norms.
 
 That a norm is the same is tried, not believed: families have norms of one name and other arithmetic.
 """
@@ -6,15 +6,19 @@ That a norm is the same is tried, not believed: families have norms of one name 
 from __future__ import annotations
 
 import copy
-import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable
-from quire.kernels.backend import NO_ADAPTERS, Backend
+from quire.kernels.backend import NO_ADAPTERS, Backend, Linear
 
 _ROWS, _CLOSE = 3, 1e-5
 
@@ -101,14 +105,26 @@ def _is_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> boo
     return isinstance(found, Tensor) and found.shape == x.shape and bool(((found - wanted).abs() < _CLOSE).all())
 
 
-class RotationTable(nn.Module):
-    """What a class computes of positions for rotations, once for all of them: so a token's numbers do not depend on
-    the tokens beside it, and scalings that a context's length chooses are those of the longest context."""
+def transposed(module: Conv1D) -> nn.Linear:
+    """The linear that GPT-2's Conv1D is, on the meta device; its weight is stored [in, out]."""
+    inner, outs = module.weight.shape
+    return nn.Linear(inner, outs, device="meta")
 
-    def __init__(self, module: nn.Module, positions: int) -> None:
+
+def turned(parameter: Parameter) -> Parameter:
+    """Of a matrix that a checkpoint has transposed."""
+    if len(parameter.shape) != 2:
+        return parameter
+    return replace(parameter, shape=parameter.shape[::-1], put=lambda tensor: parameter.put(tensor.t().contiguous()))
+
+
+class RowsApart(nn.Module):
+    """A module of a class that multiplies by its own matrices, as routers do: by our linears, so that no row's bits
+    depend on the others."""
+
+    def __init__(self, module: nn.Module, backend: Backend) -> None:
         super().__init__()
-        self._module, self._positions = module, positions
-        self._tables: dict[str, tuple[Tensor, ...] | None] = {}
+        self._module, self._products = module, _Products(module, backend)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -116,27 +132,41 @@ class RotationTable(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("_module"), name)
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if position_ids is None or position_ids.ndim != 2 or any(isinstance(each, Tensor) for each in kwargs.values()):
-            return self._module(x, position_ids, *args, **kwargs)
-        key = f"{x.dtype} {args} {kwargs}"
-        if key not in self._tables:
-            self._tables[key] = self._table(x, args, kwargs)
-        if (table := self._tables[key]) is None:
-            return self._module(x, position_ids, *args, **kwargs)
-        found = tuple(each[:, position_ids[0]] for each in table)
-        return found if len(found) > 1 else found[0]
-
-    def _table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
-        """For all positions; None where what it gives is not by position."""
-        every = torch.arange(self._positions, device=x.device)[None]
-        found = self._module(x, every, *args, **kwargs)
-        parts = found if isinstance(found, tuple) else (found,)
-        by_position = all(isinstance(each, Tensor) and each.shape[:2] == every.shape for each in parts)
-        return parts if by_position else None
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._products:
+            return self._module(*args, **kwargs)
 
 
-def is_rotation(module: nn.Module) -> bool:
-    """Whether it gives rotations for (x, position_ids)."""
-    names = list(inspect.signature(module.forward).parameters)
-    return "Rotary" in type(module).__name__ and names[:2] == ["x", "position_ids"]
+def multiplies(module: nn.Module) -> bool:
+    """Whether it has a matrix of its own, and is neither a linear nor a table."""
+    own = dict(module.named_parameters(recurse=False))
+    known = isinstance(module, nn.Linear | nn.Embedding)
+    return not known and "weight" in own and own["weight"].ndim == 2 and not list(module.children())
+
+
+class _Products(TorchFunctionMode):
+    """In its context F.linear with a module's own matrix, in any type, is ours."""
+
+    def __init__(self, module: nn.Module, backend: Backend) -> None:
+        super().__init__()
+        self._module, self._backend = module, backend
+        self._packed: dict[torch.dtype, tuple[Tensor, Linear]] = {}
+        """By type, with the parameter that it was made of."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func is not F.linear or kwargs or len(args) != 2 or (linear := self._linear(*args)) is None:
+            return func(*args, **(kwargs or {}))
+        x = args[0]
+        return linear(x.reshape(-1, x.shape[-1]).contiguous(), NO_ADAPTERS).view(*x.shape[:-1], -1)
+
+    def _linear(self, x: Tensor, weight: Tensor) -> Linear | None:
+        """None where it is another matrix, or of a type that the backend does not take."""
+        own = self._module._parameters["weight"]
+        if own is None or own.shape != weight.shape or self._backend.cannot_serve(x.device, x.dtype, 2) is not None:
+            return None
+        known = self._packed.get(weight.dtype)
+        if known is None or known[0] is not own:
+            if not torch.equal(own.to(weight.dtype), weight):
+                return None
+            known = self._packed[weight.dtype] = own, self._backend.pack_linear(weight.detach(), None)
+        return known[1]

@@ -4,6 +4,8 @@ what it is. Whatever our pages do not compute is refused, in a sentence that nam
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,12 +124,14 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
     """By call of attention, in their order, what it is. Raises ModelError for what pages do not compute; `longest`:
     tokens of contexts."""
     noting, name = Noting(longest), type(model).__name__
+    check_class(model)
     attend_by(model, noting)
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
-    inputs = inputs_of(body_of(model), ids, torch.zeros_like(ids))
+    _, body = body_of(model)
+    inputs = inputs_of(body, ids, torch.zeros_like(ids))
     inputs["attention_mask"] = torch.ones_like(ids)
     try:
-        body_of(model)(**inputs)
+        body(**inputs)
     except ModelError as error:
         raise ModelError(f"model: transformers' {name}: {error}") from None
     except Exception as error:
@@ -149,10 +153,26 @@ def inputs_of(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]
     return inputs | {name: value for name, value in more.items() if name in parameters or name in takes_any}
 
 
+def check_class(model: PreTrainedModel) -> None:
+    """Raise ModelError for a class that says itself that pages do not serve it."""
+    name = type(model).__name__
+    if getattr(model, "_is_stateful", False) or _recurrent(model):
+        raise ModelError(f"model: transformers' {name} keeps a state that is no keys and values (a recurrence, a convolution)")
+    if not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise ModelError(f"model: transformers' {name} does not attend through transformers' attention interface")
+
+
+def _recurrent(model: PreTrainedModel) -> bool:
+    """Whether a config.json's layer_types name layers that keep no keys and values."""
+    config = model.config.get_text_config()
+    kinds = (getattr(config, "layer_types", None) or ()) or (getattr(config, "layers_block_type", None) or ())
+    return any(re.search("linear|mamba|conv|recurrent|ssm|delta|kda|gla", str(kind)) for kind in kinds)
+
+
 @torch.inference_mode()
 def check_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> None:
     """Raise ModelError where the class makes other things than one row of logits for each hidden state."""
-    body, name = body_of(model), type(model).__name__
+    (_, body), name = body_of(model), type(model).__name__
     found: list[Tensor] = []
     hook = body.register_forward_hook(lambda module, given, made: found.append(made[0]))
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
@@ -165,5 +185,8 @@ def check_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> Non
         hook.remove()
     if tuple(logits.shape) != (1, _TOKENS, vocab_size):
         raise ModelError(f"model: transformers' {name} makes {list(logits.shape)} logits of {_TOKENS} tokens")
-    if not found or tuple(found[0].shape) != (1, _TOKENS, hidden_size):
-        raise ModelError(f"model: transformers' {name} has other hidden states than hidden_size {hidden_size} says")
+    if not found:
+        raise ModelError(f"model: transformers' {name} makes logits of other things than its body's hidden states")
+    if tuple(found[0].shape) != (1, _TOKENS, hidden_size):
+        wrong = f"hidden states of shape {list(found[0].shape)}, config.json has hidden_size {hidden_size}"
+        raise ModelError(f"model: transformers' {name} has {wrong}")

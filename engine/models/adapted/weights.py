@@ -56,7 +56,8 @@ class Conversion:
         for stored, tensor in stream:
             for name, made in self._one(stored, tensor, waiting):
                 own = self.own_name(name)
-                if own not in seen and not any(pattern.search(name) for pattern in self._unexpected):
+                unused = name not in self._known and any(pattern.search(name) for pattern in self._unexpected)
+                if own not in seen and not unused:
                     seen.add(own)
                     yield own, made
         if waiting:
