@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from quire.engine.models.adapted.interface import attend_by, mix_by
 from quire.engine.models.adapted.modules import OurLinear, RowsApart, multiplies, our_norm, transposed, turned
 from quire.engine.models.adapted.positions import GivenPositions, RotationTable, is_rotation, takes_length
 from quire.engine.models.adapted.probe import inputs_of
+from quire.engine.models.adapted.rows import ByRows
 from quire.engine.models.adapted.spec import AdaptedSpec
 from quire.engine.models.adapted.weights import Conversion, TensorStream
 from quire.engine.models.decoder import Decoder, KVCache
@@ -88,6 +90,8 @@ class AdaptedDecoder(Decoder):
         self._model = model = build(spec.given, dtype)
         self._conversion = Conversion(model)
         self._paged = Paged(backend, self._attention, self.groups, progress)
+        # A GPU computes each number alike, wherever it stands.
+        self._by_rows: AbstractContextManager[object] = ByRows(backend) if device.type == "cpu" else nullcontext()
         self._table = self._replace()
         attend_by(model, self._paged)
         (name, self._body), self._given = body_of(model), _Given()
@@ -141,7 +145,8 @@ class AdaptedDecoder(Decoder):
         self._paged.begin(metadata, kv_cache)
         positions = metadata.positions[None]
         positions = positions + self._first if self._first else positions
-        found = self._body(**inputs_of(self._body, token_ids.long()[None], positions))
+        with self._by_rows:
+            found = self._body(**inputs_of(self._body, token_ids.long()[None], positions))
         self._paged.end()
         return found[0][0][rows], []
 
@@ -149,7 +154,8 @@ class AdaptedDecoder(Decoder):
         self._progress()
         self._given.hidden = hidden[None]
         ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
-        logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        with self._by_rows:
+            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         self._given.hidden = None
         return logits.float()
 

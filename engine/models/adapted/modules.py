@@ -140,8 +140,8 @@ class RowsApart(nn.Module):
 def multiplies(module: nn.Module) -> bool:
     """Whether it has a matrix of its own, and is neither a linear nor a table."""
     own = dict(module.named_parameters(recurse=False))
-    known = isinstance(module, nn.Linear | nn.Embedding)
-    return not known and "weight" in own and own["weight"].ndim == 2 and not list(module.children())
+    known = isinstance(module, nn.Linear | nn.Embedding | OurLinear)
+    return not known and "weight" in own and own["weight"].ndim == 2
 
 
 class _Products(TorchFunctionMode):
@@ -154,10 +154,11 @@ class _Products(TorchFunctionMode):
         """By type, with the parameter that it was made of."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func is not F.linear or kwargs or len(args) != 2 or (linear := self._linear(*args)) is None:
+        if func is not F.linear or kwargs or (linear := self._linear(*args[:2])) is None:
             return func(*args, **(kwargs or {}))
-        x = args[0]
-        return linear(x.reshape(-1, x.shape[-1]).contiguous(), NO_ADAPTERS).view(*x.shape[:-1], -1)
+        x, bias = args[0], args[2] if len(args) > 2 else None
+        rows = linear(x.reshape(-1, x.shape[-1]).contiguous(), NO_ADAPTERS).view(*x.shape[:-1], -1)
+        return rows if bias is None else rows + bias
 
     def _linear(self, x: Tensor, weight: Tensor) -> Linear | None:
         """None where it is another matrix, or of a type that the backend does not take."""
