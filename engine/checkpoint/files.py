@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
-from quire.engine.checkpoint.adapted import class_config, first_position
+from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
 from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
@@ -249,7 +249,7 @@ def _class_config(files: ModelFiles, content: dict[str, Any], label: str, *, for
     if not forced and (reason := family_not_served(content)) is not None:
         raise ModelError(f"model: {label}: model_type: {reason}")
     given = class_config(content)
-    raw = checked(given, AdaptedFields, label)
+    raw = checked(text_fields(given), AdaptedFields, label)
     if quantized := raw.get("quantization_config"):
         weight_formats(quantized)
     sizes = {name: next((raw[key] for key in keys if isinstance(raw.get(key), int)), 0) for name, keys in ALIASES.items()}

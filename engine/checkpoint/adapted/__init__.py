@@ -31,9 +31,17 @@ def tried_version() -> str:
 
 
 def class_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json for the class: of a model that takes images or audio too, that of its text part."""
+    """The config.json for the class: of a model that takes images or audio too, that of its text part, where that has a
+    class of its own."""
     part = raw.get("text_config")
-    if not isinstance(part, Mapping) or not part.get("model_type"):
+    own = isinstance(part, Mapping) and part.get("model_type") in tried()
+    return text_fields(raw) if own else dict(raw)
+
+
+def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the text part."""
+    part = raw.get("text_config")
+    if not isinstance(part, Mapping):
         return dict(raw)
     return {name: raw[name] for name in _OUTER if raw.get(name) is not None} | dict(part)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,11 +30,19 @@ def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
         raise ModelError(f"model: transformers has no causal language model of a {kind!r}") from None
     except Exception as error:  # whatever its check of a hostile file raises
         raise ModelError(f"model: config.json: transformers reads none of it: {_first_line(error)}") from error
+    if made_by._is_stateful:
+        raise stateful(made_by)
+    if made_by.config_class is config.sub_configs.get("text_config"):  # the class of a text part alone
+        config = config.get_text_config()
     try:
         with torch.device("meta"):
             model = made_by._from_config(config, attn_implementation=NAME, experts_implementation=NAME, dtype=dtype)
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise _no_interface(made_by) from None
         raise ModelError(f"model: transformers' {made_by.__name__} is not made of this file: {_first_line(error)}") from error
+    if not any(hasattr(sys.modules[type(each).__module__], "ALL_ATTENTION_FUNCTIONS") for each in model.modules()):
+        raise _no_interface(made_by)
     return model.eval().requires_grad_(False)
 
 
@@ -45,6 +54,16 @@ def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
         if isinstance(body, PreTrainedModel) and body is not model:
             return names[id(body)], body
     raise ModelError(f"model: transformers' {type(model).__name__} does not say what of it is without the head")
+
+
+def stateful(made_by: type) -> ModelError:
+    """Why such a class is not served."""
+    state = "keeps a state that is no keys and values (a recurrence, a convolution)"
+    return ModelError(f"model: transformers' {made_by.__name__} {state}")
+
+
+def _no_interface(made_by: type) -> ModelError:
+    return ModelError(f"model: transformers' {made_by.__name__} does not attend through transformers' attention interface")
 
 
 def _first_line(error: Exception) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from quire.engine.errors import ModelError
-from quire.engine.models.adapted.build import body_of
+from quire.engine.models.adapted.build import body_of, stateful
 from quire.engine.models.adapted.interface import MaskFunction, allowed_by, attend_by
 
 _TOKENS = 7
@@ -124,7 +123,8 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
     """By call of attention, in their order, what it is. Raises ModelError for what pages do not compute; `longest`:
     tokens of contexts."""
     noting, name = Noting(longest), type(model).__name__
-    check_class(model)
+    if _recurrent(model):
+        raise stateful(type(model))
     attend_by(model, noting)
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
     _, body = body_of(model)
@@ -151,15 +151,6 @@ def inputs_of(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]
     more = {"position_ids": positions, "use_cache": False, "cache_position": positions[0]}
     takes_any = {"position_ids", "use_cache"} if anything else set()
     return inputs | {name: value for name, value in more.items() if name in parameters or name in takes_any}
-
-
-def check_class(model: PreTrainedModel) -> None:
-    """Raise ModelError for a class that says itself that pages do not serve it."""
-    name = type(model).__name__
-    if getattr(model, "_is_stateful", False) or _recurrent(model):
-        raise ModelError(f"model: transformers' {name} keeps a state that is no keys and values (a recurrence, a convolution)")
-    if not hasattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS"):
-        raise ModelError(f"model: transformers' {name} does not attend through transformers' attention interface")
 
 
 def _recurrent(model: PreTrainedModel) -> bool:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.errors import ModelError
 
 TensorStream = Iterator[tuple[str, Tensor]]
@@ -65,9 +66,11 @@ class Conversion:
             raise ModelError(f"model: the weights lack some of what makes {name}")
 
     def _one(self, stored: str, tensor: Tensor, waiting: dict[str, _Waiting]) -> Iterator[tuple[str, Tensor]]:
-        name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._known)
-        if name not in self._known and stored in self._known:
-            name, pattern = stored, None
+        name, pattern = self._renamed(stored)
+        if name not in self._known:  # it may be of a model that has more than text
+            if (text := text_tensor(stored)) is None:
+                return
+            name, pattern = self._renamed(text)
         if pattern is None or name not in self._known:
             yield name, tensor
             return
@@ -80,6 +83,11 @@ class Conversion:
         held.parts.append((stored, pattern, tensor))
         if sum(part.numel() for _, _, part in held.parts) >= held.needed:
             yield from self._made(name, waiting.pop(name))
+
+    def _renamed(self, stored: str) -> tuple[str, str | None]:
+        """The class's name for it, and the pattern of the rule that converts it, if one does."""
+        name, pattern = rename_source_key(stored, self._renamings, self._converters, self._prefix, self._known)
+        return (stored, None) if name not in self._known and stored in self._known else (name, pattern)
 
     def _made(self, name: str, held: _Waiting) -> Iterator[tuple[str, Tensor]]:
         for stored, pattern, tensor in sorted(held.parts, key=lambda part: dot_natural_key(part[0])):

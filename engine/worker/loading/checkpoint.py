@@ -80,7 +80,9 @@ def open_weights(
 
 
 def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
-    return safetensors_stream(path) if path.is_dir() else gguf_stream(read_gguf(path), model_config)
+    if path.is_dir():
+        return safetensors_stream(path, as_stored=model_config.given is not None)
+    return gguf_stream(read_gguf(path), model_config)
 
 
 def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
