@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.engine.errors import ModelError
 from quire.engine.models.adapted.interface import NAME, register
@@ -23,15 +24,13 @@ def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     kind = str(given.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ModelError(f"model: model_type {kind!r} is known neither to Quire nor to the transformers installed here")
-    try:
-        config = CONFIG_MAPPING[kind].from_dict({**given})
-        made_by = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError:
-        raise ModelError(f"model: transformers has no causal language model of a {kind!r}") from None
-    except Exception as error:  # whatever its check of a hostile file raises
-        raise ModelError(f"model: config.json: transformers reads none of it: {_first_line(error)}") from error
+    made_by = _class_of(given)
     if made_by._is_stateful:
         raise stateful(made_by)
+    try:
+        config = CONFIG_MAPPING[kind].from_dict({**given})
+    except Exception as error:  # whatever its check of a hostile file raises
+        raise ModelError(f"model: config.json: transformers reads none of it: {_first_line(error)}") from error
     if made_by.config_class is config.sub_configs.get("text_config"):  # the class of a text part alone
         config = config.get_text_config()
     try:
@@ -44,6 +43,19 @@ def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     if not any(hasattr(sys.modules[type(each).__module__], "ALL_ATTENTION_FUNCTIONS") for each in model.modules()):
         raise _no_interface(made_by)
     return model.eval().requires_grad_(False)
+
+
+def _class_of(given: Mapping[str, Any]) -> type[PreTrainedModel]:
+    """The causal language model of a config.json: by its model_type, of a text part alone also by its architecture."""
+    kind, named = str(given["model_type"]), given.get("architectures") or ()
+    config = CONFIG_MAPPING[kind]
+    if config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+        return found
+    for name in {*named} & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
+        if (found := getattr(transformers, name)).config_class is config:
+            return found
+    raise ModelError(f"model: transformers has no causal language model of a {kind!r}")
 
 
 def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:

@@ -153,9 +153,8 @@ class AdaptedDecoder(Decoder):
     def logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
         self._progress()
         self._given.hidden = hidden[None]
-        ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
-        with self._by_rows:
-            logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
+        with self._by_rows:  # embeddings are not asked for, so that nothing looks ids up
+            logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
         self._given.hidden = None
         return logits.float()
 

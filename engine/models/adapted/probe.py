@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from quire.engine.errors import ModelError
@@ -103,8 +104,9 @@ def window_of(allowed: MaskFunction, longest: int) -> int | None:
     every = torch.arange(longest)
 
     def seen(position: int) -> Tensor:
-        where = torch.full_like(every, position)
-        return torch.as_tensor(allowed(0, 0, where, every)).expand(longest)
+        with _TextAlone():
+            found = allowed(0, 0, torch.full_like(every, position), every)
+        return torch.as_tensor(found).expand(longest)
 
     wrong = ModelError("a mask of it is neither causal nor a window (chunks, blocks, or both directions)")
     try:
@@ -131,7 +133,8 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
     inputs = inputs_of(body, ids, torch.zeros_like(ids))
     inputs["attention_mask"] = torch.ones_like(ids)
     try:
-        body(**inputs)
+        with _NothingFound():
+            body(**inputs)
     except ModelError as error:
         raise ModelError(f"model: transformers' {name}: {error}") from None
     except Exception as error:
@@ -141,6 +144,31 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
     if not noting.found:
         raise ModelError(f"model: transformers' {name} does not attend through transformers' attention interface")
     return list(noting.found)
+
+
+class _NothingFound(TorchFunctionMode):
+    """In its context a class that looks for what is not zero, as for the experts that tokens chose, finds nothing: what
+    it then computes of it is none of attention's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        x, kwargs = args[0] if args else None, kwargs or {}
+        if isinstance(x, Tensor) and x.is_meta:
+            if func in (torch.nonzero, Tensor.nonzero) and not kwargs:
+                return x.new_empty((0, x.ndim), dtype=torch.int64)
+            if func in (torch.where, Tensor.where) and len(args) == 1 and not kwargs:
+                return tuple(x.new_empty(0, dtype=torch.int64) for _ in range(x.ndim))
+        return func(*args, **kwargs)
+
+
+class _TextAlone(TorchFunctionMode):
+    """In its context what a mask reads beside positions is zero: of padding, of images, of other sequences there is
+    none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        def known(each: Any) -> Any:
+            return torch.zeros(each.shape, dtype=each.dtype) if isinstance(each, Tensor) and each.is_meta else each
+
+        return func(*map(known, args), **(kwargs or {}))
 
 
 def inputs_of(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]:
@@ -169,7 +197,8 @@ def check_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> Non
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
     try:
         inputs = inputs_of(model, ids, torch.zeros_like(ids)) | {"attention_mask": torch.ones_like(ids)}
-        logits = model(**inputs).logits
+        with _NothingFound():
+            logits = model(**inputs).logits
     except Exception as error:
         raise ModelError(f"model: transformers' {name} does not make logits of tokens alone: {error}"[:300]) from error
     finally:
