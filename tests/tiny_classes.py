@@ -67,6 +67,7 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
+    "gptj": {"rotary_dim": 8},
     "longcat_flash": {"num_key_value_heads": 4, "num_layers": 2},
     "minicpm3": {"scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 64},
     "zaya": {"num_experts_per_tok": 1},

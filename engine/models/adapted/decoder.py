@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.pytorch_utils import Conv1D
 
@@ -25,7 +26,7 @@ from quire.engine.models.adapted.attention import Paged
 from quire.engine.models.adapted.build import body_of, build
 from quire.engine.models.adapted.experts import OurExperts
 from quire.engine.models.adapted.interface import attend_by, mix_by
-from quire.engine.models.adapted.modules import OurLinear, RowsApart, multiplies, our_norm, transposed, turned
+from quire.engine.models.adapted.modules import OurLinear, RowsApart, foreign_products, multiplies, our_norm, transposed, turned
 from quire.engine.models.adapted.positions import GivenPositions, RotationTable, is_rotation, takes_length
 from quire.engine.models.adapted.probe import inputs_of
 from quire.engine.models.adapted.rows import ByRows
@@ -85,7 +86,7 @@ class AdaptedDecoder(Decoder):
         self.is_first = self.is_last = True
         self.has_head = head
         self.argmax, self.draw = backend.argmax, backend.draw
-        self._first = first_position(spec.given)
+        self._spec, self._first = spec, first_position(spec.given)
         self._attention, self.made_by = spec.attention, spec.made_by
         self._model = model = build(spec.given, dtype)
         self._conversion = Conversion(model)
@@ -165,14 +166,14 @@ class AdaptedDecoder(Decoder):
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if id(module) in made:
                 _set(model, name, made[id(module)])
-            elif type(module) is nn.Linear:
+            elif type(module) is nn.Linear and name in self._spec.called:
                 ours, own = self._our_linear(name, module, wide=module is head)
                 self._join(table, own)
                 _set(model, name, made.setdefault(id(module), ours))
             elif (norm := our_norm(module, self._backend)) is not None:
                 self._join(table, norm.parameters_of(name, self.dtype, biased=getattr(module, "bias", None) is not None))
                 _set(model, name, made.setdefault(id(module), norm))
-            elif type(module) is Conv1D:
+            elif type(module) is Conv1D and name in self._spec.called:
                 ours, own = self._our_linear(name, transposed(module), wide=module is head)
                 self._join(table, {each: turned(parameter) for each, parameter in own.items()})
                 _set(model, name, made.setdefault(id(module), ours))
@@ -182,6 +183,7 @@ class AdaptedDecoder(Decoder):
                 mix_by(module, experts)
         self._make_buffers()
         self._join(table, self._others())
+        self.foreign_products = foreign_products(model, self._spec.called)
         self._buffers = {name: module for name, module in model.named_modules() if module._buffers}
         for name, module in list(model.named_modules()):
             if is_rotation(module):
@@ -205,12 +207,14 @@ class AdaptedDecoder(Decoder):
 
     def _make_buffers(self) -> None:
         """Buffers that no checkpoint holds, as the class makes them."""
-        for module in self._model.modules():
+        makers = {name: each for name, each in self._model.named_modules() if isinstance(each, PreTrainedModel)}
+        for path, module in self._model.named_modules():
             missing = [name for name, each in module._buffers.items() if each is not None and each.is_meta]
             for name in missing:
                 module._buffers[name] = torch.zeros_like(module._buffers[name], device=self.device)
             if missing:
-                self._model._init_weights(module)
+                nearest = max((name for name in makers if f"{path}.".startswith(f"{name}." if name else "")), key=len)
+                makers[nearest]._init_weights(module)
 
     def _others(self) -> ParameterTable:
         """The parameters that stay in modules of the class."""

@@ -140,7 +140,7 @@ class RowsApart(nn.Module):
 def multiplies(module: nn.Module) -> bool:
     """Whether it has a matrix of its own, and is neither a linear nor a table."""
     own = dict(module.named_parameters(recurse=False))
-    known = isinstance(module, nn.Linear | nn.Embedding | OurLinear)
+    known = type(module) is nn.Linear or isinstance(module, nn.Embedding | OurLinear)
     return not known and "weight" in own and own["weight"].ndim == 2
 
 
@@ -171,3 +171,17 @@ class _Products(TorchFunctionMode):
                 return None
             known = self._packed[weight.dtype] = own, self._backend.pack_linear(weight.detach(), None)
         return known[1]
+
+
+def foreign_products(model: nn.Module, called: frozenset[str]) -> list[str]:
+    """The matrices that a class multiplies by itself, once ours have taken the place of others: PyTorch's products, in
+    which a row's bits may depend on the others. `called`: the modules that the class calls at all."""
+    found = []
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if isinstance(module, nn.Embedding) or not (name in called or parent in called):
+            continue
+        ours = {"weight"} if multiplies(module) else set()
+        matrices = [own for own, each in module._parameters.items() if each is not None and each.ndim > 1]
+        found += [f"{name}.{own}" for own in matrices if own not in ours]
+    return found

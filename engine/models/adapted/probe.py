@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -146,6 +147,18 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
     return list(noting.found)
 
 
+@contextmanager
+def called(model: PreTrainedModel) -> Iterator[set[str]]:
+    """The names of the modules that are called in its context."""
+    found = set[str]()
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: found.add(name)) for name, module in model.named_modules()
+    ]
+    yield found
+    for hook in hooks:
+        hook.remove()
+
+
 class _NothingFound(TorchFunctionMode):
     """In its context a class that looks for what is not zero, as for the experts that tokens chose, finds nothing: what
     it then computes of it is none of attention's."""
@@ -153,7 +166,7 @@ class _NothingFound(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
         if isinstance(x, Tensor) and x.is_meta:
-            if func in (torch.nonzero, Tensor.nonzero) and not kwargs:
+            if func in (torch.nonzero, Tensor.nonzero) and not kwargs.get("as_tuple"):
                 return x.new_empty((0, x.ndim), dtype=torch.int64)
             if func in (torch.where, Tensor.where) and len(args) == 1 and not kwargs:
                 return tuple(x.new_empty(0, dtype=torch.int64) for _ in range(x.ndim))

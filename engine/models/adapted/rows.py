@@ -28,6 +28,10 @@ _OTHERS = {
 }
 
 
+_SOFTMAX = (torch.softmax, torch.Tensor.softmax, F.softmax)
+_KNOWN = _OTHERS.union(_SOFTMAX)
+
+
 class ByRows(TorchFunctionMode):
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -35,9 +39,11 @@ class ByRows(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _OTHERS or not isinstance(args[0], Tensor) or kwargs.get("inplace") or not args[0].ndim:
+        if func not in _KNOWN or not isinstance(args[0], Tensor) or kwargs.get("inplace") or not args[0].ndim:
             return func(*args, **kwargs)
         x = args[0]
+        if func in _SOFTMAX:
+            return self._softmax(func, x, args[1:], kwargs)
         rows = x.reshape(-1, x.shape[-1])
         if len(args) == 1 and (made := self._by_kernel(func, rows, kwargs)) is not None:
             return made.view(x.shape)
@@ -46,6 +52,15 @@ class ByRows(TorchFunctionMode):
         parts = [func(part.contiguous(), *args[1:], **kwargs) for part in padded.split(each)]
         made = parts[0] if len(parts) == 1 else torch.cat(parts)
         return made[:, : x.shape[-1]].reshape(x.shape)
+
+    @staticmethod
+    def _softmax(func: Any, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Over the last axis, of few numbers: among as many as a vector has, the rest of which weigh nothing."""
+        dim = kwargs.get("dim", args[0] if args else None)
+        lacking = -x.shape[-1] % _VECTOR
+        if dim not in (-1, x.ndim - 1) or not lacking or not x.is_floating_point():
+            return func(x, *args, **kwargs)
+        return func(F.pad(x, (0, lacking), value=-torch.inf), *args, **kwargs)[..., : x.shape[-1]].contiguous()
 
     def _by_kernel(self, func: Any, rows: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
         """By the backend, in which no row sees another; None: it has no kernel for it."""

@@ -14,7 +14,7 @@ from quire.engine.layers.attention import Attention, AttentionSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.layers.part import Making
 from quire.engine.models.adapted.build import build
-from quire.engine.models.adapted.probe import Attended, check_head, probe
+from quire.engine.models.adapted.probe import Attended, called, check_head, probe
 from quire.engine.models.decoder import DecoderSpec
 
 _NO_NORM = NormSpec(0.0)
@@ -41,6 +41,8 @@ class AdaptedSpec(DecoderSpec):
     """config.json."""
     made_by: str = ""
     """The class's name."""
+    called: frozenset[str] = frozenset()
+    """The names of modules that it calls; of others it may use the weights in other ways."""
 
     @property
     def attention(self) -> list[AdaptedAttention]:
@@ -52,8 +54,9 @@ def adapted_spec(config: ModelConfig) -> AdaptedSpec:
     """Builds the class without weights. Raises ModelError where pages do not serve it."""
     assert config.given is not None
     model = build(config.given, torch.float32)
-    calls = probe(model, config.context or config.max_position)
-    check_head(model, config.vocab_size, config.hidden_size)
+    with called(model) as names:
+        calls = probe(model, config.context or config.max_position)
+        check_head(model, config.vocab_size, config.hidden_size)
     return AdaptedSpec(
         config.vocab_size,
         config.hidden_size,
@@ -62,6 +65,7 @@ def adapted_spec(config: ModelConfig) -> AdaptedSpec:
         tie_embeddings=config.tie_embeddings,
         given=config.given,
         made_by=type(model).__name__,
+        called=frozenset(names),
     )
 
 

@@ -18,6 +18,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.errors import ModelError
 
+_BESIDE_TEXT = re.compile(r"(^|[._])(vision|visual|image|img|audio|speech|multi_modal|mm)(_|\.|$)")
+"""In the names of what is for other things than text."""
 TensorStream = Iterator[tuple[str, Tensor]]
 
 
@@ -68,7 +70,7 @@ class Conversion:
     def _one(self, stored: str, tensor: Tensor, waiting: dict[str, _Waiting]) -> Iterator[tuple[str, Tensor]]:
         name, pattern = self._renamed(stored)
         if name not in self._known:  # it may be of a model that has more than text
-            if (text := text_tensor(stored)) is None:
+            if (text := text_tensor(stored)) is None or _BESIDE_TEXT.search(stored):
                 return
             name, pattern = self._renamed(text)
         if pattern is None or name not in self._known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,10 +20,8 @@ from quire.kernels.backend import AttentionMetadata, Backend
 if TYPE_CHECKING:
     from quire.engine.models.adapted.decoder import AdaptedDecoder
 
-_ROWS = 21
-"""Tokens of the sequence that is computed alone and in pieces beside others."""
-_BESIDE = (5, 13)
-"""Those of the others."""
+_LENGTHS = (5, 21, 40, 13)
+"""Tokens of sequences that are computed alone, and in pieces beside each other."""
 _WRONG = {torch.float32: 0.05}
 """By type: differences beyond this part of the logits' deviation are no rounding. Else:"""
 _WRONG_ELSE = 0.5
@@ -61,30 +59,28 @@ def adapted_notes(config: EngineConfig, model: Decoder, backend: Backend, apart:
         return apart, []
     costs = "slower than by a file of Quire's; without LoRA, ranks, heads that draft, vectors and CUDA graphs"
     notes = [f"transformers' {model.made_by} computes it, on Quire's pages: {costs}"]
-    if apart and not keeps_rows_apart(model, backend):
-        apart = False
-        notes.append("batch-dependent: tried, this class gives a request other bits beside others than alone")
+    same = keeps_rows_apart(model, backend)  # tried in any case: it finds what does not take positions
+    wrong = None if same else "tried, it gives a request other bits beside others than alone"
+    if isinstance(model, adapted_kind()) and (foreign := model.foreign_products):
+        wrong = wrong or f"PyTorch's own products multiply by {foreign[0]}{' and others' if len(foreign) > 1 else ''}"
+    if apart and wrong is not None:
+        notes.append(f"batch-dependent: transformers' {model.made_by}: {wrong}")
         if config.deterministic:
-            why = f"transformers' {model.made_by} gives a request other bits beside others than alone"
-            raise ConfigError(f"deterministic: {why}", param="deterministic")
-    return apart, notes
+            raise ConfigError(f"deterministic: transformers' {model.made_by}: {wrong}", param="deterministic")
+    return apart and wrong is None, notes
 
 
 @torch.inference_mode()
 def keeps_rows_apart(model: Decoder, backend: Backend) -> bool:
     """Whether a sequence has the same logits, bit for bit, alone and in pieces beside others, tried once. Raises
     ModelError where they are others altogether: then the class does not take positions as they are given."""
-    length = min(_ROWS, model.max_model_len)
-    lengths = [length, *(min(each, length) for each in _BESIDE)]
-    trial = _Trial(model, backend, lengths)
-    alone = trial.logits([(0, 0, length)])[0]
-    cuts = sorted({0, length // 3, length - 1, length})
-    beside = [[(1, 0, lengths[1])], [(2, 0, lengths[2])], []]
-    pieces = [
-        trial.logits([*others, (0, begin, end - begin)])[-1]
-        for begin, end, others in zip(cuts, cuts[1:], beside, strict=False)
-    ]
-    together = torch.cat(pieces)
+    trial = _Trial(model, backend, [min(each, model.max_model_len) for each in _LENGTHS])
+    alone = torch.cat([trial.logits([(row, 0, length)])[row] for row, length in enumerate(trial.lengths)])
+    found = dict[int, list[Tensor]]()
+    for step in trial.pieces():
+        for row, logits in trial.logits(step).items():
+            found.setdefault(row, []).append(logits)
+    together = torch.cat([piece for _, pieces in sorted(found.items()) for piece in pieces])
     if torch.equal(alone, together):
         return True
     if not (difference := (alone - together).abs().max() / alone.std()) <= _WRONG.get(model.dtype, _WRONG_ELSE):
@@ -99,7 +95,7 @@ class _Trial:
     """Some sequences on pages of their own."""
 
     def __init__(self, model: Decoder, backend: Backend, lengths: Sequence[int]) -> None:
-        self._model, self._block_size = model, backend.block_size
+        self._model, self._block_size, self.lengths = model, backend.block_size, lengths
         device, vocab = model.device, model.spec.vocab_size
         self._ids = [torch.arange(each, device=device) * (7 + row) % vocab for row, each in enumerate(lengths)]
         each = -(-max(lengths) // backend.block_size)
@@ -109,11 +105,23 @@ class _Trial:
             tuple(torch.zeros(tensor.shape, dtype=tensor.dtype, device=device) for tensor in place) for place in made
         ]
 
-    def logits(self, rows: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-        """Of a step's rows, each (sequence, start, count)."""
+    def pieces(self) -> list[list[tuple[int, int, int]]]:
+        """Steps that compute all sequences: the n-th begins with the n-th step, in thirds; then all get their last
+        token at once."""
+        steps: list[list[tuple[int, int, int]]] = [[] for _ in range(len(self.lengths) + 2)]
+        for row, length in enumerate(self.lengths):
+            cuts = [third * (length - 1) // 3 for third in range(4)]
+            for third, (begin, end) in enumerate(pairwise(cuts)):
+                steps[row + third] += [(row, begin, end - begin)] if end > begin else []
+        last = [(row, length - 1, 1) for row, length in enumerate(self.lengths)]
+        return [*(step for step in steps if step), last]
+
+    def logits(self, rows: Sequence[tuple[int, int, int]]) -> dict[int, Tensor]:
+        """By sequence, of a step's rows, each (sequence, start, count)."""
         ids = torch.cat([self._ids[row][start : start + count] for row, start, count in rows])
         hidden = self._model.forward(ids, self._metadata(rows), self._pages, torch.arange(len(ids), device=ids.device))
-        return list(self._model.logits(hidden).split([count for _, _, count in rows]))
+        parts = self._model.logits(hidden).split([count for _, _, count in rows])
+        return {row: part for (row, _, _), part in zip(rows, parts, strict=True)}
 
     def _metadata(self, rows: Sequence[tuple[int, int, int]]) -> AttentionMetadata:
         device, size = self._table.device, self._block_size
