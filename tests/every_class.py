@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import tempfile
+import textwrap
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -41,6 +42,9 @@ _TOLERANCE = 5e-5
 """Of a log probability, times the deviation of the logits where that is above 1."""
 _STATE = "it keeps a state that is no keys and values (a recurrence, a convolution)"
 _INTERFACE = "it does not attend through transformers' attention interface"
+
+
+_SECTION = "checkpoints.md#by-transformers-own-class"
 
 
 class Wrong(AssertionError):
@@ -105,7 +109,10 @@ def _answers(engine: Engine) -> dict[str, list[Answer]]:
     alone = [answer for i in every for answer in ask("alone", [i])]
     cached = ask("", every, prompt_logprobs=None)
     assert any(answer.cached_tokens for answer in cached)
-    again = [Answer(b.ids, b.logprobs, a.prompt_logprobs, b.finish_reason, a.cached_tokens) for a, b in zip(together, cached, strict=True)]
+    again = [
+        Answer(b.ids, b.logprobs, a.prompt_logprobs, b.finish_reason, a.cached_tokens)
+        for a, b in zip(together, cached, strict=True)
+    ]
     return {"together": together, "alone": alone, "again": again}
 
 
@@ -194,23 +201,26 @@ def _listed(kinds: Iterable[str]) -> str:
 def as_table(outcomes: Sequence[Outcome]) -> str:
     """docs/models_table.md."""
     ours, theirs = (sum(each.by == by for each in outcomes) for by in ("quire", "transformers"))
+    said = (
+        f"Of the {len(outcomes)} classes of transformers {transformers.__version__} {ours + theirs} are served: {ours} by "
+        f"files of Quire, {theirs} by [transformers' own class]({_SECTION}) on Quire's pages. Each was tried with a "
+        "small random model: log probabilities equal transformers' in float64 to 5e-5 (times the deviation of the "
+        "logits, where that is above 1), in ragged batches, prompts in chunks, with cached prefixes. `same bits`: a "
+        "request has the same bits alone, beside others and behind a cached prefix. `python -m tests.every_class` "
+        "writes this table, the nightly tests try it again."
+    )
     lines = [
         "# Every causal language model of transformers",
         "",
-        f"Of the {len(outcomes)} classes of transformers {transformers.__version__} {ours + theirs} are served: {ours} by files of",
-        f"Quire, {theirs} by [transformers' own class](checkpoints.md#by-transformers-own-class) on Quire's pages. Each was tried",
-        "with a small random model: log probabilities equal transformers' in float64 to 5e-5 (times the deviation of the",
-        "logits, where that is above 1), in ragged batches, prompts in chunks, with cached prefixes. `same bits`: a request",
-        "has the same bits alone, beside others and behind a cached prefix. `python -m tests.every_class` writes this table,",
-        "the nightly tests try it again.",
+        *textwrap.wrap(said, 118, break_long_words=False, break_on_hyphens=False),
         "",
         "| `model_type` | class | served by | same bits, or why not |",
         "|---|---|---|---|",
     ]
     for each in outcomes:
-        said = each.reason or ("same bits" if each.apart else "batch-dependent")
+        why = each.reason or ("same bits" if each.apart else "batch-dependent")
         by = {"quire": "a file of Quire", "transformers": "its class", "": "-"}[each.by]
-        lines.append(f"| `{each.kind}` | {each.made_by} | {by} | {said} |")
+        lines.append(f"| `{each.kind}` | {each.made_by} | {by} | {why} |")
     return "\n".join(lines) + "\n"
 
 

@@ -41,7 +41,13 @@ _SMALL: dict[str, Any] = {
     **{"hidden_size_per_layer_input": 16, "laurel_rank": 8, "default_language": "en_XX"},
 }
 _LATENT = {"num_key_value_heads": 4}
-_TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
 _TOWER |= {"embed_dim": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "output_dim": 32, "base_channels": 32}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -115,8 +121,8 @@ def _fields(config: Any) -> set[str]:
 
 
 def save_tiny_class(path: Path, kind: str) -> type[PreTrainedModel]:
-    """Write a random model to `path`; what makes it. Its weights are larger than usual, so that text is not flat. Raises
-    ValueError for one that is not small."""
+    """Write a random model to `path`; what makes it. Its weights are larger than usual, so that text is not flat.
+    Raises ValueError for one that is not small."""
     config = tiny_config(kind)
     made_by = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if made_by.config_class is config.sub_configs.get("text_config"):

@@ -151,7 +151,7 @@ def family_not_served(raw: Mapping[str, Any]) -> str | None:
     kind, part = str(raw.get("model_type") or ""), raw.get("text_config")
     inner = str(part.get("model_type") or "") if isinstance(part, Mapping) else ""
     shown = f"{kind} models, whose text part is {inner}" if inner else f"{kind or 'such'} models"
-    return f"Quire does not serve {shown}: {reason}"
+    return f"Quire does not serve {shown}: transformers' class: {reason}"
 
 
 def why_not_served(raw: Mapping[str, Any]) -> list[str]:

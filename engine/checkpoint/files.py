@@ -250,9 +250,13 @@ def _class_config(files: ModelFiles, content: dict[str, Any], label: str, *, for
         raise ModelError(f"model: {label}: model_type: {reason}")
     given = class_config(content)
     raw = checked(text_fields(given), AdaptedFields, label)
+    stored: Mapping[str, Any] = {**raw}
     if quantized := raw.get("quantization_config"):
         weight_formats(quantized)
-    sizes = {name: next((raw[key] for key in keys if isinstance(raw.get(key), int)), 0) for name, keys in ALIASES.items()}
+    sizes = {
+        name: next((stored[key] for key in keys if isinstance(stored.get(key), int)), 0)
+        for name, keys in ALIASES.items()
+    }
     for name in ("vocab_size", "hidden_size"):
         if not sizes[name]:
             raise ModelError(f"model: {label}: lacks {name}, needed to serve a {given['model_type']}")

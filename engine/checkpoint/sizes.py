@@ -151,15 +151,13 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     hidden, layers = _number(text, "hidden_size"), _number(text, "num_hidden_layers")
     vocab = _number(text, "vocab_size")
     whole = kind == raw.get("model_type", "")
-    notes = [] if whole else ["only the text part is counted, no image or audio tower"]
+    notes = _class_notes(raw) + ([] if whole else ["only the text part is counted, no image or audio tower"])
     windows = layer_windows(text, layers)
     attending = len(windows)
     if attending < layers:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
         notes.append("state-space layers are not known here: their parameters are a guess")
-    if not has_file(raw) and class_not_served(raw) is None:
-        notes.append("transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs")
     attention, kv, formula, width = _attention(text, hidden)
     if attending < 1:
         raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
@@ -196,6 +194,13 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
     )
+
+
+def _class_notes(raw: Mapping[str, Any]) -> list[str]:
+    """What is to be known of a model that no file of ours serves."""
+    if has_file(raw) or class_not_served(raw) is not None:
+        return []
+    return ["transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs"]
 
 
 def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int]:

@@ -12,7 +12,15 @@ from typing import Any
 _OUTER = ("tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype", "architectures")
 """What a config.json may say beside its text_config, and means of it."""
 
-_BEHIND_PADDING = {"camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"}
+_BEHIND_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}
 
 
 @cache
@@ -54,6 +62,8 @@ def first_position(given: Mapping[str, Any]) -> int:
 
 def class_not_served(raw: Mapping[str, Any]) -> str | None:
     """Why transformers' class does not serve such a model, as far as it was tried; None where it does."""
+    if raw.get("is_encoder_decoder"):
+        return "it is an encoder-decoder, of which no half is served alone"
     kind = str(class_config(raw).get("model_type") or "")
     if kind not in tried():
         own = "; its own code is not run" if raw.get("auto_map") else ""

@@ -48,7 +48,13 @@ class Paged:
         return self._metadata.positions
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        given: Mapping[str, Any],
     ) -> Tensor:
         call, self._calls = self._calls, self._calls + 1
         assert self._metadata is not None

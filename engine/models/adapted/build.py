@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -39,7 +39,9 @@ def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (NAME,):
             raise _no_interface(made_by) from None
-        raise ModelError(f"model: transformers' {made_by.__name__} is not made of this file: {_first_line(error)}") from error
+        raise ModelError(
+            f"model: transformers' {made_by.__name__} is not made of this file: {_first_line(error)}"
+        ) from error
     if not any(hasattr(sys.modules[type(each).__module__], "ALL_ATTENTION_FUNCTIONS") for each in model.modules()):
         raise _no_interface(made_by)
     return model.eval().requires_grad_(False)
@@ -50,8 +52,8 @@ def _class_of(given: Mapping[str, Any]) -> type[PreTrainedModel]:
     kind, named = str(given["model_type"]), given.get("architectures") or ()
     config = CONFIG_MAPPING[kind]
     if config in MODEL_FOR_CAUSAL_LM_MAPPING:
-        found: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[config]
-        return found
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+        return cast("type[PreTrainedModel]", found)
     for name in {*named} & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
         if (found := getattr(transformers, name)).config_class is config:
             return found
@@ -75,7 +77,9 @@ def stateful(made_by: type) -> ModelError:
 
 
 def _no_interface(made_by: type) -> ModelError:
-    return ModelError(f"model: transformers' {made_by.__name__} does not attend through transformers' attention interface")
+    return ModelError(
+        f"model: transformers' {made_by.__name__} does not attend through transformers' attention interface"
+    )
 
 
 def _first_line(error: Exception) -> str:

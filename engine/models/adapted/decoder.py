@@ -26,7 +26,15 @@ from quire.engine.models.adapted.attention import Paged
 from quire.engine.models.adapted.build import body_of, build
 from quire.engine.models.adapted.experts import OurExperts
 from quire.engine.models.adapted.interface import attend_by, mix_by
-from quire.engine.models.adapted.modules import OurLinear, RowsApart, foreign_products, multiplies, our_norm, transposed, turned
+from quire.engine.models.adapted.modules import (
+    OurLinear,
+    RowsApart,
+    foreign_products,
+    multiplies,
+    our_norm,
+    transposed,
+    turned,
+)
 from quire.engine.models.adapted.positions import GivenPositions, RotationTable, is_rotation, takes_length
 from quire.engine.models.adapted.probe import inputs_of
 from quire.engine.models.adapted.rows import ByRows
@@ -109,15 +117,14 @@ class AdaptedDecoder(Decoder):
         """A checkpoint's tensors as `parameters` has them. Buffers, which not all checkpoints hold, go to their
         modules."""
         for name, tensor in self._conversion.converted(stream):
-            holder, _, own = name.rpartition(".")
-            if (module := self._buffers.get(holder)) is not None and own in module._buffers:
-                buffer = module._buffers[own]
-                module._buffers[own] = tensor.to(device=self.device, dtype=None if buffer is None else buffer.dtype)
+            own = name.rpartition(".")[2]
+            if (module := self._buffers.get(name)) is not None:
+                setattr(module, own, tensor.to(device=self.device, dtype=getattr(module, own).dtype))
             else:
                 yield name, tensor
 
     def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
-        found = []
+        found: list[tuple[PageTensor, ...]] = []
         for place in range(self.groups.places):
             each = self._attention[self.groups.place_of.index(place)]
             shape = self._backend.kv_cache_shape(num_blocks, each.num_kv_heads, each.head_dim, self.kv_dtype)
@@ -171,7 +178,9 @@ class AdaptedDecoder(Decoder):
                 self._join(table, own)
                 _set(model, name, made.setdefault(id(module), ours))
             elif (norm := our_norm(module, self._backend)) is not None:
-                self._join(table, norm.parameters_of(name, self.dtype, biased=getattr(module, "bias", None) is not None))
+                self._join(
+                    table, norm.parameters_of(name, self.dtype, biased=getattr(module, "bias", None) is not None)
+                )
                 _set(model, name, made.setdefault(id(module), norm))
             elif type(module) is Conv1D and name in self._spec.called:
                 ours, own = self._our_linear(name, transposed(module), wide=module is head)
@@ -184,7 +193,7 @@ class AdaptedDecoder(Decoder):
         self._make_buffers()
         self._join(table, self._others())
         self.foreign_products = foreign_products(model, self._spec.called)
-        self._buffers = {name: module for name, module in model.named_modules() if module._buffers}
+        self._buffers = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_buffers()}
         for name, module in list(model.named_modules()):
             if is_rotation(module):
                 _set(model, name, RotationTable(module, self.max_model_len))
@@ -209,9 +218,9 @@ class AdaptedDecoder(Decoder):
         """Buffers that no checkpoint holds, as the class makes them."""
         makers = {name: each for name, each in self._model.named_modules() if isinstance(each, PreTrainedModel)}
         for path, module in self._model.named_modules():
-            missing = [name for name, each in module._buffers.items() if each is not None and each.is_meta]
-            for name in missing:
-                module._buffers[name] = torch.zeros_like(module._buffers[name], device=self.device)
+            missing = [(name, each) for name, each in module.named_buffers(recurse=False) if each.is_meta]
+            for name, buffer in missing:
+                setattr(module, name, torch.zeros_like(buffer, device=self.device))
             if missing:
                 nearest = max((name for name in makers if f"{path}.".startswith(f"{name}." if name else "")), key=len)
                 makers[nearest]._init_weights(module)
@@ -220,16 +229,14 @@ class AdaptedDecoder(Decoder):
         """The parameters that stay in modules of the class."""
         table: ParameterTable = {}
         for name, module in self._model.named_modules():
-            for own, each in module._parameters.items():
-                if each is not None:
-                    full = f"{name}.{own}" if name else own
-                    place = Parameter(tuple(each.shape), each.dtype, partial(_put, module, own))
-                    self._join(table, {full: place})
+            for own, each in module.named_parameters(recurse=False):
+                full = f"{name}.{own}" if name else own
+                self._join(table, {full: Parameter(tuple(each.shape), each.dtype, partial(_put, module, own))})
         return table
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    setattr(module, name, nn.Parameter(tensor, requires_grad=False))
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -38,7 +38,7 @@ class OurExperts:
                 shape = tuple(getattr(self._module, name).shape)
                 table[f"{self._name}.{name}"] = Parameter(shape, self._dtype, self._putter(linear, name, names))
         for name in table:
-            del self._module._parameters[name.rpartition(".")[2]]
+            delattr(self._module, name.rpartition(".")[2])
         return table
 
     def _putter(self, linear: str, name: str, names: list[str]) -> Any:

@@ -24,7 +24,13 @@ MaskFunction = Callable[[int, int, Tensor, Tensor], Tensor]
 
 class Attending(Protocol):
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        given: Mapping[str, Any],
     ) -> Tensor:
         """query [1, H, T, D], key and value [1, K, T, D], to [1, T, H, D of the value]; `given`: what else the class
         says of it, by transformers' names."""

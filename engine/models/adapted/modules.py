@@ -6,7 +6,7 @@ That a norm is the same is tried, not believed: families have norms of one name 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,8 +95,8 @@ def _is_rms_norm(module: nn.Module, size: int, eps: float, offset: float) -> boo
     """Whether a norm computes x / sqrt(mean(x^2) + eps) * (weight + offset), by numbers."""
     generator = torch.Generator().manual_seed(1)
     weight, x = torch.randn(size, generator=generator), torch.randn((_ROWS, size), generator=generator) * eps**0.5
-    tried = copy.copy(module)
-    tried._parameters = {"weight": nn.Parameter(weight, requires_grad=False)}
+    tried: Any = copy.deepcopy(module)
+    tried.weight = nn.Parameter(weight, requires_grad=False)
     try:
         found = tried(x)
     except Exception:  # it takes more than x
@@ -162,8 +162,8 @@ class _Products(TorchFunctionMode):
 
     def _linear(self, x: Tensor, weight: Tensor) -> Linear | None:
         """None where it is another matrix, or of a type that the backend does not take."""
-        own = self._module._parameters["weight"]
-        if own is None or own.shape != weight.shape or self._backend.cannot_serve(x.device, x.dtype, 2) is not None:
+        own = self._module.get_parameter("weight")
+        if own.shape != weight.shape or self._backend.cannot_serve(x.device, x.dtype, 2) is not None:
             return None
         known = self._packed.get(weight.dtype)
         if known is None or known[0] is not own:
@@ -182,6 +182,6 @@ def foreign_products(model: nn.Module, called: frozenset[str]) -> list[str]:
         if isinstance(module, nn.Embedding) or not (name in called or parent in called):
             continue
         ours = {"weight"} if multiplies(module) else set()
-        matrices = [own for own, each in module._parameters.items() if each is not None and each.ndim > 1]
+        matrices = [own for own, each in module.named_parameters(recurse=False) if each.squeeze().ndim > 1]
         found += [f"{name}.{own}" for own in matrices if own not in ours]
     return found

@@ -1,5 +1,5 @@
-"""Positions in transformers' classes: those of the step's tokens in the place of what a class would count, and tables of
-what it computes of them."""
+"""Positions in transformers' classes: those of the step's tokens in the place of what a class would count, and tables
+of what it computes of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a class keeps of a sequence: it is run once on tensors that are shapes alone, and each call of its attention says
-what it is. Whatever our pages do not compute is refused, in a sentence that names it."""
+"""What a class keeps of a sequence: it is run once on tensors that are shapes alone, and each call of its attention
+says what it is. Whatever our pages do not compute is refused, in a sentence that names it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -57,7 +58,13 @@ class Noting:
     found: list[Attended] = field(default_factory=list)
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, given: Mapping[str, Any]
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        given: Mapping[str, Any],
     ) -> Tensor:
         where = f"its {type(module).__name__}"
         if query.shape[0] != 1 or query.shape[2] != _TOKENS or key.shape[2] != _TOKENS or value.shape[2] != _TOKENS:
@@ -134,7 +141,7 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
     inputs = inputs_of(body, ids, torch.zeros_like(ids))
     inputs["attention_mask"] = torch.ones_like(ids)
     try:
-        with _NothingFound():
+        with _NothingFound(), fx_config.patch(meta_nonzero_assume_all_nonzero=True):
             body(**inputs)
     except ModelError as error:
         raise ModelError(f"model: transformers' {name}: {error}") from None
@@ -161,7 +168,7 @@ def called(model: PreTrainedModel) -> Iterator[set[str]]:
 
 class _NothingFound(TorchFunctionMode):
     """In its context a class that looks for what is not zero, as for the experts that tokens chose, finds nothing: what
-    it then computes of it is none of attention's."""
+    it then computes of it is none of attention's. (A mask as an index, which no function sees, finds all.)"""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -210,7 +217,7 @@ def check_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> Non
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
     try:
         inputs = inputs_of(model, ids, torch.zeros_like(ids)) | {"attention_mask": torch.ones_like(ids)}
-        with _NothingFound():
+        with _NothingFound(), fx_config.patch(meta_nonzero_assume_all_nonzero=True):
             logits = model(**inputs).logits
     except Exception as error:
         raise ModelError(f"model: transformers' {name} does not make logits of tokens alone: {error}"[:300]) from error

@@ -1,12 +1,11 @@
 """A checkpoint's tensors under the names, and in the form, that a class of transformers has them, by transformers' own
-rules: some join a layer's experts, or take joined linears apart. What belongs together is held until all of it has come.
-"""
+rules: some join a layer's experts, or take joined linears apart. What belongs together is held until all is there."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +43,7 @@ class Conversion:
         self._by_pattern = {pattern: rule for rule in self._converters for pattern in rule.source_patterns}
         self._model, self._prefix = model, model.base_model_prefix
         state = model.state_dict()
-        self._known: Mapping[str, Tensor] = state
+        self._known: dict[str, Tensor] = state
         self._canonical = _canonical(model)
         unexpected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         self._unexpected = [re.compile(pattern) for pattern in unexpected]

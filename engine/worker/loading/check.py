@@ -77,7 +77,9 @@ def check_meaning(served: ModelConfig, path: Path, before: Path) -> None:
         kinds = "safetensors", "GGUF"
         raise ModelError(f"weights: the model is served from {kinds[before.is_file()]}, not {kinds[path.is_file()]}")
     if path.is_file() or (path / "config.json").exists():
-        _check_config(read_model_config(path, "auto" if served.given is None else "transformers"), served, quantized=path.is_dir())
+        _check_config(
+            read_model_config(path, "auto" if served.given is None else "transformers"), served, quantized=path.is_dir()
+        )
 
 
 def _check_config(found: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:

@@ -1,13 +1,11 @@
 """Every causal language model of transformers that is served comes out as tried.toml says, and the tables are those of
 this transformers."""
 
-from pathlib import Path
-
 import pytest
 import transformers
 
 from quire.engine.checkpoint.adapted import tried, tried_version
-from tests.every_class import TABLE, Outcome, as_table, as_toml, outcome, recorded
+from tests.every_class import TABLE, as_table, outcome, recorded
 from tests.tiny_classes import KINDS
 
 pinned = pytest.mark.skipif(transformers.__version__ != tried_version(), reason="the table is of another transformers")

@@ -204,12 +204,17 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
 
 def test_flags_that_ask_for_what_is_done_anyway_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     config = small(
-        "--trust-remote-code", "--tokenizer-mode", "slow", "mine", "--model_impl=auto", "--size", "2", "--jinja"
+        "--trust-remote-code", "--tokenizer-mode", "slow", "mine", "--config_format=auto", "--size", "2", "--jinja"
     )
     assert (config.model, config.size) == ("mine", 2)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "small: --trust-remote-code changes nothing: no code of a model's is run"
-    assert [line.split()[1] for line in said] == ["--trust-remote-code", "--tokenizer-mode", "--model-impl", "--jinja"]
+    assert [line.split()[1] for line in said] == [
+        "--trust-remote-code",
+        "--tokenizer-mode",
+        "--config-format",
+        "--jinja",
+    ]
 
 
 def test_vllm_s_short_names_and_other_types() -> None:
