@@ -202,8 +202,8 @@ def as_table(outcomes: Sequence[Outcome]) -> str:
     """docs/models_table.md."""
     ours, theirs = (sum(each.by == by for each in outcomes) for by in ("quire", "transformers"))
     said = (
-        f"Of the {len(outcomes)} classes of transformers {transformers.__version__} {ours + theirs} are served: {ours} by "
-        f"files of Quire, {theirs} by [transformers' own class]({_SECTION}) on Quire's pages. Each was tried with a "
+        f"Of the {len(outcomes)} classes of transformers {transformers.__version__} {ours + theirs} are served: {ours} "
+        f"by files of Quire, {theirs} by [transformers' own class]({_SECTION}) on Quire's pages. Each was tried with a "
         "small random model: log probabilities equal transformers' in float64 to 5e-5 (times the deviation of the "
         "logits, where that is above 1), in ragged batches, prompts in chunks, with cached prefixes. `same bits`: a "
         "request has the same bits alone, beside others and behind a cached prefix. `python -m tests.every_class` "

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +141,7 @@ def probe(model: PreTrainedModel, longest: int) -> list[Attended]:
     inputs = inputs_of(body, ids, torch.zeros_like(ids))
     inputs["attention_mask"] = torch.ones_like(ids)
     try:
-        with _NothingFound(), fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+        with _NothingFound(), _all_indexed():
             body(**inputs)
     except ModelError as error:
         raise ModelError(f"model: transformers' {name}: {error}") from None
@@ -168,7 +168,7 @@ def called(model: PreTrainedModel) -> Iterator[set[str]]:
 
 class _NothingFound(TorchFunctionMode):
     """In its context a class that looks for what is not zero, as for the experts that tokens chose, finds nothing: what
-    it then computes of it is none of attention's. (A mask as an index, which no function sees, finds all.)"""
+    it then computes of it is none of attention's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         x, kwargs = args[0] if args else None, kwargs or {}
@@ -178,6 +178,14 @@ class _NothingFound(TorchFunctionMode):
             if func in (torch.where, Tensor.where) and len(args) == 1 and not kwargs:
                 return tuple(x.new_empty(0, dtype=torch.int64) for _ in range(x.ndim))
         return func(*args, **kwargs)
+
+
+def _all_indexed() -> AbstractContextManager[object]:
+    """In its context a mask as an index, which is no function's, finds all."""
+    found: AbstractContextManager[object] = fx_config.patch(  # type: ignore[attr-defined]
+        meta_nonzero_assume_all_nonzero=True
+    )
+    return found
 
 
 class _TextAlone(TorchFunctionMode):
@@ -217,7 +225,7 @@ def check_head(model: PreTrainedModel, vocab_size: int, hidden_size: int) -> Non
     ids = torch.zeros((1, _TOKENS), dtype=torch.int64, device="meta")
     try:
         inputs = inputs_of(model, ids, torch.zeros_like(ids)) | {"attention_mask": torch.ones_like(ids)}
-        with _NothingFound(), fx_config.patch(meta_nonzero_assume_all_nonzero=True):
+        with _NothingFound(), _all_indexed():
             logits = model(**inputs).logits
     except Exception as error:
         raise ModelError(f"model: transformers' {name} does not make logits of tokens alone: {error}"[:300]) from error

@@ -52,8 +52,13 @@ def test_experts_are_read_only_when_chosen() -> None:
 
 
 def test_latent_attention_caches_the_latent() -> None:
-    found = read_sizes(AutoConfig.for_model("deepseek_v3").to_dict())
+    found = read_sizes(AutoConfig.for_model("deepseek_v32").to_dict())
     assert (found.kv_numbers, found.kv_heads) == ((512 + 64) * 61, 1)
+
+
+def test_latent_attention_by_transformers_class_caches_what_it_makes_of_the_latent() -> None:
+    found = read_sizes(AutoConfig.for_model("deepseek_v3").to_dict())
+    assert (found.kv_numbers, found.kv_heads) == (2 * 128 * (128 + 64) * 61, 128)
 
 
 def test_only_the_text_part_of_a_model_with_images_is_counted() -> None:

@@ -152,7 +152,7 @@ def test_an_encoder_decoder_is_refused_though_its_decoder_has_a_class(tmp_path: 
 def test_unknown_families_are_refused_and_their_code_is_not_run(tmp_path: Path) -> None:
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}, "vocab_size": 9, "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="neither a file of Quire nor a class of transformers .* its own code is not"):
+    with pytest.raises(ModelError, match=r"neither a file of Quire nor a class of transformers .* its own code is not"):
         read_model_config(tmp_path)
     with pytest.raises(ModelError, match="'own' is known neither to Quire nor to the transformers installed here"):
         engine_of(tmp_path, model_impl="transformers")
