@@ -20,7 +20,7 @@ from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import PageTensor
-from quire.engine.layers.schemes import Scheme
+from quire.engine.layers.schemes import Scheme, Unquantized
 from quire.engine.layers.shard import WHOLE, Shard
 from quire.engine.models.adapted.attention import Paged
 from quire.engine.models.adapted.build import body_of, build
@@ -43,6 +43,10 @@ from quire.engine.models.adapted.weights import Conversion, TensorStream
 from quire.engine.models.decoder import Decoder, KVCache
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext
 from quire.kernels.kv_codes import KVScales, scale_elements
+
+
+_ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""What the names of linears end with that choose experts."""
 
 
 class _Hidden(BaseModelOutputWithPast):
@@ -210,8 +214,11 @@ class AdaptedDecoder(Decoder):
             table[own] = table[own].shared(parameter) if own in table else parameter
 
     def _our_linear(self, name: str, module: nn.Linear, *, wide: bool) -> tuple[OurLinear, ParameterTable]:
-        outs = {name: module.out_features}
-        ours = JoinedLinear(self._scheme, module.in_features, outs, bias=module.bias is not None, wide=wide)
+        outs, scheme = {name: module.out_features}, self._scheme
+        stored = scheme.tensors(name, module.in_features, module.out_features, bias=False).get("weight")
+        if name.endswith(_ROUTERS) and stored is not None and stored.dtype == self.dtype:
+            scheme = Unquantized(self._backend, self.dtype)  # no router gets few bits: its choices would change
+        ours = JoinedLinear(scheme, module.in_features, outs, bias=module.bias is not None, wide=wide)
         return OurLinear(ours, module, self.dtype, self.device), ours.parameters()
 
     def _make_buffers(self) -> None:

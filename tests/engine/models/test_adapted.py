@@ -20,9 +20,16 @@ from quire.engine.models.adapted.interface import MaskFunction
 from quire.engine.models.adapted.probe import probe, window_of
 from quire.engine.types import Request
 from tests.engine.harness import Answer, request, run
+from tests.quantized_models import Packer, float8, gptq, quantize_checkpoint
 from tests.tiny_classes import save_tiny_class
 from tests.tiny_models import VOCAB, save_tiny_model
 
+FLOATS = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"all": {"targets": ["Linear"], "weights": FLOATS}},
+}
 LENGTHS = (3, 20, 45, 61)
 
 
@@ -97,6 +104,26 @@ def test_few_bits_make_the_weights_smaller_and_stay_close(olmoe: str) -> None:
     pairs = zip(*(run(each, asked)["3"].prompt_logprobs or [] for each in (whole, few)), strict=True)
     errors = [abs(a.logprob - b.logprob) for a, b in pairs if a is not None and b is not None]
     assert 0 < sum(errors) / len(errors) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("pack", "config", "bound"),
+    [
+        (gptq(4, 32, symmetric=True), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, 0.15),
+        (float8("tensor"), {**COMPRESSED, "ignore": ["lm_head"]}, 1e-3),
+    ],
+    ids=["gptq", "fp8"],
+)
+def test_checkpoints_in_few_bits_are_what_their_tensors_stand_for(
+    pack: Packer, config: dict[str, Any], bound: float, tmp_path: Path
+) -> None:
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    save_tiny_class(dense, "olmo")
+    packed = quantize_checkpoint(dense, tmp_path / "packed", pack, config)
+    asked = requests(max_tokens=1, prompt_logprobs=0)[-1:]
+    pairs = zip(*(run(engine_of(each), asked)["3"].prompt_logprobs or [] for each in (dense, packed)), strict=True)
+    assert max(abs(a.logprob - b.logprob) for a, b in pairs if a is not None and b is not None) < bound
 
 
 @pytest.mark.parametrize(
