@@ -44,7 +44,6 @@ from quire.engine.models.decoder import Decoder, KVCache
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext
 from quire.kernels.kv_codes import KVScales, scale_elements
 
-
 _ROUTERS = (".gate", ".router", ".shared_expert_gate")
 """What the names of linears end with that choose experts."""
 
