@@ -15,7 +15,10 @@ pinned = pytest.mark.skipif(transformers.__version__ != tried_version(), reason=
 @pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_class_comes_out_as_the_table_says(kind: str) -> None:
-    assert outcome(kind) == recorded()[kind]
+    found, wanted = outcome(kind), recorded()[kind]
+    assert (found.by, found.apart) == (wanted.by, wanted.apart)
+    # Whether a small model of it can be made may be a matter of what else is installed.
+    assert found.reason == wanted.reason or "no small model" in wanted.reason
 
 
 @pinned
