@@ -37,8 +37,8 @@ class AdaptedAttention(AttentionSpec):
 
 @dataclass(frozen=True, slots=True)
 class AdaptedSpec(DecoderSpec):
-    given: Mapping[str, Any] = field(default_factory=dict)
-    """config.json."""
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """config.json, of which much means nothing here."""
     made_by: str = ""
     """The class's name."""
     called: frozenset[str] = frozenset()

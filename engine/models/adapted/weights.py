@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -16,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from quire.engine.checkpoint.safetensors import text_tensor
 from quire.engine.errors import ModelError
+from quire.engine.models.adapted.build import build
 
 _BESIDE_TEXT = re.compile(r"(^|[._])(vision|visual|image|img|audio|speech|multi_modal|mm)(_|\.|$)")
 """In the names of what is for other things than text."""
@@ -99,6 +101,14 @@ class Conversion:
             raise ModelError(f"model: {name}: transformers' rule for it fails: {type(error).__name__}") from error
         for target, tensor in made.items():
             yield target, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def converted_shapes(given: Mapping[str, Any], stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
+    """The tensors of another checkpoint of a class's model, on the meta device, without its buffers. Raises
+    ModelError."""
+    model = build(given, torch.float32)
+    buffers = {name for name, _ in model.named_buffers()}
+    return ((name, tensor) for name, tensor in Conversion(model).converted(stream) if name not in buffers)
 
 
 def _canonical(model: PreTrainedModel) -> dict[str, str]:

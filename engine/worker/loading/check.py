@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,10 @@ def check_weights(checkpoint: Checkpoint, served: ModelConfig, path: Path, befor
             name = wrong[0]
             raise ModelError(f"weights: {name} has shape {found.get(name)}, the model's {wanted.get(name)}")
         return
-    stream = named_stream(as_linears(served, _shapes(path)), checkpoint.table, checkpoint.unused)
+    shapes = as_linears(served, _shapes(path))
+    if served.given is not None:
+        shapes = import_module("quire.engine.models.adapted.weights").converted_shapes(served.given, shapes)
+    stream = named_stream(shapes, checkpoint.table, checkpoint.unused)
     more = [within(folder, _shapes(path / folder)) for folder in checkpoint.folders]
     load_weights(checkpoint.table, chain(stream, *more), device=torch.device("meta"))
 

@@ -1,11 +1,13 @@
 """Models by transformers' own classes: when they are chosen, what is refused, and that nothing else changes a token."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -63,10 +65,21 @@ def test_the_class_is_chosen_where_there_is_no_file_and_says_so(olmoe: str, tmp_
     assert not any("transformers" in note for note in ours.info.notes)
 
 
-def test_a_file_and_a_class_give_the_same_tokens(tmp_path: Path) -> None:
-    path = save_tiny_model(tmp_path, "gemma2")
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("granite_swa", {}),
+        ("gpt2", {}),
+        ("phi3-longrope", {"max_position_embeddings": 1024}),
+    ],
+)
+def test_a_file_and_a_class_give_the_same_tokens(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Windows, soft caps, sinks, positions in a table, and rotations that the served context chooses."""
+    path = save_tiny_model(tmp_path, family, **overrides)
     by_file, by_class = engine_of(path), engine_of(path, model_impl="transformers")
-    assert "Gemma2ForCausalLM" in by_class.info.notes[0]
+    assert "transformers' " in by_class.info.notes[0]
     assert by_class.info.page_groups == by_file.info.page_groups
     asked = requests()
     wanted, found = run(by_file, asked), run(by_class, asked)
@@ -104,6 +117,21 @@ def test_few_bits_make_the_weights_smaller_and_stay_close(olmoe: str) -> None:
     pairs = zip(*(run(each, asked)["3"].prompt_logprobs or [] for each in (whole, few)), strict=True)
     errors = [abs(a.logprob - b.logprob) for a, b in pairs if a is not None and b is not None]
     assert 0 < sum(errors) / len(errors) < 0.05
+
+
+def test_other_weights_are_checked_and_take_the_place_of_these(olmoe: str, tmp_path: Path) -> None:
+    """Their experts are stored one by one and joined by the class's rules."""
+    shutil.copytree(olmoe, tmp_path / "b")
+    tensors = {name: tensor * 0.9 for name, tensor in load_file(tmp_path / "b" / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
+    engine, other = engine_of(olmoe), EngineConfig(model=olmoe, weights=str(tmp_path / "b"), num_kv_blocks=64)
+    engine.check_weights(other)
+    asked = requests(max_tokens=1, logprobs=1)[-1:]
+    assert run(Engine(other), asked)["3"].logprobs != run(engine, asked)["3"].logprobs
+    experts = next(name for name in tensors if "experts" in name)
+    save_file(tensors | {experts: tensors[experts][:-1].contiguous()}, tmp_path / "b" / "model.safetensors")
+    with pytest.raises(ModelError):
+        engine.check_weights(other)
 
 
 @pytest.mark.parametrize(
