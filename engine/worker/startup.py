@@ -25,7 +25,7 @@ from quire.engine.worker.device import Chosen, choose, choose_device, keep_kerne
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.drafting import load_drafting, start_drafting
 from quire.engine.worker.heads import Heads
-from quire.engine.worker.loading.adapted import adapted_notes
+from quire.engine.worker.loading.adapted import adapted_notes, by_class
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import held_bytes
@@ -138,7 +138,7 @@ def _start(
         plan=plan,
         device=str(device),
         dtype=str(chosen.dtype).removeprefix("torch."),
-        backend=f"{backend.name} ({chosen.why})",
+        backend=f"{backend.name} ({chosen.why}{by_class(model)})",
         deterministic=apart,
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
         # On a CPU a step occupies the host itself: running ahead overlaps nothing but what other stages compute, and

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -108,6 +109,10 @@ class AdaptedDecoder(Decoder):
         attend_by(model, self._paged)
         (name, self._body), self._given = body_of(model), _Given()
         _set(model, name, self._given)
+
+    @property
+    def computes(self) -> str:
+        return f"{super().computes}, {self.made_by} of transformers {transformers.__version__}"
 
     def parameters(self) -> ParameterTable:
         return dict(self._table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,11 @@ def check_adapted(config: EngineConfig, model: ModelConfig) -> None:
         if value:
             why = f"a {model.model_type} is computed by transformers' class, which is not served with it"
             raise ConfigError(f"{name}: {why}", param=name)
+
+
+def by_class(model: Decoder) -> str:
+    """What is to be added to what computes a model, where a class does: other tokens may come of it; else ""."""
+    return f"; {model.made_by} of transformers {version('transformers')}" if model.made_by else ""
 
 
 def adapted_notes(config: EngineConfig, model: Decoder, backend: Backend, apart: bool) -> tuple[bool, list[str]]:

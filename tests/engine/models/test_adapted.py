@@ -60,6 +60,7 @@ def alone(engine: Engine, **params: object) -> dict[str, Answer]:
 def test_the_class_is_chosen_where_there_is_no_file_and_says_so(olmoe: str, tmp_path: Path) -> None:
     engine = engine_of(olmoe)
     assert engine.info.notes[0].startswith("transformers' OlmoeForCausalLM computes it, on Quire's pages")
+    assert "OlmoeForCausalLM of transformers" in engine.info.backend, "its fingerprint is another"
     assert engine.info.deterministic
     ours = engine_of(save_tiny_model(tmp_path, "qwen3"))
     assert not any("transformers" in note for note in ours.info.notes)
