@@ -93,7 +93,17 @@ def test_a_family_without_a_file_is_refused_where_one_is_asked_for(olmoe: str) -
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}]
+    "options",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_offload_memory": 0.01},
+        {"speculative_config": {"method": "ngram"}},
+    ],
+    ids=str,
 )
 def test_no_batch_changes_a_bit(options: dict[str, Any], olmoe: str) -> None:
     """Nor chunks, few pages, which preempt, and cached prefixes."""
