@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.engine.checkpoint.adapted import first_position
 from quire.engine.checkpoint.families import has_file
@@ -71,7 +72,9 @@ def tried(kind: str, path: Path) -> Outcome:
     try:
         made_by = save_tiny_class(path, kind)
     except Exception as error:  # a class says by any what it does not take
-        return Outcome(kind, "", f"no small model of it could be made here to try it ({type(error).__name__})")
+        if MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[kind]]._is_stateful:
+            return Outcome(kind, "", _STATE)
+        return Outcome(kind, "", f"no small model of it could be made to try it ({type(error).__name__})")
     given = read_json(path / "config.json") or {}
     by = "quire" if has_file(given) else "transformers"
     try:

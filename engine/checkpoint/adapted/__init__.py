@@ -68,4 +68,4 @@ def class_not_served(raw: Mapping[str, Any]) -> str | None:
     if kind not in tried():
         own = "; its own code is not run" if raw.get("auto_map") else ""
         return f"neither a file of Quire nor a class of transformers {tried_version()} computes them{own}"
-    return tried()[kind] or None
+    return f"{tried()[kind]}; `transformers serve` may run it" if tried()[kind] else None
