@@ -98,6 +98,10 @@ class EngineConfig(BaseModel):
     weights: str | None = Field(
         None, description="Directory, or .gguf file, of other weights of the model's shape, if not the model's own"
     )
+    model_impl: Literal["auto", "quire", "transformers"] = Field(
+        "auto",
+        description="Who computes the model: a file of Quire, transformers' class; auto: that where no file does",
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, nothing is read")
     dtype: Dtype = Field(
         "auto",

@@ -71,11 +71,11 @@ class Engine:
         """tensors: weights under their names in the checkpoint, instead of those in files."""
         began = time.perf_counter()
         path = resolve_model(config.model, config.revision)
-        model = read_model_config(path)
+        model = read_model_config(path, config.model_impl)
         if config.weights is not None:
             check_meaning(model, stored_at(config), path)
         heartbeat = heartbeat or NoHeartbeat()
-        encoder = model.model_type in ENCODERS
+        encoder = model.model_type in ENCODERS and model.given is None
         check_tiers(config, encoder=encoder)
         files = WeightFiles(config) if tensors is None else None
         start = start_encoder if encoder else start_worker

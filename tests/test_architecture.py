@@ -44,6 +44,7 @@ SHARED = {
     "quire.engine.executor",
     "quire.engine.config",
     "quire.engine.replicas.cores",
+    "quire.engine.checkpoint.adapted",
     "quire.engine.checkpoint.families",
     "quire.engine.checkpoint.fields",
     "quire.engine.checkpoint.files",
@@ -123,6 +124,10 @@ OTHERS_PRIVATE = {
     "renderer._call": "jinja2's",
     "_asdict": "of every NamedTuple, which begins its methods with _ for the fields' sake",
     "_replace": "the same",
+    "_from_config": "transformers', which makes a class's model of a config by no other name",
+    "_init_weights": "transformers', which makes buffers that no checkpoint holds",
+    "_is_stateful": "transformers', which says of a class whether it keeps other things than keys and values",
+    "_apply_gate": "transformers', which is a part of its experts' interface",
 }
 """What begins with _ and is used all the same: an expression, or an attribute of anything."""
 
@@ -294,10 +299,12 @@ def test_the_server_and_the_control_half_never_import_torch(path: Path) -> None:
     for found in imports(path):
         top = found.module.split(".")[0]
         fallback = path == Path("engine/text/tokenizer.py") and found.lazy
+        fallback = fallback or path.parent == Path("engine/models/adapted")
         if top == "transformers":
             if not fallback:
                 wrong.append(
-                    f"{found}: it costs seconds; only a function of engine/text/tokenizer.py may, as a fallback"
+                    f"{found}: it costs seconds; only a function of engine/text/tokenizer.py may, as a fallback, and "
+                    "engine/models/adapted, which is imported where transformers' class computes a model"
                 )
         elif top in HEAVY and part in ("quire", "server", "control"):
             wrong.append(f"{found}: tensors belong to engine/worker and below; hand over plain lists or bytes")

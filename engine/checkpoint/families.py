@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.quantization import why_not
 
 FAMILIES = {
@@ -136,14 +137,24 @@ def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...
     return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def family_not_served(raw: Mapping[str, Any]) -> str | None:
-    """The same of the family alone; None where it is served."""
+def has_file(raw: Mapping[str, Any]) -> bool:
+    """Whether a file of ours serves such a model, rather than transformers' class. An encoder's config.json may be of a
+    decoder."""
     kind, part = str(raw.get("model_type") or ""), raw.get("text_config")
     inner = str(part.get("model_type") or "") if isinstance(part, Mapping) else ""
-    if kind in FAMILIES or kind in ENCODERS or (kind in WITH_IMAGES and (not inner or inner in FAMILIES)):
+    if kind in ENCODERS:
+        return not raw.get("is_decoder")
+    return kind in FAMILIES or (kind in WITH_IMAGES and (not inner or inner in FAMILIES))
+
+
+def family_not_served(raw: Mapping[str, Any]) -> str | None:
+    """The same of the family alone; None where it is served, by a file of ours or by transformers' class."""
+    if has_file(raw) or (reason := class_not_served(raw)) is None:
         return None
-    shown = f"{kind} models yet, whose text part is {inner}" if inner else f"{kind or 'such'} models yet"
-    return f"Quire does not serve {shown}"
+    kind, part = str(raw.get("model_type") or ""), raw.get("text_config")
+    inner = str(part.get("model_type") or "") if isinstance(part, Mapping) else ""
+    shown = f"{kind} models, whose text part is {inner}" if inner else f"{kind or 'such'} models"
+    return f"Quire does not serve {shown}: transformers' class: {reason}"
 
 
 def why_not_served(raw: Mapping[str, Any]) -> list[str]:
@@ -152,6 +163,8 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
     found = [] if family is None else [family]
     if (reason := why_not(raw.get("quantization_config") or {})) is not None:
         found.append(reason)
+    if not has_file(raw):
+        return found
     rope = raw.get("rope_parameters") or raw.get("rope_scaling")
     parts = (rope, *rope.values()) if isinstance(rope, Mapping) else ()  # or one for each kind of layer
     kinds = {_unserved_rope(raw, part) for part in parts if isinstance(part, Mapping)}

@@ -34,6 +34,19 @@ _LayerLetters = Annotated[str, Meta(pattern="^[LG]+$", max_length=256)]
 _Names = Annotated[list[_Text], Meta(max_length=2**14)]
 
 
+ALIASES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_topk"),
+}
+"""Which keys of config.json give a size; families name it differently."""
+
+
 class OneRope(TypedDict, total=False):
     """One rotary embedding; see `rope_table` for what each rope_type needs."""
 
@@ -307,6 +320,14 @@ class PlannedFields(SharedFields, total=False):
     interleave_moe_layer_step: _LayerCount | None
     mlp_only_layers: list[int] | None
     first_k_dense_replace: _LayerCount | None
+
+
+class AdaptedFields(PlannedFields, total=False):
+    """What Quire itself reads of a model that transformers' class computes; the class reads the rest."""
+
+    architectures: list[_Text] | None
+    is_decoder: bool | None
+    eos_token_id: _TokenId | _TokenIds | None
 
 
 class GenerationFields(TypedDict, total=False):

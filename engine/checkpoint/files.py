@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.advice import nearest
+from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
 from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
@@ -21,10 +22,18 @@ from quire.engine.checkpoint.families import (
     STATES,
     WITH_IMAGES,
     family_not_served,
+    has_file,
     stored_dtype,
     why_not_served,
 )
-from quire.engine.checkpoint.fields import MAX_POSITIONS, GenerationFields, PlannedFields, ServedFields
+from quire.engine.checkpoint.fields import (
+    ALIASES,
+    MAX_POSITIONS,
+    AdaptedFields,
+    GenerationFields,
+    PlannedFields,
+    ServedFields,
+)
 from quire.engine.checkpoint.layouts import named_alike
 from quire.engine.checkpoint.names import HubName, hub_name
 from quire.engine.checkpoint.quantization import weight_formats
@@ -69,6 +78,8 @@ class ModelConfig:
     """Each field of its declared type, or None."""
     context: int | None = None
     """Tokens of the longest context that will be served; None: `max_position`."""
+    given: Mapping[str, Any] | None = None
+    """The whole of config.json, where transformers' class serves the model; None: a family of ours does."""
 
 
 def resolve_model(name: str, revision: str | None = None, patterns: Sequence[str] = _WANTED_FILES) -> Path:
@@ -181,15 +192,15 @@ def _scratch() -> Path:
     return Path(folder)
 
 
-def read_model_config(path: Path) -> ModelConfig:
-    """Read the config.json, in transformers' format, of a model directory, or what a GGUF file says instead. Raises
-    ModelError, naming a wrong field."""
+def read_model_config(path: Path, impl: str = "auto") -> ModelConfig:
+    """Read the config.json, in transformers' format, of a model directory, or what a GGUF file says instead; `impl`:
+    who is to compute it, as the setting `model_impl` says it. Raises ModelError, naming a wrong field."""
     files = ModelFiles(path)
     content, label = files.json("config.json"), files.label("config.json")
     if content is None:
         raise ModelError(f"model: {path.absolute().name or path} has no config.json")
-    if content.get("model_type") and (reason := family_not_served(content)) is not None:
-        raise ModelError(f"model: {label}: model_type: {reason}; served: {', '.join(FAMILIES)}, and encoders")
+    if by_class(content, impl):
+        return _class_config(files, content, label, forced=impl == "transformers")
     if str(content.get("model_type")) in WITH_IMAGES:
         content = _text_config(content, label)
     raw = checked(named_alike(content), ServedFields, label)
@@ -219,6 +230,57 @@ def read_model_config(path: Path) -> ModelConfig:
     )
     _check_shape(config)
     return config
+
+
+def by_class(content: Mapping[str, Any], impl: str) -> bool:
+    """Whether transformers' class is to compute the model of a config.json. Raises ModelError where no file of ours
+    does, and `impl` asks for one."""
+    if has_file(content) and impl != "transformers":
+        return False
+    if impl == "quire" and content.get("model_type"):
+        raise ModelError(f"model_impl: no file of Quire serves a {content['model_type']}; it has {', '.join(FAMILIES)}")
+    return bool(content.get("model_type"))
+
+
+def _class_config(files: ModelFiles, content: dict[str, Any], label: str, *, forced: bool) -> ModelConfig:
+    """What Quire itself knows of a model that transformers' class computes. Raises ModelError where it is known not to;
+    forced: it is tried all the same."""
+    if files.folder is None:
+        raise ModelError(f"model: {label}: a GGUF file of a {content['model_type']} is not served")
+    if not forced and (reason := family_not_served(content)) is not None:
+        raise ModelError(f"model: {label}: model_type: {reason}")
+    given = class_config(content)
+    raw = checked(text_fields(given), AdaptedFields, label)
+    stored: Mapping[str, Any] = {**raw}
+    if quantized := raw.get("quantization_config"):
+        weight_formats(quantized)
+    sizes = {
+        name: next((stored[key] for key in keys if isinstance(stored.get(key), int)), 0)
+        for name, keys in ALIASES.items()
+    }
+    for name in ("vocab_size", "hidden_size"):
+        if not sizes[name]:
+            raise ModelError(f"model: {label}: lacks {name}, needed to serve a {given['model_type']}")
+    vocab, heads = sizes["vocab_size"], sizes["num_attention_heads"] or 1
+    eos = _ids(_read_generation_config(files).get("eos_token_id"), raw.get("eos_token_id"))
+    return ModelConfig(
+        model_type=str(given["model_type"]),
+        vocab_size=vocab,
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"] or 1,
+        num_layers=sizes["num_hidden_layers"] or 1,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=max(sizes["hidden_size"] // heads, 1),
+        max_position=max((sizes["max_position_embeddings"] or 2048) - first_position(given), 1),
+        norm_eps=1e-6,
+        tie_embeddings=bool(raw.get("tie_word_embeddings")),
+        dtype=stored_dtype(raw),
+        rope={},
+        eos_token_ids=tuple(token for token in eos if 0 <= token < vocab),
+        raw={"architectures": raw.get("architectures"), "quantization_config": raw.get("quantization_config")},
+        given=given,
+    )
 
 
 def _check_shape(config: ModelConfig) -> None:

@@ -177,6 +177,8 @@ def tasks_of(path: Path, config: ModelConfig, pooling: Pooling, runner: str, *, 
 
 def read_tasks(path: Path, config: ModelConfig, settings: EngineConfig) -> tuple[Pooling, tuple[Task, ...]]:
     """How the model makes vectors, and what requests may ask of it. Raises ConfigError."""
+    if config.given is not None:
+        return Pooling("last", config.hidden_size), ("generate",)
     pooling = read_pooling(path, config, settings.pooling_type, settings.classifier_from_token)
     tasks = tasks_of(path, config, pooling, settings.runner, dummy=settings.load_format == "dummy")
     guesses = settings.speculative_config is not None and settings.speculative_config.method != "none"

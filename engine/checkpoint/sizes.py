@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.families import (
     ENCODERS,
     STATES,
     WITHOUT_GATES,
     family_not_served,
+    has_file,
     layer_windows,
     sparse_layers,
     stored_dtype,
     why_not_served,
 )
+from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.page_groups import PIECE, ColumnState, PagedState, State
 from quire.engine.errors import ModelError
@@ -49,17 +52,6 @@ _WHOLE_NORMS = {"olmo2", "olmo3"}
 """and of all of them together."""
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
 """Families with a table of positions."""
-_ALIASES = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "hidden_dim"),
-    "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_per_token": ("num_experts_per_tok", "experts_per_token", "moe_topk"),
-}
-"""Which keys of config.json give a size; families name it differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +162,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
     hidden, layers, vocab = (_number(text, name) for name in wanted)
     whole = kind == raw.get("model_type", "")
-    notes = [] if whole else ["only the text part is counted, no image or audio tower"]
+    notes = _class_notes(raw) + ([] if whole else ["only the text part is counted, no image or audio tower"])
     windows = layer_windows(text, layers)
     attending, states = len(windows), _columns(text, hidden)
     if states is None and attending < layers:
@@ -208,8 +200,8 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         head_parameters=table,
         kv_formula=f"{formula} x {attending} layers",
         heads=_number(text, "num_attention_heads"),
-        kv_heads=1 if text.get("kv_lora_rank") else _kv_heads(text),
-        head_dim=kv if text.get("kv_lora_rank") else _head_dim(text, hidden),
+        kv_heads=1 if _keeps_latents(text) else _kv_heads(text),
+        head_dim=kv if _keeps_latents(text) else _head_dim(text, hidden),
         attention_width=width * attending,
         states=_in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
         unserved=tuple(why_not_served(raw)),
@@ -242,6 +234,13 @@ def _in_layers(
     return tuple(columns if kind == own else next(rest) for kind in kinds) or tuple(attention)
 
 
+def _class_notes(raw: Mapping[str, Any]) -> list[str]:
+    """What is to be known of a model that no file of ours serves."""
+    if has_file(raw) or class_not_served(raw) is not None:
+        return []
+    return ["transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs"]
+
+
 def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int]:
     """One layer's attention.
 
@@ -254,7 +253,11 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
         query = heads * (rope + nope)
         parameters = hidden * low + low + low * query if low else hidden * query
         parameters += hidden * (latent + rope) + latent + latent * heads * (nope + value) + heads * value * hidden
-        return parameters, latent + rope, f"({latent} latent + {rope} rope)", heads * (rope + nope + value) // 2
+        width = heads * (rope + nope + value) // 2
+        if not _keeps_latents(text):
+            widest = max(rope + nope, value)
+            return parameters, 2 * heads * widest, f"2 x {heads} heads x {widest} (latents are expanded)", width
+        return parameters, latent + rope, f"({latent} latent + {rope} rope)", width
     shared = _kv_heads(text)
     size = _head_dim(text, hidden)
     if size < 1:
@@ -271,6 +274,11 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
     elif kind in _WHOLE_NORMS or text.get("use_qk_norm"):
         parameters += (heads + shared) * size
     return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
+
+
+def _keeps_latents(text: Mapping[str, Any]) -> bool:
+    """Whether latents are cached (DeepSeek-V2, 2024). transformers' classes give keys and values made of them."""
+    return bool(text.get("kv_lora_rank")) and class_not_served(text) is not None
 
 
 def _head_dim(text: Mapping[str, Any], hidden: int) -> int:
@@ -357,12 +365,12 @@ def _given(text: Mapping[str, Any], key: str) -> int:
 
 
 def _optional(text: Mapping[str, Any], name: str) -> int:
-    """The size that _ALIASES lists as `name`; 0 if config.json does not give it."""
-    return next((int(text[key]) for key in _ALIASES[name] if isinstance(text.get(key), int)), 0)
+    """The size that ALIASES lists as `name`; 0 if config.json does not give it."""
+    return next((int(text[key]) for key in ALIASES[name] if isinstance(text.get(key), int)), 0)
 
 
 def _number(text: Mapping[str, Any], name: str) -> int:
-    """The size that _ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
+    """The size that ALIASES lists as `name`. Raises ModelError if config.json does not give it."""
     value = _optional(text, name)
     if value < 1:
         raise ModelError(f"model: config.json lacks {name}, needed to know the size of a decoder")

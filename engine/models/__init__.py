@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def decoder_spec(config: ModelConfig) -> DecoderSpec:
-    """The spec of a model, by its family. Raises ModelError for a family that is not listed."""
+    """The spec of a model, by its family, or by transformers' class. Raises ModelError where neither serves it."""
+    if config.given is not None:
+        adapted: DecoderSpec = import_module("quire.engine.models.adapted.spec").adapted_spec(config)
+        return adapted
     if config.model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ModelError(f"model: model_type {config.model_type!r} is not supported; supported: {known}")

@@ -115,6 +115,9 @@ _NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
 class Decoder:
     """Weights and the forward pass. Fill it by way of `parameters()` before use."""
 
+    made_by = ""
+    """The class of transformers that computes it; "": none does."""
+
     def __init__(
         self,
         spec: DecoderSpec,
@@ -208,6 +211,17 @@ class Decoder:
         """By place, the tensors of so many slots, as Part.slots says it."""
         layers = [self._layers[self.groups.place_of.index(place)] for place in range(self.groups.places)]
         return [tuple(each for part in layer for each in part.slots(count, drafts)) for layer in layers]
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of a page in all layers of the model, those of other stages too."""
+        return sum(tensor.nbytes for layer in self.every_layer for part in layer for tensor in part.pages(1))
+
+    def slot_nbytes(self, count: int, drafts: int) -> int:
+        """Of so many slots in all layers: see Part.slots."""
+        return sum(
+            tensor.nbytes for layer in self.every_layer for part in layer for tensor in part.slots(count, drafts)
+        )
 
     @cached_property
     def every_layer(self) -> list[list[Part]]:

@@ -58,7 +58,7 @@ class Model:
 
     def __init__(self, config: EngineConfig) -> None:
         path = resolve_model(config.model, config.revision)
-        model_config = read_model_config(path)
+        model_config = read_model_config(path, config.model_impl)
         folder = resolve_model(config.tokenizer, config.revision) if config.tokenizer else path
         self.name = config.model
         self.vocab_size = model_config.vocab_size

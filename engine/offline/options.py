@@ -25,6 +25,7 @@ class EngineOptions(TypedDict, total=False):
     skip_tokenizer_init: bool
     revision: str | None
     weights: str | None
+    model_impl: Literal["auto", "quire", "transformers"]
     load_format: Literal["auto", "dummy"]
     dtype: Dtype
     quantization: Literal["int8", "int4", "fp8"] | None

@@ -22,6 +22,7 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
+from quire.engine.worker.loading.adapted import check_adapted
 from quire.kernels.backend import Backend
 from quire.kernels.probe import Capture, Probe
 from quire.kernels.select import select_backend
@@ -78,7 +79,7 @@ def check_replicas(config: EngineConfig, device: torch.device) -> torch.device:
 
 def check_device(device: torch.device, model: ModelConfig) -> torch.device:
     """The device. Raises ConfigError for a model that is not served there."""
-    if device.type != "cpu" and model.model_type in WITH_EXPERTS:
+    if device.type != "cpu" and model.model_type in WITH_EXPERTS and model.given is None:
         raise ConfigError(
             f"device: mixtures of experts ({model.model_type}) are served on CPUs alone so far: --device cpu",
             param="device",
@@ -170,6 +171,7 @@ class Chosen:
 def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = False) -> Chosen:
     """Raises ConfigError where nothing can serve the model as it is configured. tried: another rank has tried the
     backend that the configuration names, on a GPU like this."""
+    check_adapted(config, model_config)
     device = check_device(choose_device(config), model_config)
     dtype, changed = choose_dtype(config, model_config, device)
     spec = decoder_spec(replace(model_config, context=config.max_model_len))

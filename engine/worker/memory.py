@@ -175,7 +175,7 @@ def whole_page_bytes(model: Decoder, places: int) -> int:
     """Of a page of every group, which has so many places for layers in all stages of a pipeline together."""
     if model.groups.count > 1:
         return page_bytes(model) * places // model.groups.places * model.groups.count
-    return sum(tensor.nbytes for layer in model.every_layer for part in layer for tensor in part.pages(1))
+    return model.page_nbytes
 
 
 def allocate_pages(model: Paged, num_blocks: int) -> list[Tensor]:
@@ -206,8 +206,7 @@ def allocate_states(model: Decoder, slots: int, drafts: int) -> list[Pages]:
 
 def state_bytes(model: Decoder, config: EngineConfig) -> int:
     """Of these, as a configuration asks for them, in all stages of a pipeline together."""
-    size = (config.max_num_seqs + 1, most_drafts(config))
-    return sum(tensor.nbytes for layer in model.every_layer for part in layer for tensor in part.slots(*size))
+    return model.slot_nbytes(config.max_num_seqs + 1, most_drafts(config))
 
 
 def copy_page(pages: Sequence[Tensor], copy: PageCopy, block_size: int) -> None:

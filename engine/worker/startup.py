@@ -25,6 +25,7 @@ from quire.engine.worker.device import Chosen, choose, choose_device, keep_kerne
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.drafting import load_drafting, start_drafting
 from quire.engine.worker.heads import Heads
+from quire.engine.worker.loading.adapted import adapted_notes, by_class
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import held_bytes
@@ -121,13 +122,14 @@ def _start(
         model = loaded.model
         weight_bytes = elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
         draft = load_drafting(config, model_config, backend, progress, model)
+        apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
     room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len)
     ranks.send(Allocate(plan.group_pages, plan.max_model_len))
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
-    notes = (chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec))
+    notes = (*adapted, chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec))
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, loaded.adapters)
@@ -136,8 +138,8 @@ def _start(
         plan=plan,
         device=str(device),
         dtype=str(chosen.dtype).removeprefix("torch."),
-        backend=f"{backend.name} ({chosen.why})",
-        deterministic=backend.keeps_rows_apart(device, chosen.dtype),
+        backend=f"{backend.name} ({chosen.why}{by_class(model)})",
+        deterministic=apart,
         weight_bytes=weight_bytes + (0 if draft is None else draft.weight_bytes),
         # On a CPU a step occupies the host itself: running ahead overlaps nothing but what other stages compute, and
         # delays every token by a step.

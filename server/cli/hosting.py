@@ -174,7 +174,7 @@ def build_app(config: ServerConfig, client: EngineClient, tenants: Tenants | Non
     them seconds later.
     """
     path = resolve_model(config.model, config.revision)
-    model_config, defaults = read_model_config(path), read_generation_defaults(path)
+    model_config, defaults = read_model_config(path, config.model_impl), read_generation_defaults(path)
     vocab_size, (pooling, _) = model_config.vocab_size, read_tasks(path, model_config, config)
     if config.load_format == "auto":
         read_stored_weights(stored_at(config))

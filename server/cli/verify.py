@@ -123,7 +123,7 @@ class Verification:
 
     async def run(self) -> tuple[EngineInfo, list[Check]]:
         """Run all checks. Raises ConfigError or EngineError when an engine cannot start or fails a request."""
-        model = read_model_config(resolve_model(self._config.model, self._config.revision))
+        model = read_model_config(resolve_model(self._config.model, self._config.revision), self._config.model_impl)
         longest = min(MAX_PROMPT + MAX_OUTPUT + 1024, model.max_position)
         async with self._engine(enable_prefix_caching=False, max_model_len=longest) as (client, info):
             self._requests = mixed_requests(self._count, model.vocab_size, info.block_size, longest)

@@ -85,6 +85,17 @@ async def test_states_of_layers_are_computed_again(tmp_path: Path) -> None:
     assert server.stop() == 0
 
 
+async def test_no_stream_notices_that_engines_die_where_a_class_of_transformers_computes(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log", *FLAGS, "--model-impl", "transformers")
+    async with httpx.AsyncClient(base_url=server.url, timeout=240) as client:
+        expected = {kind: await answer(client, asked) for kind, asked in KINDS.items()}
+        killer = asyncio.create_task(kill_engines(server, random.Random(2), 3))
+        await ask_until(killer, client, expected, 8)
+    assert server.metric("quire:engine_deaths_total") >= killer.result() > 0
+    assert server.stop() == 0
+    assert "transformers' LlamaForCausalLM computes it" in (tmp_path / "log").read_text()
+
+
 async def test_kills_while_the_server_starts_and_drains(tmp_path: Path) -> None:
     """Before it ever was ready, as many as would end its start by faults of its own; and with all kinds open."""
     log = tmp_path / "log"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,10 @@ def check_weights(checkpoint: Checkpoint, served: ModelConfig, path: Path, befor
             name = wrong[0]
             raise ModelError(f"weights: {name} has shape {found.get(name)}, the model's {wanted.get(name)}")
         return
-    stream = named_stream(as_linears(served, _shapes(path)), checkpoint.table, checkpoint.unused)
+    shapes = as_linears(served, _shapes(path))
+    if served.given is not None:
+        shapes = import_module("quire.engine.models.adapted.weights").converted_shapes(served.given, shapes)
+    stream = named_stream(shapes, checkpoint.table, checkpoint.unused)
     more = [within(folder, _shapes(path / folder)) for folder in checkpoint.folders]
     load_weights(checkpoint.table, chain(stream, *more), device=torch.device("meta"))
 
@@ -77,7 +81,9 @@ def check_meaning(served: ModelConfig, path: Path, before: Path) -> None:
         kinds = "safetensors", "GGUF"
         raise ModelError(f"weights: the model is served from {kinds[before.is_file()]}, not {kinds[path.is_file()]}")
     if path.is_file() or (path / "config.json").exists():
-        _check_config(read_model_config(path), served, quantized=path.is_dir())
+        _check_config(
+            read_model_config(path, "auto" if served.given is None else "transformers"), served, quantized=path.is_dir()
+        )
 
 
 def _check_config(found: ModelConfig, served: ModelConfig, *, quantized: bool) -> None:

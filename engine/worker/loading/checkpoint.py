@@ -80,12 +80,15 @@ def open_weights(
 
 
 def _stored(path: Path, model_config: ModelConfig) -> TensorStream:
-    return safetensors_stream(path) if path.is_dir() else gguf_stream(read_gguf(path), model_config)
+    if path.is_dir():
+        return safetensors_stream(path, as_stored=model_config.given is not None)
+    return gguf_stream(read_gguf(path), model_config)
 
 
 def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = False) -> TensorStream:
-    """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear."""
-    if model_config.model_type in ENCODERS:
+    """The tensors of a checkpoint of this family, or of a GGUF file, each that of one linear; what transformers' class
+    computes puts them in order itself."""
+    if model_config.model_type in ENCODERS or model_config.given is not None:
         return stream
     apart = experts_apart(stream) if model_config.model_type in STACKED else stream
     return Arrangement(model_config, gguf=gguf).arranged(apart)

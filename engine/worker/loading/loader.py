@@ -68,9 +68,13 @@ def _casts(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def safetensors_stream(path: Path) -> TensorStream:
-    """All tensors of a model directory but those for images, from model.safetensors or the shards of its index."""
+def safetensors_stream(path: Path, *, as_stored: bool = False) -> TensorStream:
+    """All tensors of a model directory but those for images, from model.safetensors or the shards of its index;
+    as_stored: all, by the names that they have there."""
     for shard in present(weight_files(path)):
+        if as_stored:
+            yield from stored_tensors(shard)
+            continue
         for stored, tensor in stored_tensors(shard, lambda stored: text_tensor(stored) is not None):
             yield text_tensor(stored) or stored, tensor
 

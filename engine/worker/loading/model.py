@@ -26,6 +26,7 @@ from quire.engine.layers.shard import WHOLE, Shard
 from quire.engine.models.decoder import Decoder
 from quire.engine.types import Task
 from quire.engine.worker.device import Chosen, kv_dtype
+from quire.engine.worker.loading.adapted import adapted_kind
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.checkpoint import open_weights
 from quire.engine.worker.loading.kv_scales import calibrated_scales
@@ -87,7 +88,8 @@ def load_model(
     room = adapter_room(config, backend, dtype, device)
     kept, positions = keeps_all(config) is not None, model_config.max_position
     groups = page_groups(chosen.spec.states, positions, backend.block_size, keep_all=kept)
-    model = kind(
+    adapted = None if model_config.given is None else adapted_kind()
+    model = (adapted or kind)(
         chosen.spec,
         backend,
         weights.scheme,
@@ -108,7 +110,8 @@ def load_model(
     head = vector_head(pooling, backend, decoder_classifier, chosen.spec.hidden_size)
     folders = tuple(each.folder for each in pooling.dense)
     checkpoint = Checkpoint(model.parameters() | head.parameters(), folders, model.elsewhere)
-    read = fill(checkpoint, config, device, weights.stream, files)
+    stream = model.converted(weights.stream) if adapted and isinstance(model, adapted) else weights.stream
+    read = fill(checkpoint, config, device, stream, files)
     return LoadedModel(model, head, pooling, tasks, checkpoint, room, weights.quantization, read, groups)
 
 

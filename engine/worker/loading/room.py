@@ -27,7 +27,9 @@ class Room:
 def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: int, max_model_len: int) -> Room:
     """Room for so many pages of single groups of layers. Raises ConfigError where memory is short."""
     device, backend, groups = chosen.device, chosen.backend, len(loaded.groups.windows)
-    capture = choose_capture(config, backend, device) if "generate" in loaded.tasks else None
+    # What a class of transformers does in a step, no graph can be relied on to hold.
+    graphs = "generate" in loaded.tasks and not loaded.model.made_by
+    capture = choose_capture(config, backend, device) if graphs else None
     scratch = None if capture is None else pages
     held = allocate_explained(loaded.model, pages + (scratch is not None))
     size = backend.block_size

@@ -80,7 +80,7 @@ class Rank(ABC):
             config = config.model_copy(update=here.settings)
         self._config, self._here = config, here
         self._path = resolve_model(config.model, config.revision)
-        self._model_config = read_model_config(self._path)
+        self._model_config = read_model_config(self._path, config.model_impl)
         set_up_cpu(config)
         self._chosen = choose(config, self._model_config, tried=True)
         load = partial(load_model, config, self._path, self._model_config, self._chosen)

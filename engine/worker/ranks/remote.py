@@ -80,7 +80,7 @@ class Joined(msgspec.Struct, frozen=True):
 
 def join_of(config: EngineConfig, node: int, place: int, pid: int = 0, host: str = "", reply: str = "") -> Join:
     """For the machine's model. Raises ModelError."""
-    model = repr(read_model_config(resolve_model(config.model, config.revision)))
+    model = repr(read_model_config(resolve_model(config.model, config.revision), config.model_impl))
     digest, kernels = hashlib.sha256(model.encode()).hexdigest(), Cpu()
     computes = f"{kernels.isa if kernels.missing is None else 'no kernels'}, PyTorch {torch.__version__}"
     parts = (config.nnodes, config.tensor_parallel_size, node, place, pid, host, reply)

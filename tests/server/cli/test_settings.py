@@ -204,11 +204,11 @@ def test_flags_of_other_servers_are_answered_with_what_to_do(capsys: pytest.Capt
 
 def test_flags_that_ask_for_what_is_done_anyway_are_named_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     config = small(
-        "--trust-remote-code", "--tokenizer-mode", "slow", "mine", "--model_impl=auto", "--size", "2", "--jinja"
+        "--trust-remote-code", "--tokenizer-mode", "slow", "mine", "--config_format=auto", "--size", "2", "--jinja"
     )
     assert (config.model, config.size) == ("mine", 2)
     assert capsys.readouterr().err == (
-        "small: changes nothing: --trust-remote-code (no code of a model's is run); --tokenizer-mode, --model-impl "
+        "small: changes nothing: --trust-remote-code (no code of a model's is run); --tokenizer-mode, --config-format "
         "(there is one way); --jinja (tools and reasoning are read where the chat template shows them; see "
         "--tool-call-parser, --reasoning-parser)\n"
     )

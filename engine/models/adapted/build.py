@@ -1,0 +1,86 @@
+"""Makes a model by transformers' class for its config.json, without weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from quire.engine.errors import ModelError
+from quire.engine.models.adapted.interface import NAME, register
+
+
+def build(given: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a config.json on the meta device, in whose attention and experts ours are called. Raises ModelError,
+    with what transformers says, where it makes none."""
+    register()
+    kind = str(given.get("model_type"))
+    if kind not in CONFIG_MAPPING:
+        raise ModelError(f"model: model_type {kind!r} is known neither to Quire nor to the transformers installed here")
+    made_by = _class_of(given)
+    if made_by._is_stateful:
+        raise stateful(made_by)
+    try:
+        config = CONFIG_MAPPING[kind].from_dict({**given})
+    except Exception as error:  # whatever its check of a hostile file raises
+        raise ModelError(f"model: config.json: transformers reads none of it: {_first_line(error)}") from error
+    if made_by.config_class is config.sub_configs.get("text_config"):  # the class of a text part alone
+        config = config.get_text_config()
+    try:
+        with torch.device("meta"):
+            model = made_by._from_config(config, attn_implementation=NAME, experts_implementation=NAME, dtype=dtype)
+    except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise _no_interface(made_by) from None
+        raise ModelError(
+            f"model: transformers' {made_by.__name__} is not made of this file: {_first_line(error)}"
+        ) from error
+    if not any(hasattr(sys.modules[type(each).__module__], "ALL_ATTENTION_FUNCTIONS") for each in model.modules()):
+        raise _no_interface(made_by)
+    return model.eval().requires_grad_(False)
+
+
+def _class_of(given: Mapping[str, Any]) -> type[PreTrainedModel]:
+    """The causal language model of a config.json: by its model_type, of a text part alone also by its architecture."""
+    kind, named = str(given["model_type"]), given.get("architectures") or ()
+    config = CONFIG_MAPPING[kind]
+    if config in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config]
+        return cast("type[PreTrainedModel]", found)
+    for name in {*named} & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}:
+        if (found := getattr(transformers, name)).config_class is config:
+            return found
+    raise ModelError(f"model: transformers has no causal language model of a {kind!r}")
+
+
+def body_of(model: PreTrainedModel) -> tuple[str, nn.Module]:
+    """What computes hidden states, without the head, and its name. Raises ModelError where the class does not tell."""
+    candidates = (model.get_decoder(), getattr(model, model.base_model_prefix, None), getattr(model, "model", None))
+    names = {id(module): name for name, module in model.named_modules()}
+    for body in candidates:
+        if isinstance(body, PreTrainedModel) and body is not model:
+            return names[id(body)], body
+    raise ModelError(f"model: transformers' {type(model).__name__} does not say what of it is without the head")
+
+
+def stateful(made_by: type) -> ModelError:
+    """Why such a class is not served."""
+    state = "keeps a state that is no keys and values (a recurrence, a convolution)"
+    return ModelError(f"model: transformers' {made_by.__name__} {state}")
+
+
+def _no_interface(made_by: type) -> ModelError:
+    return ModelError(
+        f"model: transformers' {made_by.__name__} does not attend through transformers' attention interface"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]

@@ -1,0 +1,266 @@
+"""A model that transformers' class computes, behind the interface of our Decoder: pages, hidden states, logits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.pytorch_utils import Conv1D
+
+from quire.engine.checkpoint.adapted import first_position
+from quire.engine.checkpoint.page_groups import PageGroups, one_group
+from quire.engine.layers.adapters import Adapters
+from quire.engine.layers.linear import JoinedLinear
+from quire.engine.layers.parameters import Parameter, ParameterTable
+from quire.engine.layers.part import PageTensor
+from quire.engine.layers.schemes import Scheme, Unquantized
+from quire.engine.layers.shard import WHOLE, Shard
+from quire.engine.models.adapted.attention import Paged
+from quire.engine.models.adapted.build import body_of, build
+from quire.engine.models.adapted.experts import OurExperts
+from quire.engine.models.adapted.interface import attend_by, mix_by
+from quire.engine.models.adapted.modules import (
+    OurLinear,
+    RowsApart,
+    foreign_products,
+    multiplies,
+    our_norm,
+    transposed,
+    turned,
+)
+from quire.engine.models.adapted.positions import GivenPositions, RotationTable, is_rotation, takes_length
+from quire.engine.models.adapted.probe import inputs_of
+from quire.engine.models.adapted.rows import ByRows
+from quire.engine.models.adapted.spec import AdaptedSpec
+from quire.engine.models.adapted.weights import Conversion, TensorStream
+from quire.engine.models.decoder import Decoder, KVCache
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext
+from quire.kernels.kv_codes import KVScales, scale_elements
+
+_ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""What the names of linears end with that choose experts."""
+
+
+class _Hidden(BaseModelOutputWithPast):
+    """What a body returns: the hidden states, and None of whatever else a class's body may return."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class _Given(nn.Module):
+    """In the place of the body while the head is computed: it gives the hidden states that it was given."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _Hidden(last_hidden_state=self.hidden)
+
+
+class AdaptedDecoder(Decoder):
+    """Fill it by way of `parameters()` before use, then call `ready`."""
+
+    def __init__(
+        self,
+        spec: AdaptedSpec,
+        backend: Backend,
+        scheme: Scheme,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        progress: Callable[[], None],
+        head: bool = True,
+        kv_dtype: torch.dtype | None = None,
+        kv_scales: Mapping[str, KVScales] | None = None,
+        adapters: Adapters | None = None,
+        shard: Shard = WHOLE,
+        groups: PageGroups | None = None,
+        layers: range | None = None,
+    ) -> None:
+        """As of Decoder. It has all layers and no adapters; see check_adapted."""
+        assert adapters is None
+        assert shard is WHOLE
+        self.spec, self._backend, self._progress, self.max_model_len = spec, backend, progress, max_model_len
+        self.device, self.dtype, self.kv_dtype = device, dtype, dtype if kv_dtype is None else kv_dtype
+        self.adapters, self.shard, self._scheme = None, shard, scheme
+        self.layers = range(spec.num_layers)
+        self.groups = one_group(spec.num_layers) if groups is None else groups
+        self.is_first = self.is_last = True
+        self.has_head = head
+        self.argmax, self.draw = backend.argmax, backend.draw
+        self._spec, self._first = spec, first_position(spec.given)
+        self._attention, self.made_by = spec.attention, spec.made_by
+        self._model = model = build(spec.given, dtype)
+        self._conversion = Conversion(model)
+        self._paged = Paged(backend, self._attention, self.groups, progress)
+        # A GPU computes each number alike, wherever it stands.
+        self._by_rows: AbstractContextManager[object] = ByRows(backend) if device.type == "cpu" else nullcontext()
+        self._table = self._replace()
+        attend_by(model, self._paged)
+        (name, self._body), self._given = body_of(model), _Given()
+        _set(model, name, self._given)
+
+    @property
+    def computes(self) -> str:
+        return f"{super().computes}, {self.made_by} of transformers {transformers.__version__}"
+
+    def parameters(self) -> ParameterTable:
+        return dict(self._table)
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        return ()
+
+    def converted(self, stream: Iterable[tuple[str, Tensor]]) -> TensorStream:
+        """A checkpoint's tensors as `parameters` has them. Buffers, which not all checkpoints hold, go to their
+        modules."""
+        for name, tensor in self._conversion.converted(stream):
+            own = name.rpartition(".")[2]
+            if (module := self._buffers.get(name)) is not None:
+                setattr(module, own, tensor.to(device=self.device, dtype=getattr(module, own).dtype))
+            else:
+                yield name, tensor
+
+    def pages(self, num_blocks: int) -> list[tuple[PageTensor, ...]]:
+        found: list[tuple[PageTensor, ...]] = []
+        for place in range(self.groups.places):
+            each = self._attention[self.groups.place_of.index(place)]
+            shape = self._backend.kv_cache_shape(num_blocks, each.num_kv_heads, each.head_dim, self.kv_dtype)
+            found.append((PageTensor(shape, self.kv_dtype), PageTensor(shape, self.kv_dtype)))
+        return found
+
+    def slots(self, count: int, drafts: int) -> list[tuple[PageTensor, ...]]:
+        """None: classes with states are refused."""
+        return [()] * self.groups.places
+
+    @property
+    def page_nbytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.pages(1) for tensor in layer)
+
+    def slot_nbytes(self, count: int, drafts: int) -> int:
+        return 0
+
+    def formula_of(self, places: int) -> str:
+        beside, size = scale_elements(self.kv_dtype), self.kv_dtype.itemsize
+        kinds = Counter((each.num_kv_heads, each.head_dim + beside) for each in self._attention)
+        slots = places * self.groups.count
+        counts = [slots] if len(kinds) == 1 else kinds.values()
+        return " + ".join(
+            f"2 x {self._backend.block_size} tokens x {heads} heads x {dim} x {size} B x {count} layers"
+            for (heads, dim), count in zip(kinds, counts, strict=True)
+        )
+
+    def forward_tapped(
+        self,
+        token_ids: Tensor,
+        metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        rows: Tensor,
+        taps: Sequence[int],
+    ) -> tuple[Tensor, list[Tensor]]:
+        assert not taps
+        self._paged.begin(metadata, kv_cache)
+        positions = metadata.positions[None]
+        positions = positions + self._first if self._first else positions
+        with self._by_rows:
+            found = self._body(**inputs_of(self._body, token_ids.long()[None], positions))
+        self._paged.end()
+        return found[0][0][rows], []
+
+    def logits(self, hidden: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
+        self._progress()
+        self._given.hidden = hidden[None]
+        with self._by_rows:  # embeddings are not asked for, so that nothing looks ids up
+            logits: Tensor = self._model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        self._given.hidden = None
+        return logits.float()
+
+    def _replace(self) -> ParameterTable:
+        """Put our modules in the place of the class's where they are the same function; the tensors of all."""
+        model, table = self._model, ParameterTable()
+        head, made = model.get_output_embeddings(), dict[int, nn.Module]()
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            if id(module) in made:
+                _set(model, name, made[id(module)])
+            elif type(module) is nn.Linear and name in self._spec.called:
+                ours, own = self._our_linear(name, module, wide=module is head)
+                self._join(table, own)
+                _set(model, name, made.setdefault(id(module), ours))
+            elif (norm := our_norm(module, self._backend)) is not None:
+                self._join(
+                    table, norm.parameters_of(name, self.dtype, biased=getattr(module, "bias", None) is not None)
+                )
+                _set(model, name, made.setdefault(id(module), norm))
+            elif type(module) is Conv1D and name in self._spec.called:
+                ours, own = self._our_linear(name, transposed(module), wide=module is head)
+                self._join(table, {each: turned(parameter) for each, parameter in own.items()})
+                _set(model, name, made.setdefault(id(module), ours))
+            elif OurExperts.fits(module):
+                experts = OurExperts(module, name, self._scheme, self.dtype)
+                self._join(table, experts.parameters())
+                mix_by(module, experts)
+        self._make_buffers()
+        self._join(table, self._others())
+        self.foreign_products = foreign_products(model, self._spec.called)
+        self._buffers = {name: model.get_submodule(name.rpartition(".")[0]) for name, _ in model.named_buffers()}
+        for name, module in list(model.named_modules()):
+            if is_rotation(module):
+                _set(model, name, RotationTable(module, self.max_model_len))
+            elif multiplies(module):
+                _set(model, name, RowsApart(module, self._backend))
+            elif takes_length(module):
+                _set(model, name, GivenPositions(module, lambda: self._paged.positions))
+        return table
+
+    def _join(self, table: ParameterTable, more: ParameterTable) -> None:
+        """Add to a table, under the names that are the parameters' own; what is there goes to both."""
+        for name, parameter in more.items():
+            own = self._conversion.own_name(name)
+            table[own] = table[own].shared(parameter) if own in table else parameter
+
+    def _our_linear(self, name: str, module: nn.Linear, *, wide: bool) -> tuple[OurLinear, ParameterTable]:
+        outs, scheme = {name: module.out_features}, self._scheme
+        stored = scheme.tensors(name, module.in_features, module.out_features, bias=False).get("weight")
+        if name.endswith(_ROUTERS) and stored is not None and stored.dtype == self.dtype:
+            scheme = Unquantized(self._backend, self.dtype)  # no router gets few bits: its choices would change
+        ours = JoinedLinear(scheme, module.in_features, outs, bias=module.bias is not None, wide=wide)
+        return OurLinear(ours, module, self.dtype, self.device), ours.parameters()
+
+    def _make_buffers(self) -> None:
+        """Buffers that no checkpoint holds, as the class makes them."""
+        makers = {name: each for name, each in self._model.named_modules() if isinstance(each, PreTrainedModel)}
+        for path, module in self._model.named_modules():
+            missing = [(name, each) for name, each in module.named_buffers(recurse=False) if each.is_meta]
+            for name, buffer in missing:
+                setattr(module, name, torch.zeros_like(buffer, device=self.device))
+            if missing:
+                nearest = max((name for name in makers if f"{path}.".startswith(f"{name}." if name else "")), key=len)
+                makers[nearest]._init_weights(module)
+
+    def _others(self) -> ParameterTable:
+        """The parameters that stay in modules of the class."""
+        table: ParameterTable = {}
+        for name, module in self._model.named_modules():
+            for own, each in module.named_parameters(recurse=False):
+                full = f"{name}.{own}" if name else own
+                self._join(table, {full: Parameter(tuple(each.shape), each.dtype, partial(_put, module, own))})
+        return table
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    setattr(module, name, nn.Parameter(tensor, requires_grad=False))
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent) if parent else model, own, module)

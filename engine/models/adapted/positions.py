@@ -1,0 +1,70 @@
+"""Positions in transformers' classes: those of the step's tokens in the place of what a class would count, and tables
+of what it computes of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RotationTable(nn.Module):
+    """What a class computes of positions for rotations, once for all of them: so a token's numbers do not depend on
+    the tokens beside it, and scalings that a context's length chooses are those of the longest context."""
+
+    def __init__(self, module: nn.Module, positions: int) -> None:
+        super().__init__()
+        self._module, self._positions = module, positions
+        self._tables: dict[str, tuple[Tensor, ...] | None] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_module"), name)
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if position_ids is None or position_ids.ndim != 2 or any(isinstance(each, Tensor) for each in kwargs.values()):
+            return self._module(x, position_ids, *args, **kwargs)
+        key = f"{x.dtype} {args} {kwargs}"
+        if key not in self._tables:
+            self._tables[key] = self._table(x, args, kwargs)
+        if (table := self._tables[key]) is None:
+            return self._module(x, position_ids, *args, **kwargs)
+        found = tuple(each[:, position_ids[0]] for each in table)
+        return found if len(found) > 1 else found[0]
+
+    def _table(self, x: Tensor, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
+        """For all positions; None where what it gives is not by position."""
+        every = torch.arange(self._positions, device=x.device)[None]
+        found = self._module(x, every, *args, **kwargs)
+        parts = found if isinstance(found, tuple) else (found,)
+        by_position = all(isinstance(each, Tensor) and each.shape[:2] == every.shape for each in parts)
+        return parts if by_position else None
+
+
+def is_rotation(module: nn.Module) -> bool:
+    """Whether it gives rotations for (x, position_ids)."""
+    names = list(inspect.signature(module.forward).parameters)
+    return "Rotary" in type(module).__name__ and names[:2] == ["x", "position_ids"]
+
+
+class GivenPositions(nn.Module):
+    """A table of positions that a class looks up by counting from the length of what is cached: it gets those of the
+    step's tokens in their place."""
+
+    def __init__(self, module: nn.Module, positions: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._module, self._of_step = module, positions
+
+    def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Any:
+        return self._module(*args, position_ids=self._of_step().view(position_ids.shape), **kwargs)
+
+
+def takes_length(module: nn.Module) -> bool:
+    """Whether it looks up positions by a length."""
+    names = inspect.signature(module.forward).parameters
+    return "Positional" in type(module).__name__ and {"past_key_values_length", "position_ids"} <= names.keys()

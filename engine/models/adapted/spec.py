@@ -1,0 +1,89 @@
+"""A DecoderSpec of a model that transformers' class computes: what its layers keep, as the class itself says it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from quire.engine.checkpoint.files import ModelConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.attention import Attention, AttentionSpec
+from quire.engine.layers.norm import NormSpec
+from quire.engine.layers.part import Making
+from quire.engine.models.adapted.build import build
+from quire.engine.models.adapted.probe import Attended, called, check_head, probe
+from quire.engine.models.decoder import DecoderSpec
+
+_NO_NORM = NormSpec(0.0)
+"""Norms are the class's."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedAttention(AttentionSpec):
+    """One call of attention by the class. Its pages and softmax are as in ours; what is around it is the class's."""
+
+    value_dim: int = 0
+    """Numbers of a head's value; the rest of `head_dim` is zeros."""
+
+    def part(self, making: Making, layer: str) -> Attention:
+        never()
+
+    def indivisible(self, ranks: int) -> str | None:
+        return "a model that transformers' class computes is not divided among ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedSpec(DecoderSpec):
+    given: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """config.json, of which much means nothing here."""
+    made_by: str = ""
+    """The class's name."""
+    called: frozenset[str] = frozenset()
+    """The names of modules that it calls; of others it may use the weights in other ways."""
+
+    @property
+    def attention(self) -> list[AdaptedAttention]:
+        """By call."""
+        return self.parts(AdaptedAttention)
+
+
+def adapted_spec(config: ModelConfig) -> AdaptedSpec:
+    """Builds the class without weights. Raises ModelError where pages do not serve it."""
+    assert config.given is not None
+    model = build(config.given, torch.float32)
+    with called(model) as names:
+        calls = probe(model, config.context or config.max_position)
+        check_head(model, config.vocab_size, config.hidden_size)
+    return AdaptedSpec(
+        config.vocab_size,
+        config.hidden_size,
+        tuple((_attention(each),) for each in calls),
+        _NO_NORM,
+        tie_embeddings=config.tie_embeddings,
+        given=config.given,
+        made_by=type(model).__name__,
+        called=frozenset(names),
+    )
+
+
+def _attention(call: Attended) -> AdaptedAttention:
+    widest = max(call.head_dim, call.value_dim)
+    return AdaptedAttention(
+        call.heads,
+        call.kv_heads,
+        widest + widest % 2,
+        call.scale,
+        rope=None,
+        norm=_NO_NORM,
+        window=call.window,
+        softcap=call.softcap,
+        sinks=call.sinks,
+        value_dim=call.value_dim,
+    )
+
+
+def never() -> NoReturn:
+    raise ModelError("model: transformers' class computes it, which does not go here: it drafts for no other model")

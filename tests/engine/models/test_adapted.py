@@ -1,0 +1,291 @@
+"""Models by transformers' own classes: when they are chosen, what is refused, and that nothing else changes a token."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from quire.engine.checkpoint.families import family_not_served
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.loop import Engine
+from quire.engine.models.adapted.build import build
+from quire.engine.models.adapted.interface import MaskFunction
+from quire.engine.models.adapted.probe import probe, window_of
+from quire.engine.types import Request
+from tests.engine.harness import Answer, request, run
+from tests.quantized_models import Packer, float8, gptq, quantize_checkpoint
+from tests.tiny_classes import save_tiny_class
+from tests.tiny_models import VOCAB, save_tiny_model
+
+FLOATS = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"all": {"targets": ["Linear"], "weights": FLOATS}},
+}
+LENGTHS = (3, 20, 45, 61)
+
+
+@pytest.fixture(scope="module")
+def olmoe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A mixture of experts that no file of ours serves."""
+    path = tmp_path_factory.mktemp("olmoe")
+    save_tiny_class(path, "olmoe")
+    return str(path)
+
+
+def engine_of(path: str | Path, **options: Any) -> Engine:
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "max_num_batched_tokens": 24} | options))
+
+
+def requests(**params: object) -> list[Request]:
+    generator = torch.Generator().manual_seed(11)
+    prompts = [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [request(str(i), prompt, **{"max_tokens": 12} | params) for i, prompt in enumerate(prompts)]
+
+
+def alone(engine: Engine, **params: object) -> dict[str, Answer]:
+    return {each.id: run(engine, [each])[each.id] for each in requests(**params)}
+
+
+def test_the_class_is_chosen_where_there_is_no_file_and_says_so(olmoe: str, tmp_path: Path) -> None:
+    engine = engine_of(olmoe)
+    assert engine.info.notes[0].startswith("transformers' OlmoeForCausalLM computes it, on Quire's pages")
+    assert "OlmoeForCausalLM of transformers" in engine.info.backend, "its fingerprint is another"
+    assert engine.info.deterministic
+    ours = engine_of(save_tiny_model(tmp_path, "qwen3"))
+    assert not any("transformers" in note for note in ours.info.notes)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("granite_swa", {}),
+        ("gpt2", {}),
+        ("phi3-longrope", {"max_position_embeddings": 1024}),
+    ],
+)
+def test_a_file_and_a_class_give_the_same_tokens(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    """Windows, soft caps, sinks, positions in a table, and rotations that the served context chooses."""
+    path = save_tiny_model(tmp_path, family, **overrides)
+    by_file, by_class = engine_of(path), engine_of(path, model_impl="transformers")
+    assert "transformers' " in by_class.info.notes[0]
+    assert by_class.info.page_groups == by_file.info.page_groups
+    asked = requests()
+    wanted, found = run(by_file, asked), run(by_class, asked)
+    assert {name: answer.ids for name, answer in found.items()} == {name: each.ids for name, each in wanted.items()}
+
+
+def test_a_family_without_a_file_is_refused_where_one_is_asked_for(olmoe: str) -> None:
+    with pytest.raises(ModelError, match="model_impl: no file of Quire serves a olmoe; it has apertus"):
+        engine_of(olmoe, model_impl="quire")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_offload_memory": 0.01},
+        {"speculative_config": {"method": "ngram"}},
+    ],
+    ids=str,
+)
+def test_no_batch_changes_a_bit(options: dict[str, Any], olmoe: str) -> None:
+    """Nor chunks, few pages, which preempt, and cached prefixes."""
+    asked = {"temperature": 1.0, "logprobs": 2}
+    roomy = engine_of(olmoe, max_num_batched_tokens=256, **options)
+    wanted = alone(roomy, salt="alone", **asked)
+    assert run(roomy, requests(**asked)) == wanted
+    narrow = engine_of(olmoe, num_kv_blocks=10, max_model_len=80, **options)
+    assert {name: each.ids for name, each in run(narrow, requests(**asked)).items()} == {
+        name: each.ids for name, each in wanted.items()
+    }
+    assert narrow.stats.preemptions
+    again = run(roomy, requests(**asked))
+    assert again["3"].cached_tokens
+    assert {name: each.logprobs for name, each in again.items()} == {n: each.logprobs for n, each in wanted.items()}
+
+
+def test_few_bits_make_the_weights_smaller_and_stay_close(olmoe: str) -> None:
+    whole, few = engine_of(olmoe), engine_of(olmoe, quantization="int8")
+    assert few.info.weight_bytes < whole.info.weight_bytes / 2
+    asked = requests(max_tokens=1, prompt_logprobs=0)[-1:]
+    pairs = zip(*(run(each, asked)["3"].prompt_logprobs or [] for each in (whole, few)), strict=True)
+    errors = [abs(a.logprob - b.logprob) for a, b in pairs if a is not None and b is not None]
+    assert 0 < sum(errors) / len(errors) < 0.05
+
+
+def test_other_weights_are_checked_and_take_the_place_of_these(olmoe: str, tmp_path: Path) -> None:
+    """Their experts are stored one by one and joined by the class's rules."""
+    shutil.copytree(olmoe, tmp_path / "b")
+    tensors = {name: tensor * 0.9 for name, tensor in load_file(tmp_path / "b" / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "b" / "model.safetensors", {"format": "pt"})
+    engine, other = engine_of(olmoe), EngineConfig(model=olmoe, weights=str(tmp_path / "b"), num_kv_blocks=64)
+    engine.check_weights(other)
+    asked = requests(max_tokens=1, logprobs=1)[-1:]
+    assert run(Engine(other), asked)["3"].logprobs != run(engine, asked)["3"].logprobs
+    experts = next(name for name in tensors if "experts" in name)
+    save_file(tensors | {experts: tensors[experts][:-1].contiguous()}, tmp_path / "b" / "model.safetensors")
+    with pytest.raises(ModelError):
+        engine.check_weights(other)
+
+
+@pytest.mark.parametrize(
+    ("pack", "config", "bound"),
+    [
+        (gptq(4, 32, symmetric=True), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}, 0.15),
+        (float8("tensor"), {**COMPRESSED, "ignore": ["lm_head"]}, 1e-3),
+    ],
+    ids=["gptq", "fp8"],
+)
+def test_checkpoints_in_few_bits_are_what_their_tensors_stand_for(
+    pack: Packer, config: dict[str, Any], bound: float, tmp_path: Path
+) -> None:
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    save_tiny_class(dense, "olmo")
+    packed = quantize_checkpoint(dense, tmp_path / "packed", pack, config)
+    asked = requests(max_tokens=1, prompt_logprobs=0)[-1:]
+    pairs = zip(*(run(engine_of(each), asked)["3"].prompt_logprobs or [] for each in (dense, packed)), strict=True)
+    assert max(abs(a.logprob - b.logprob) for a, b in pairs if a is not None and b is not None) < bound
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_lora": True},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"runner": "pooling"},
+        {"speculative_config": {"method": "eagle", "model": "x"}},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_does_not_go_with_a_class_is_refused_by_its_field(options: dict[str, Any], olmoe: str) -> None:
+    field = next(iter(options))
+    with pytest.raises(ConfigError, match=f"{field}: a olmoe is computed by transformers' class") as refused:
+        engine_of(olmoe, **options)
+    assert refused.value.param == field
+
+
+def test_it_drafts_for_no_other_model(olmoe: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "llama")
+    with pytest.raises(ConfigError, match="it drafts for no other model"):
+        engine_of(path, speculative_config={"method": "draft_model", "model": olmoe})
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("mamba", "keeps a state that is no keys and values"),
+        ("codegen", "does not attend through transformers' attention interface"),
+        ("doge", "changes its mask"),
+    ],
+)
+def test_a_class_that_pages_do_not_serve_is_refused_with_the_reason(kind: str, reason: str, tmp_path: Path) -> None:
+    save_tiny_class(tmp_path, kind)
+    given = json.loads((tmp_path / "config.json").read_text())
+    assert family_not_served(given) is not None
+    with pytest.raises(ModelError, match=f"Quire does not serve {kind} models"):
+        read_model_config(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        engine_of(tmp_path, model_impl="transformers")
+
+
+def test_an_encoder_decoder_is_refused_though_its_decoder_has_a_class(tmp_path: Path) -> None:
+    save_tiny_class(tmp_path, "bart")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"is_encoder_decoder": True}))
+    with pytest.raises(ModelError, match="it is an encoder-decoder"):
+        read_model_config(tmp_path)
+
+
+def test_unknown_families_are_refused_and_their_code_is_not_run(tmp_path: Path) -> None:
+    config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}, "vocab_size": 9, "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"neither a file of Quire nor a class of transformers .* its own code is not"):
+        read_model_config(tmp_path)
+    with pytest.raises(ModelError, match="'own' is known neither to Quire nor to the transformers installed here"):
+        engine_of(tmp_path, model_impl="transformers")
+
+
+def test_a_class_that_counts_positions_itself_is_refused(olmoe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial at the start finds it: no sequence would have its own numbers beside others."""
+    from quire.engine.models.adapted import decoder
+
+    def counting(body: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Any]:
+        return {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None], "use_cache": False}
+
+    monkeypatch.setattr(decoder, "inputs_of", counting)
+    with pytest.raises(ModelError, match="it does not take positions as they are given"):
+        engine_of(olmoe)
+
+
+def test_products_of_pytorch_s_own_say_batch_dependent(tmp_path: Path) -> None:
+    save_tiny_class(tmp_path, "dbrx")
+    engine = engine_of(tmp_path)
+    assert not engine.info.deterministic
+    assert any(note.startswith("batch-dependent: transformers' DbrxForCausalLM") for note in engine.info.notes)
+    with pytest.raises(ConfigError, match="deterministic: transformers' DbrxForCausalLM"):
+        engine_of(tmp_path, deterministic=True)
+
+
+def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
+    save_tiny_class(tmp_path, "gemma4_text")
+    calls = probe(model_at(tmp_path), 512)
+    assert [(each.window, each.head_dim, each.kv_heads) for each in calls] == [(24, 16, 2), (24, 16, 2), (None, 32, 2)]
+
+
+def test_the_plan_counts_what_a_class_keeps_of_latents(tmp_path: Path) -> None:
+    save_tiny_class(tmp_path, "deepseek_v3")
+    sizes = read_sizes(json.loads((tmp_path / "config.json").read_text()))
+    calls = probe(model_at(tmp_path), 512)
+    assert sizes.kv_numbers == sum(2 * each.kv_heads * max(each.head_dim, each.value_dim) for each in calls)
+    assert sizes.notes[0].startswith("transformers' class computes it")
+    assert not sizes.unserved
+
+
+def model_at(path: Path) -> PreTrainedModel:
+    return build(json.loads((path / "config.json").read_text()), torch.float32)
+
+
+def causal(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
+def test_masks_are_read_as_windows_or_refused() -> None:
+    def windowed(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - 24)
+
+    assert window_of(causal, 512) is None
+    assert window_of(windowed, 512) == 24
+    assert window_of(windowed, 20) is None
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda batch, head, query, key: (key <= query) & (key // 64 == query // 64),
+        lambda batch, head, query, key: key >= 0,
+        lambda batch, head, query, key: (key <= query) & (key != 5),
+    ],
+    ids=["chunks", "both", "hole"],
+)
+def test_other_masks_are_refused(mask: MaskFunction) -> None:
+    with pytest.raises(ModelError, match="neither causal nor a window"):
+        window_of(mask, 512)

@@ -1,0 +1,147 @@
+"""Tiny random models of every causal language model that transformers has, saved by it: the fields that a class knows
+are made small, whatever it calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.tiny_models import VOCAB
+
+KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+_MOST = 45_000_000
+"""Parameters of a model that is tried."""
+
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim", "embedding_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim"), 128),
+    **dict.fromkeys(("dense_intermediate_size", "ffn_hidden_size"), 128),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 3),
+    "encoder_layers": 1,
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    "encoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    **dict.fromkeys(("head_dim", "kv_channels"), 16),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "shared_expert_intermediate_size"), 64),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size"), 64),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "zero_expert_num"), 1),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1},
+    **{"index_head_dim": 16, "index_n_heads": 4, "index_topk": 64},
+    **{"hidden_size_per_layer_input": 16, "laurel_rank": 8, "default_language": "en_XX"},
+}
+_LATENT = {"num_key_value_heads": 4}
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+}
+_TOWER |= {"embed_dim": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "output_dim": 32, "base_channels": 32}
+_SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_ROPES = {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 50000.0}}
+_GEMMA4 = {
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 24,
+    "per_layer_config": {"02": {"head_dim": 32}},
+}
+
+_OTHERWISE: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {"layer_types": _SLIDES, "sliding_window": 24, "rope_parameters": _ROPES},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "gemma3n_text": {
+        "layer_types": _SLIDES,
+        "num_kv_shared_layers": 0,
+        "sliding_window": 24,
+        "intermediate_size": [128] * 3,
+        "activation_sparsity_pattern": [0.0] * 3,
+    },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "gptj": {"rotary_dim": 8},
+    "longcat_flash": {"num_key_value_heads": 4, "num_layers": 2},
+    "minicpm3": {"scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 64},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""By model_type: fields that mean something else there, or depend on each other."""
+_WITHOUT: dict[str, tuple[str, ...]] = {
+    "falcon": ("head_dim",),
+    "prophetnet": ("num_hidden_layers",),
+    "xlnet": ("max_position_embeddings",),
+    "gpt_neo": ("num_layers", "num_hidden_layers"),
+    "gemma4_assistant": ("hidden_size_per_layer_input",),
+    "gemma4_unified_assistant": ("hidden_size_per_layer_input",),
+    "xlstm": ("v_head_dim",),
+}
+"""Fields that are as the class has them."""
+
+
+def tiny_config(kind: str) -> Any:
+    """A small config of a model_type. Raises whatever its class raises."""
+    made_by = CONFIG_MAPPING[kind]
+    small = _small(made_by, kind)
+    for name in made_by.sub_configs:
+        if (part := type(getattr(made_by(), name, None))) is type(None):
+            continue
+        if name == "text_config":
+            small[name] = {"model_type": part.model_type, **_small(part, part.model_type)}
+        elif "vision" in name or "audio" in name or name == "vq_config":
+            small[name] = {own: value for own, value in _TOWER.items() if own in _fields(part())}
+    config = made_by(**small)
+    if hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    return config
+
+
+def _small(made_by: Any, kind: str) -> dict[str, Any]:
+    known = _fields(made_by())
+    small = {name: value for name, value in _SMALL.items() if name in known and name not in _WITHOUT.get(kind, ())}
+    small |= _LATENT if "kv_lora_rank" in small else {}
+    return small | _OTHERWISE.get(kind, {})
+
+
+def _fields(config: Any) -> set[str]:
+    """Those of a config, and their other names."""
+    return {*config.to_dict(), *getattr(type(config), "attribute_map", {})}
+
+
+def save_tiny_class(path: Path, kind: str) -> type[PreTrainedModel]:
+    """Write a random model to `path`; what makes it. Its weights are larger than usual, so that text is not flat.
+    Raises ValueError for one that is not small."""
+    config = tiny_config(kind)
+    made_by = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if made_by.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    asked = {"attn_implementation": "eager", "dtype": torch.float32}
+    with torch.device("meta"):
+        size = sum(each.numel() for each in made_by._from_config(config, **asked).parameters())
+    if size > _MOST:
+        raise ValueError(f"its small config has {size:,} parameters")
+    torch.manual_seed(1234)
+    model = made_by._from_config(config, **asked)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            embedding = any(part in name for part in ("embed", "wte", "wpe"))
+            torch.nn.init.normal_(parameter, std=0.5 if embedding else 1.2 * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.data += torch.randn_like(parameter) * 0.1
+    for module in model.modules():  # some classes zero it once more when they are loaded
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            module.weight.data[module.padding_idx] = 0
+    model.save_pretrained(path)
+    return made_by
