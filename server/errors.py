@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sqlite3
 from dataclasses import dataclass
 from difflib import get_close_matches
 from http import HTTPStatus
@@ -66,6 +67,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(QuireError, _quire_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(sqlite3.OperationalError, _disk_error)
 
 
 _TOO_LONG = re.compile(r"length is (\d+) tokens, but \w+ came to (?:about )?(\d+) tokens")
@@ -150,6 +152,13 @@ async def _quire_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestQuarantined):
         headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
     return answer(request.url.path, told, headers)
+
+
+async def _disk_error(request: Request, error: Exception) -> Response:
+    """What is to be kept cannot be."""
+    logger.error("data_dir: %s", error)
+    told = Failure(HTTPStatus.SERVICE_UNAVAILABLE, f"Nothing can be kept now: {error}", SERVER, None, Overloaded.code)
+    return answer(request.url.path, told, {"Retry-After": RETRY_AFTER_SECONDS})
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

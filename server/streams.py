@@ -12,7 +12,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from dataclasses import replace as replaced
 from functools import partial
@@ -21,13 +21,14 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from quire.engine.types import Adapter
 from quire.server.generation.spec import GenerationSpec
 from quire.server.store.calls import Call, Calls, Pins, Progress
 
 log = logging.getLogger("quire.server")
 RESUMED = "quire.resumed"
 """The scope's key of a Resumed: the call is made again."""
+CLAIMS = "quire.claims"
+"""The scope's key of a list of the Idempotency-Keys that are kept for the request, with their owners."""
 BODY = "quire.kept_body"
 """The scope's key of a body that may go into the journal."""
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -52,6 +53,7 @@ class Resumed:
     seen: Sequence[int]
     """Events that its reader has; see answers/numbered.py."""
     attempt: int
+    """From 1; 0: it is in the background, and what is known of it is its answer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -112,16 +114,24 @@ class Streams:
         if (owner, key) in self._claimed:
             raise busy
         self._claimed[owner, key] = now + _CLAIM_SECONDS
+        request.scope.get(CLAIMS, []).append((owner, key))
         call = await asyncio.to_thread(self._calls.of_key, owner, key)
         if call is None:
-            return None  # `begin` takes the claim away
+            return None  # `begin` takes the claim away, or the request's end
         del self._claimed[owner, key]
         if (call.path, call.body) != (request.scope["path"], body):
             raise HTTPException(422, "Another request had this Idempotency-Key")
+        if call.pins.background:
+            return Resumed(call, (), attempt=0)
         running = self._running.get((owner, call.pins.id))
         if not stream and running is not None and not running.ended.is_set():
             raise busy
         return await self.resumed(owner, call, ())
+
+    def release(self, claims: Iterable[tuple[str, str]]) -> None:
+        """Take the claims of a request away that has ended."""
+        for claim in claims:
+            self._claimed.pop(claim, None)
 
     async def begin(
         self,
@@ -137,26 +147,33 @@ class Streams:
         resumed: Resumed | None = request.scope.get(RESUMED)
         key = request.headers.get(KEY) if resumed is None else resumed.call.key
         adapter = "" if spec.adapter is None else spec.adapter.digest
-        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint)
+        background = spec.response is not None and spec.response.background
+        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint, background)
         call = Call(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
         running = Running(progress, self._grace if key is None else KEPT_KEYS)
         running.close = partial(_end, running, close)
         self._running[owner, spec.id] = running
         try:
             await asyncio.to_thread(self._calls.put, owner, call, time.time() + _RUNNING_SECONDS)
-        except (sqlite3.OperationalError, OSError) as error:
+        except sqlite3.OperationalError as error:
+            if key is not None:  # else it would be answered twice
+                _end(running, close)
+                raise
             log.error("%s cannot be resumed: data_dir cannot be written: %s", spec.answer_id, error)
         except BaseException:
-            del self._running[owner, spec.id]
+            _end(running, close)
             raise
         finally:
             self._claimed.pop((owner, key or ""), None)
         return running.close
 
-    async def forget(self, owner: str, id: str) -> None:
-        """It is kept elsewhere now."""
-        if (running := self._running.pop((owner, id), None)) is not None:
+    async def forget(self, owner: str, id: str, *, with_key: bool = True) -> None:
+        """It shall not be made again. `with_key`: one with an Idempotency-Key neither; else its key stays known."""
+        if (running := self._running.get((owner, id))) is not None:
             running.ended.set()
+            if not with_key and running.ends_after == KEPT_KEYS:
+                return
+            del self._running[owner, id]
         await asyncio.to_thread(self._calls.delete, owner, id)
 
     async def _note_always(self) -> None:
@@ -223,6 +240,13 @@ def _resumable(spec: GenerationSpec) -> bool:
     return spec.stream or (spec.response is not None and spec.response.background)
 
 
-def same_adapter(resumed: Resumed | None, adapter: Adapter | None) -> bool:
-    """Whether a call that is made again would have the adapter that it had."""
-    return resumed is None or resumed.call.pins.adapter == ("" if adapter is None else adapter.digest)
+def why_not_again(resumed: Resumed, spec: GenerationSpec, fingerprint: str) -> str | None:
+    """Why a call that is made again would have another answer than it had; None: it has the same."""
+    pins = resumed.call.pins
+    if pins.adapter != ("" if spec.adapter is None else spec.adapter.digest):
+        return "The adapter of this answer has been changed since"
+    if pins.kernels != fingerprint:
+        return "The model of this answer, or what computes it, has been changed since: ask for a new one"
+    if resumed.seen and len(resumed.seen) != spec.num_choices + 2:
+        return "Last-Event-ID is the id of no event of this stream"
+    return None

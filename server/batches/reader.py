@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from quire.engine.errors import InvalidRequest
@@ -31,10 +32,12 @@ def read_lines(path: Path, endpoint: str, max_bytes: int) -> tuple[list[Line], l
         number = start = 0
         while line := file.readline(max_bytes + 4096):
             number, begin, start = number + 1, start, start + len(line)
+            if number == 1 and line.startswith(BOM_UTF8):  # as Windows' editors write it
+                line, begin = line[len(BOM_UTF8) :], len(BOM_UTF8)
+            if number > 2 * MAX_LINES or len(found) == MAX_LINES:
+                return [], [LineError("too_many_requests", f"The file has more than {MAX_LINES} requests", number)]
             if not line.strip():
                 continue
-            if len(found) == MAX_LINES:
-                return [], [LineError("too_many_requests", f"The file has more than {MAX_LINES} requests", number)]
             try:
                 job = parse_line(line)
                 if len(job.body) > max_bytes:

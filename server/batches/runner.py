@@ -75,6 +75,7 @@ class BatchRunner:
         self._config = config
         self._queued = queued
         self._places = asyncio.Semaphore(max(1, config.most_running // _SHARE))
+        self._reading = asyncio.Lock()  # a file at a time, for threads compete with the event loop
         self._left: dict[str, asyncio.Event] = {}
         """By the batch's id: set when its lines shall end."""
         self._owners: dict[str, str] = {}
@@ -111,7 +112,11 @@ class BatchRunner:
         if sum(whose == owner for whose in self._owners.values()) >= MAX_OPEN:
             raise RateLimited(f"{MAX_OPEN} batches have not ended yet. Please try again later", headers={})
         self._owners[batch.id] = owner
-        await asyncio.to_thread(self.batches.add, owner, batch)
+        try:
+            await asyncio.to_thread(self.batches.add, owner, batch)
+        except BaseException:
+            del self._owners[batch.id]
+            raise
         self._begin(owner, batch)
 
     async def cancel(self, owner: str, id: str) -> Batch:
@@ -162,7 +167,8 @@ class BatchRunner:
         most = int(self._config.max_body_size * 2**20)
         try:
             path = self.files.path(batch.input_file_id)
-            lines, errors = await asyncio.to_thread(read_lines, path, batch.endpoint, most)
+            async with self._reading:
+                lines, errors = await asyncio.to_thread(read_lines, path, batch.endpoint, most)
         except OSError as error:
             lines, errors = [], [LineError("file_lost", f"The input file cannot be read: {error.strerror}")]
         now = changed(at(batch, "failed" if errors else "in_progress"), errors=tuple(errors), total=len(lines))
@@ -174,7 +180,8 @@ class BatchRunner:
         expire = asyncio.get_running_loop().call_later(ends, left.set)
         try:
             if (tenant := self._tenants.owner(owner)) is None:
-                log.error("the batch %s ends: its API key is not taken any more", batch.id)
+                log.error("the batch %s waits for its API key, which is not taken here", batch.id)
+                await left.wait()
             else:
                 more = {"tenant": self._behind(tenant), PRIORITY: BEHIND}
                 async with client_for(self._app, more, left) as client:

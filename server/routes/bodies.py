@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from quire.engine.errors import InvalidRequest
 from quire.engine.types import Adapter
 from quire.server.access.authentication import tenant_of
 from quire.server.access.bodies import Body
@@ -25,7 +27,8 @@ from quire.server.resolve.common import Resolved, measured
 from quire.server.runtime import runtime_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import closing_on_disconnect
-from quire.server.streams import BODY, PATHS, RESUMED, pinned, same_adapter
+from quire.server.store.calls import Progress
+from quire.server.streams import BODY, KEY, PATHS, RESUMED, pinned, why_not_again
 
 Result = TypeVar("Result")
 Work = Callable[[bytes, ServedModel, ServerConfig], Result]
@@ -94,12 +97,19 @@ async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
     """A spec that may be asked for again, or one that is. Raises what Streams.claimed raises."""
     streams, owner = runtime_of(request).streams, owner_of(request)
     assert streams is not None
+    if spec.response is not None and spec.response.conversation is not None:  # which is another one the next time
+        if KEY in request.headers:
+            raise InvalidRequest("Idempotency-Key: not with a conversation, which each answer changes", param=KEY)
+        del request.scope[BODY]
+        return spec
     resumed = request.scope.get(RESUMED)
     if resumed is None:
         resumed = await streams.claimed(request, owner, request.scope[BODY], stream=spec.stream)
         request.scope[RESUMED] = resumed
-    if not same_adapter(resumed, spec.adapter):
-        raise HTTPException(409, "The adapter of this answer has been changed since")
+    if resumed is not None and (why := why_not_again(resumed, spec, model_of(request).fingerprint)) is not None:
+        if not resumed.call.pins.background:
+            raise HTTPException(409, why)
+        resumed = replace(resumed, call=msgspec.structs.replace(resumed.call, progress=Progress()))
     return pinned(spec, resumed, deterministic=runtime_of(request).info.deterministic)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +13,7 @@ from quire.server.bursts import TRANSPORT, BurstTransport
 from quire.server.generation.answers.numbered import NumberedWriter
 from quire.server.generation.answers.writer import AnswerWriter
 from quire.server.generation.choice import ChoiceDelta
-from quire.server.generation.fold import fold
+from quire.server.generation.fold import Answer, fold
 from quire.server.generation.generation import Generation
 from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
@@ -58,7 +58,7 @@ async def reply(
         )
     with runtime.kept.call() as count:
         async with closing_on_disconnect(request.receive, close):
-            answers = await fold(generation.deltas(), count)
+            answers = await _folded(request, spec, generation, count)
         if not generation.complete:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         best = generation.best(answers)
@@ -70,6 +70,18 @@ async def reply(
     await ended()
     headers = {**spec.headers, WEIGHTS_VERSION: writer.weights_version}
     return Response(body, 200, headers, "application/json")
+
+
+async def _folded(
+    request: Request, spec: GenerationSpec, generation: Generation, count: Callable[[Sequence[ChoiceDelta]], None]
+) -> list[Answer]:
+    """The whole answers. One that is none may be asked for anew, with the same Idempotency-Key."""
+    try:
+        return await fold(generation.deltas(), count)
+    except Exception:
+        if KEY in request.headers and (streams := runtime_of(request).streams) is not None:
+            await streams.forget(owner_of(request), spec.id)
+        raise
 
 
 async def journaled(

@@ -28,6 +28,7 @@ from quire.server.runtime import runtime_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
 from quire.server.store.store import Known, Put, Store, Stored
+from quire.server.streams import RESUMED
 
 router = APIRouter()
 creating = APIRouter(route_class=GenerationRoute)
@@ -98,6 +99,9 @@ async def create_response(request: Request) -> Response:
 
 async def _in_background(request: Request, keeper: Keeper) -> Response:
     runtime, spec, writer = runtime_of(request), keeper.spec, keeper.writer
+    resumed = request.scope.get(RESUMED)
+    if resumed is not None and not resumed.attempt:
+        return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
     held = hold_of(request.scope).moved()
     assert spec.response is not None
     close = held.end
@@ -118,14 +122,14 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
                 return  # the next process goes on with it
             await keeper.keep()
             if runtime.streams is not None:
-                await runtime.streams.forget(keeper.owner, spec.id)
+                await runtime.streams.forget(keeper.owner, spec.id, with_key=False)
         finally:
             held.end()
 
     running = Running(writer, close, [] if spec.stream else None)
     events = events_of(generation, writer, spec, runtime.turns, nothing)
     runtime.background.start((keeper.owner, spec.answer_id), running, events, ended)
-    if spec.stream:
+    if spec.stream and resumed is None:
         return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.ping)
     return Response(queued, 200, dict(spec.headers), "application/json")
 
@@ -172,6 +176,8 @@ async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     """Forget a stored response; one that is still generated ends."""
     await _find(request, response_id)
     await runtime_of(request).background.cancel((owner_of(request), response_id))
+    if (streams := runtime_of(request).streams) is not None:
+        await streams.forget(owner_of(request), response_id)
     await asyncio.to_thread(store_of(request, response_id).delete, owner_of(request), response_id)
     return {"id": response_id, "object": "response", "deleted": True}
 

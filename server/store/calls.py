@@ -45,6 +45,8 @@ class Pins(msgspec.Struct, frozen=True):
     """Digest of its adapter."""
     kernels: str = ""
     """The model's fingerprint: weights, and what computes."""
+    background: bool = False
+    """Whether it is a response that goes on without its caller."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

@@ -118,14 +118,24 @@ class Files:
 
     def delete(self, owner: str, id: str) -> bool:
         """Whether there was one."""
-        with self._database.writing() as connection:
-            query = "delete from files where owner = ? and id = ? returning bytes"
-            row = connection.execute(query, (owner, id)).fetchone()
+        try:
+            row = self._drop(owner, id)
+        except sqlite3.OperationalError:  # the disk is full: the content makes room
+            if self.find(owner, id) is None:
+                raise
+            self.path(id).unlink(missing_ok=True)
+            row = self._drop(owner, id)
         if row is None:
             return False
         self._budget.take(owner, -row[0] - ROW)
         self.path(id).unlink(missing_ok=True)
         return True
+
+    def _drop(self, owner: str, id: str) -> tuple[int] | None:
+        with self._database.writing() as connection:
+            query = "delete from files where owner = ? and id = ? returning bytes"
+            row: tuple[int] | None = connection.execute(query, (owner, id)).fetchone()
+            return row
 
     def expired(self) -> list[tuple[str, str]]:
         """Owners and ids of those whose time is over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal, get_args
@@ -158,7 +159,11 @@ def _seconds(anchor: object, seconds: object) -> int | None:
         return None
     if anchor != "created_at":
         raise InvalidRequest("expires_after.anchor must be created_at", param="expires_after.anchor")
-    if not isinstance(seconds, str) or not seconds.isdecimal() or not MIN_KEPT <= int(seconds[:9]) <= MAX_KEPT:
+    if (
+        not isinstance(seconds, str)
+        or not re.fullmatch(r"[0-9]{1,9}", seconds)
+        or not MIN_KEPT <= int(seconds) <= MAX_KEPT
+    ):
         told = f"expires_after.seconds must be from {MIN_KEPT} to {MAX_KEPT}"
         raise InvalidRequest(told, param="expires_after.seconds")
     return int(seconds)

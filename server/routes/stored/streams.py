@@ -16,7 +16,7 @@ from quire.server.access.bodies import READ, Body
 from quire.server.generation.answers.numbered import parse_id
 from quire.server.routes.bodies import owner_of
 from quire.server.runtime import runtime_of
-from quire.server.streams import PATHS, RESUMED, Resumed
+from quire.server.streams import CLAIMS, PATHS, RESUMED, Resumed
 
 router = APIRouter()
 LAST = "last-event-id"
@@ -38,6 +38,9 @@ async def resume_stream(stream_id: str, request: Request) -> Response:
     call = await streams.find(owner, stream_id)
     if call is None:
         raise RequestNotFound(f"No stream `{stream_id}` is kept here, or not any more", param="stream_id")
+    if call.pins.background:
+        way = f"GET /v1/responses/{stream_id}, with stream=true and starting_after"
+        raise InvalidRequest(f"The response goes on in the background: {way}", param="stream_id")
     return _Again(await streams.resumed(owner, call, seen))
 
 
@@ -62,15 +65,21 @@ def again(scope: Scope, resumed: Resumed) -> dict[str, Any]:
 
 class LastEventMiddleware:
     """ASGI middleware that takes a POST with Last-Event-ID, as clients send again that cannot send anything else, for a
-    GET of its stream. The body is not read."""
+    GET of its stream. The body is not read. At a request's end its Idempotency-Key is not held any more."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in PATHS:
-            last = Headers(scope=scope).get(LAST)
-            if last is not None:
-                path = f"/v1/streams/{last.rpartition(':')[0]}"
-                scope = {**scope, "method": "GET", "path": path, "raw_path": path.encode()}
-        await self._app(scope, receive, send)
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in PATHS:
+            return await self._app(scope, receive, send)
+        last = Headers(scope=scope).get(LAST)
+        if last is not None:
+            path = f"/v1/streams/{last.rpartition(':')[0] or '-'}"
+            return await self._app({**scope, "method": "GET", "path": path, "raw_path": path.encode()}, receive, send)
+        claims: list[tuple[str, str]] = []
+        try:
+            await self._app({**scope, CLAIMS: claims}, receive, send)
+        finally:
+            if claims and (streams := scope["app"].state.runtime.streams) is not None:
+                streams.release(claims)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,8 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
-from quire.server.batches import reader
+from quire.server.batches import reader, runner
+from quire.server.store.batches import Batches
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed
 
@@ -154,6 +156,47 @@ async def test_bounds_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert [each.code for each in (ended.errors and ended.errors.data) or []] == ["too_many_requests"]
         ended = await at_its_end(api, (await begin(api, jsonl(request("a", "long " * 4000)))).id)
         assert [each.param for each in (ended.errors and ended.errors.data) or []] == ["line"]
+        ended = await at_its_end(api, (await begin(api, b"\n" * 9)).id)
+        assert [each.code for each in (ended.errors and ended.errors.data) or []] == ["too_many_requests"]
+
+
+async def test_a_mark_of_windows_editors_before_the_first_line(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as api:
+        ended = await at_its_end(api, (await begin(api, b"\xef\xbb\xbf" + jsonl(request("a"), request("b")))).id)
+        assert {*await lines_of(api, ended.output_file_id)} == {"a", "b"}
+
+
+async def test_a_full_disk_costs_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(runner, "MAX_OPEN", 2)
+    async with keeping(tmp_path) as api:
+        file = await upload(api, jsonl(request("a")))
+        asked = {"input_file_id": file.id, "endpoint": CHAT}
+        with monkeypatch.context() as disk:
+            disk.setattr(Batches, "add", full)
+            for _ in range(3):
+                assert "disk is full" in (await api.post("/v1/batches", asked, 503))["error"]["message"]
+        assert (await at_its_end(api, (await api.post("/v1/batches", asked))["id"])).status == "completed"
+
+
+async def test_a_batch_waits_for_its_key(tmp_path: Path) -> None:
+    async with keeping(tmp_path, step_seconds=0.02, max_num_seqs=4, api_key=["ka", "kb"]) as api:
+        api.http.headers["x-api-key"] = "ka"
+        file = await api.http.post(
+            "/v1/files", files={"file": ("a", jsonl(*map(request, "abcdefgh"))), "purpose": (None, b"batch")}
+        )
+        id = (await api.post("/v1/batches", {"input_file_id": file.json()["id"], "endpoint": CHAT}))["id"]
+    async with keeping(tmp_path, api_key=["kb", "kc"]) as api:
+        await asyncio.sleep(0.2)
+        assert not api.engine.seen
+    async with keeping(tmp_path, api_key=["ka", "kb"]) as api:
+        api.http.headers["x-api-key"] = "ka"
+        async with asyncio.timeout(30):
+            while (now := (await api.http.get(f"/v1/batches/{id}")).json())["status"] != "completed":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert now["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
 
 
 async def test_what_a_batch_refuses(tmp_path: Path) -> None:
@@ -273,6 +316,13 @@ async def test_uploads_that_are_refused(tmp_path: Path) -> None:
             (form | {"purpose": (None, "nothing")}, 400, "purpose"),
             (form | {"purpose": (None, "b" * 5000)}, 400, None),
             (form | {"expires_after[seconds]": (None, "9")}, 400, "expires_after.anchor"),
+            *(
+                (
+                    form | {"expires_after[anchor]": (None, "created_at"), "expires_after[seconds]": (None, seconds)},
+                    *(400, "expires_after.seconds"),
+                )
+                for seconds in ("9", "-3600", "000003600999999", "000003600" + "9" * 200, "\u0663\u0666\u0660\u0660")
+            ),
             (form | {f"more{number}": (None, "x") for number in range(9)}, 400, None),
             (form | {"file": ("a", b"x" * 2_000_000)}, 413, None),
         ):

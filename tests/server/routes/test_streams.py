@@ -50,6 +50,12 @@ async def keeping(folder: Path, answer: bytes | None = None, **options: Any) -> 
         yield port, engine
 
 
+@asynccontextmanager
+async def asking(folder: Path, **options: Any) -> AsyncIterator[tuple[httpx.AsyncClient, FakeEngine]]:
+    async with keeping(folder, **options) as (port, engine), httpx.AsyncClient(base_url=port.url, timeout=30) as http:
+        yield http, engine
+
+
 async def read(
     url: str, path: str, body: dict[str, Any] | None = None, events: int | None = None, **headers: str
 ) -> bytes:
@@ -208,3 +214,59 @@ async def test_a_key_whose_request_is_still_answered(tmp_path: Path) -> None:
         assert (busy.status_code, busy.headers["retry-after"]) == (409, "1")
         assert (await http.post(CHAT, json=body, headers=key)).status_code == 409
         assert (await first).json() == (await http.post(CHAT, json=body, headers=key)).json()
+
+
+async def test_a_request_that_is_refused_does_not_hold_its_key(tmp_path: Path) -> None:
+    key = {"Idempotency-Key": "k"}
+    async with keeping(tmp_path) as (port, _), httpx.AsyncClient(base_url=port.url, timeout=30) as http:
+        many = {"model": NAME, "prompt": ["a"] * 2000, "n": 3, "max_tokens": 2}
+        assert (await http.post(COMPLETIONS, json=many, headers=key)).status_code == 400
+        assert (await http.post(COMPLETIONS, json=many | {"prompt": "a"}, headers=key)).status_code == 200
+    async with asking(tmp_path / "late", engine={"step_seconds": 0.05}) as (http, _):
+        late = {"model": NAME, **TEXT, "timeout": 0.2}
+        assert (await http.post(CHAT, json=late, headers=key)).status_code == 408
+        assert (await http.post(CHAT, json=late | {"timeout": 60}, headers=key)).status_code == 200
+
+
+async def test_what_answers_depend_on_may_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _, body = CALLS["chat"]
+    async with keeping(tmp_path) as (port, _):
+        names = ids(await read(port.url, path, body))
+    monkeypatch.setattr("quire.server.served_model.VERSION", "another")
+    async with keeping(tmp_path) as (port, engine), httpx.AsyncClient(base_url=port.url) as http:
+        stream = names[0].partition(":")[0]
+        assert (await http.get(f"/v1/streams/{stream}", headers={"Last-Event-ID": names[2]})).status_code == 409
+        assert not engine.seen
+
+
+async def test_conversations_and_deleted_responses(tmp_path: Path) -> None:
+    async with keeping(tmp_path) as (port, _), httpx.AsyncClient(base_url=port.url, timeout=30) as http:
+        talk = (await http.post("/v1/conversations", json={})).json()["id"]
+        asked = {"model": NAME, "input": "Hi", "conversation": talk, "stream": True, "max_output_tokens": 16}
+        refused = await http.post("/v1/responses", json=asked, headers={"Idempotency-Key": "k"})
+        assert refused.status_code == 400
+        answer = await http.post("/v1/responses", json=asked)
+        assert b"id: " not in answer.content, "the next time the conversation is another one"
+        assert len((await http.get(f"/v1/conversations/{talk}/items")).json()["data"]) == 2
+        del asked["conversation"]
+        stream = (await http.post("/v1/responses", json=asked)).headers["x-stream-id"]
+        assert (await http.delete(f"/v1/responses/{stream}")).status_code == 200
+        assert (await http.get(f"/v1/streams/{stream}")).status_code == 404
+        assert (await http.get(f"/v1/responses/{stream}")).status_code == 404
+
+
+async def test_a_response_in_the_background_is_not_begun_twice(tmp_path: Path) -> None:
+    key = {"Idempotency-Key": "k"}
+    asked = {"model": NAME, "input": "Hi", "background": True, "max_output_tokens": 40}
+    async with asking(tmp_path, engine={"step_seconds": 0.02, "burst": 1}) as (http, engine):
+        id = (await http.post("/v1/responses", json=asked, headers=key)).json()["id"]
+        assert [(await http.get(f"/v1/streams/{id}")).status_code for _ in range(3)] == [400] * 3
+        told = [(await http.post("/v1/responses", json=asked, headers=key)).json()["id"] for _ in range(2)]
+        async with asyncio.timeout(30):
+            while (now := (await http.get(f"/v1/responses/{id}")).json())["status"] in ("queued", "in_progress"):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert now["status"] == "incomplete"
+        again = (await http.post("/v1/responses", json=asked, headers=key)).json()
+        assert [*told, again["id"]] == [id] * 3
+        assert again["output"] == now["output"]
+        assert len(engine.seen) == 1
