@@ -324,9 +324,14 @@ async def _status(reader: asyncio.StreamReader) -> int:
     """The status of the next answer, whose body is read and dropped."""
     try:
         head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length: ")[2].split()[0])
-        while length > 0:
-            length -= len(await reader.read(min(length, 1 << 20))) or length
+        if b"transfer-encoding: chunked" in head.lower():  # a stream, as Ollama's answers are unless told otherwise
+            while size := int(await reader.readline() or b"0", 16):
+                await reader.readexactly(size + 2)
+            await reader.readline()
+        else:
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            while length > 0:
+                length -= len(await reader.read(min(length, 1 << 20))) or length
     except (asyncio.IncompleteReadError, ConnectionError):
         return 0
     return int(head.split()[1])

@@ -207,6 +207,8 @@ async def test_what_becomes_of_open_requests(folders: tuple[Path, Path], mode: M
         update = asyncio.create_task(weights.update(str(second), mode))
         for number in count():  # while the new weights are checked, the old ones still answer
             new = await ask(client, f"new {number}")
+            if not new.versions:  # it was open when the others were, and was aborted before its first token
+                continue
             if new.versions[0] == "2":
                 break
             assert new.version == "2" or farthest(first, new) < 1e-3

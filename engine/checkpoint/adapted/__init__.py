@@ -42,7 +42,7 @@ def class_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json for the class: of a model that takes images or audio too, that of its text part, where that has a
     class of its own."""
     part = raw.get("text_config")
-    own = isinstance(part, Mapping) and part.get("model_type") in tried()
+    own = isinstance(part, Mapping) and str(part.get("model_type")) in tried()
     return text_fields(raw) if own else dict(raw)
 
 
@@ -57,7 +57,7 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 def first_position(given: Mapping[str, Any]) -> int:
     """The row of its table of positions that a sequence's first token has: RoBERTa's begins behind its padding."""
     padding = given.get("pad_token_id")
-    return int(padding) + 1 if given.get("model_type") in _BEHIND_PADDING and isinstance(padding, int) else 0
+    return int(padding) + 1 if str(given.get("model_type")) in _BEHIND_PADDING and isinstance(padding, int) else 0
 
 
 def class_not_served(raw: Mapping[str, Any]) -> str | None:
