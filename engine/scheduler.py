@@ -21,6 +21,7 @@ from quire.engine.sequence import Sequence, Status
 from quire.engine.stats import EngineStats
 from quire.engine.tiers.page_tables import PageTables
 from quire.engine.tiers.prefix_cache import PrefixCache
+from quire.engine.tiers.snapshots import NoSnapshots, SnapshotPlan, Snapshots
 from quire.engine.tiers.tiers import NoTiers
 from quire.engine.types import Cause, Request, RequestOutput, Task
 
@@ -46,6 +47,7 @@ class Scheduler:
         tasks: Collection[Task] = ("generate", "embed", "classify"),
         tiers: NoTiers | None = None,
         micro_batches: int = 1,
+        snapshots: SnapshotPlan | None = None,
     ) -> None:
         """`windows`: by group of layers, as PageGroups has them; a page is of one group.
 
@@ -62,14 +64,19 @@ class Scheduler:
         max_num_batched_tokens. `pools_all`: see Sequence. `tasks`: what requests may ask of the model.
 
         `tiers`: where pages are kept below the device's cache; by default nowhere. `micro_batches`: steps that may be
-        under way in a pipeline, each of other sequences, but for the parts of one prompt.
+        under way in a pipeline, each of other sequences, but for the parts of one prompt. `snapshots`: of states that a
+        cached prefix needs beside pages, if it does.
         """
         self._max_tokens = max_num_batched_tokens
         self._most_of_one = long_prefill_token_threshold or max_num_batched_tokens
         self.pool = BlockPool(num_blocks)
         self._needs = PageNeeds(windows, block_size, self._most_of_one)
         self._tables = PageTables(self.pool, self._needs)
-        self.prefixes = PrefixCache(self._tables, prefix_piece or block_size, enabled=enable_prefix_caching)
+        self._snapshots = NoSnapshots()
+        if snapshots is not None:
+            self._snapshots = Snapshots(self.pool, block_size, snapshots, max_num_seqs + 1)
+        pieces = prefix_piece or block_size
+        self.prefixes = PrefixCache(self._tables, pieces, enabled=enable_prefix_caching, snapshots=self._snapshots)
         self.tiers = tiers or NoTiers()
         self.tiers.serve(self.pool, self.prefixes)
         self._max_model_len = max_model_len
@@ -124,6 +131,12 @@ class Scheduler:
         waiting = [seq for seq in self._sequences.values() if seq.status is not Status.RUNNING]
         return sorted(self._running, key=lambda seq: seq.rank), sorted(waiting, key=lambda seq: seq.rank)
 
+    def reset_prefixes(self) -> None:
+        """Let nothing be found that was computed before."""
+        self.pool.forget()
+        self._snapshots.forget()
+        self.tiers.reset()
+
     def add(self, request: Request) -> None:
         """Queue a request, or answer it with an error output at once if it can never fit."""
         assert request.id not in self._sequences, f"request id {request.id} is in use"
@@ -173,6 +186,7 @@ class Scheduler:
         for seq in self.tiers.arrived():
             self._waiting.push(seq)
         self.prefixes.begin_step()
+        self._snapshots.begin_step()
         self._give_way()
         planned, budget = self._plan_running()
         drafts = self._draft(planned, budget)
@@ -185,7 +199,7 @@ class Scheduler:
         preempted, left = self._preempted, self._left
         self._preempted, self._left = [], []
         told = self.tiers.take_fetched(), self._waiting.take_loads()
-        return Batch(rows, admissions, copies, preempted, *told, left)
+        return Batch(rows, admissions, copies, preempted, *told, left, self._snapshots.take_copies())
 
     def apply(self, batch: Batch, output: StepOutput) -> None:
         """Learn what a step computed. Batches are applied in the order they were scheduled."""
@@ -231,7 +245,7 @@ class Scheduler:
         going = sum(seq.in_flight > 0 or pending[seq] == 1 for seq in self._running)
         share = -(-going // self._micro_batches)
         for seq in sorted(self._running, key=lambda seq: (pending[seq] > 1, seq.rank)):
-            count = min(pending[seq], budget.most(seq), self._most_of_one)
+            count = min(pending[seq], budget.most(seq), self._snapshots.bound(seq, self._most_of_one))
             if count <= 0 or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
                 continue
             if self._tables.windowed:
@@ -263,7 +277,7 @@ class Scheduler:
             if self.tiers.load(seq, cached):
                 continue  # its pages are on their way
             copies += self._start(seq, cached)
-            count = min(seq.pending, most, self._most_of_one)
+            count = min(seq.pending, most, self._snapshots.bound(seq, self._most_of_one))
             self._tables.grow(seq, seq.computed + count)
             budget.take(seq, count)
             rows.append(self._commit(seq, count, []))
@@ -279,6 +293,7 @@ class Scheduler:
         seq.slot = self._slots.pop()
         self._running.append(seq)
         copies = self.prefixes.fork(seq)
+        self._snapshots.begin(seq)
         self._tables.trim(seq)
         if seq.cached_tokens is None:
             seq.cached_tokens = min(seq.computed, seq.num_prompt)
@@ -304,7 +319,8 @@ class Scheduler:
             assert not seq.in_flight
             known = len(seq.tokens)
             room = self._tables.room(seq) - known
-            found[seq] = drafts = guess.tokens[: max(min(most, budget.most(seq), room), 0)]
+            most = min(most, budget.most(seq), room, self._snapshots.drafts(known, most))
+            found[seq] = drafts = guess.tokens[: max(most, 0)]
             budget.take(seq, len(drafts))
             self._tables.grow(seq, known + len(drafts))
         return found
@@ -324,6 +340,7 @@ class Scheduler:
         if start < seq.num_prompt or seq.charged < seq.num_prompt:
             self._count_prompt(seq, start)
         self.prefixes.register(seq, start)
+        self._snapshots.keep(seq, start + count)
         return Row(seq.request.id, seq.slot, start, count + len(drafts), new_blocks, sample, drafts)
 
     def _count_prompt(self, seq: Sequence, start: int) -> None:

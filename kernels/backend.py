@@ -19,7 +19,8 @@ from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 Pages = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: tensors whose first axis is the page, then those whose
@@ -131,6 +132,11 @@ class AttentionMetadata:
     different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
     state_slots: Tensor | None = None
     """[S] int64: where each sequence keeps what is not in pages. None: no layer keeps such."""
+    seen_lens: Tensor | None = None
+    """[S] int32: tokens of each sequence that its slot's matrices have seen; those behind them up to the step's own
+    were guesses, which the slot keeps and which turned out right. None: there are none such."""
+    known_lens: Tensor | None = None
+    """[S] int32: tokens of each sequence that are no guesses, which may turn out wrong; None: all of context_lens."""
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""
@@ -202,7 +208,7 @@ class Operations(ABC):
 
     @abstractmethod
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
-        """What a linear, or a mixture of experts, gives. May overwrite x."""
+        """What a linear, or a mixture of experts, gives. A mixture may overwrite x."""
 
     @abstractmethod
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:
@@ -268,8 +274,20 @@ class Operations(ABC):
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
-        """What kernels/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side: [T, channels]. Keeps the
-        columns of all T tokens. A row may begin with what an earlier one of the step stores in a page."""
+        """What kernels/recurrent/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side, or without gates
+        of x alone: [T, channels]. Keeps the columns of all T tokens. A row may begin with what an earlier one of the
+        step stores in a page."""
+
+    @abstractmethod
+    def delta_rule(
+        self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
+    ) -> Tensor:
+        """What kernels/recurrent/delta_rule.py says of q, k and v side by side [T, rule.inputs], gates z [T, heads *
+        value], and b and a side by side [T, 2 * heads]: [T, heads * value]. Keeps the states of all sequences."""
+
+    @abstractmethod
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [T, F]. May overwrite x."""
 
 
 Layer = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]

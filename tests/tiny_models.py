@@ -82,6 +82,14 @@ LFM2 = {
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 32,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
 HEADS = {"num_key_value_heads": None, "intermediate_size": None}
 """For families that have no such fields."""
 GPT2 = {**HEADS, "n_inner": 96, "tie_word_embeddings": True}
@@ -169,6 +177,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "full_attn_idxs": [0],
     },
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
+    "qwen3_5-grouped": {"model_type": "qwen3_5_text", **DELTA, "linear_num_value_heads": 6, "head_dim": 16},
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},
     "exaone4": {"model_type": "exaone4", "sliding_window": 24, "layer_types": SLIDES},
@@ -235,7 +245,8 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
         else:
             # norms that multiply by 1 + weight
-            offset = name.endswith("bias") or family.startswith(("gemma", "nemotron"))
-            torch.nn.init.normal_(parameter, mean=0.0 if offset else 1.0, std=0.2)
+            centred = family.startswith(("gemma", "nemotron", "qwen3_5", "qwen3-next")) and "linear_attn" not in name
+            mean = 0.0 if name.endswith("bias") or centred else -2.0 if name.endswith("A_log") else 1.0
+            torch.nn.init.normal_(parameter, mean=mean, std=0.2)
     model.to(dtype).save_pretrained(path)
     return path

@@ -45,6 +45,7 @@ FAMILIES = {
     "phi3": "dense.phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_5_text": "qwen3_5",
     "qwen3_moe": "qwen3_moe",
     "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
@@ -72,8 +73,10 @@ WITHOUT_GATES = (
     "starcoder2",
 )
 """Those whose MLPs have two matrices, not three."""
-STATES = {"lfm2": "conv"}
+STATES = {"lfm2": "conv", "qwen3_5_text": "linear_attention"}
 """Families some of whose layers keep a state in attention's place, and what layer_types calls these."""
+GATED = ("qwen3_5_text",)
+"""Those whose attention has a gate for each query."""
 STACKED = ("gpt_oss",)
 """Those whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {
@@ -89,7 +92,7 @@ ENCODERS = {
     "xlm-roberta": "roberta",
 }
 """The same of models that only read, to the modules of engine/encoders."""
-WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral", "qwen3_5": "qwen3_5_text"}
 """Families with image input whose text part, in text_config, is served; and what that is where it does not say."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""

@@ -155,6 +155,12 @@ class SharedFields(TypedDict, total=False):
     block_ffn_dim_multiplier: _Above0 | None
     block_auto_adjust_ff_dim: bool | None
     tie_embedding: bool | None
+    full_attention_interval: _Layers | None
+    linear_conv_kernel_dim: Annotated[int, Meta(ge=2, le=16)] | None
+    linear_key_head_dim: _Width | None
+    linear_value_head_dim: _Width | None
+    linear_num_key_heads: _Width | None
+    linear_num_value_heads: _Width | None
 
 
 class CrossEncoder(TypedDict, total=False):

@@ -22,6 +22,11 @@ _BCX = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 _Inside = Mapping[str, str | tuple[str, ...]]
 
 
+def _delta(names: str) -> tuple[str, ...]:
+    """What a delta net projects, by the last letters."""
+    return tuple(f"linear_attn.in_proj_{name}" for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -60,6 +65,9 @@ _MEGATRON_INSIDE: _Inside = {
     "ln_attn": "input_layernorm",
     "ln_mlp": "post_attention_layernorm",
 }
+
+_GATED_QUERY = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
+"""Each head's query and its gate."""
 
 LAYOUTS: Mapping[str, Layout] = {
     "apertus": Layout(
@@ -157,6 +165,7 @@ LAYOUTS: Mapping[str, Layout] = {
         inside={"self_attn.dense": "self_attn.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
     "phi3": Layout(inside=JOINED),
+    "qwen3_5_text": Layout(inside={**_GATED_QUERY, "linear_attn.in_proj_qkv": _delta("qkv")}),
     "starcoder2": Layout(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
 }
 """By config.json's model_type; a family that is not here has Llama's names."""
@@ -282,6 +291,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "opt": {**_GPT2_LEFT_OUT, "hidden_act": "relu", "enable_bias": True},
     "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    "qwen3_5_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
     "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
     "starcoder2": {
@@ -294,6 +304,8 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 """By model_type: what a config.json means that leaves a field out, where it is not what it means of a Llama."""
 _FOUR_TIMES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
 """Families whose MLPs are four times as wide as the hidden states, where config.json does not say."""
+_DELTA_NETS = ("qwen3_5_text",)
+"""Families with gated delta nets."""
 _ONE_KEY = ("falcon", "gpt_bigcode")
 """Those with a key and a value for all heads, where multi_query says so."""
 
@@ -315,9 +327,19 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
     if kind == "lfm2":
         _complete_lfm2(found)
+    if kind in _DELTA_NETS:
+        _complete_layer_types(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1
     return found
+
+
+def _complete_layer_types(found: dict[str, Any]) -> None:
+    """Where config.json does not say which layers have attention, it says how many of them one has it."""
+    layers, every = found.get("num_hidden_layers"), found.get("full_attention_interval") or 4
+    if not found.get("layer_types") and isinstance(layers, int) and isinstance(every, int) and 1 <= layers <= MAX_LAYERS:
+        kinds = ("full_attention", "linear_attention")
+        found["layer_types"] = [kinds[layer % every != 0] for layer in range(1, layers + 1)]
 
 
 def _complete_lfm2(found: dict[str, Any]) -> None:

@@ -46,13 +46,37 @@ class ColumnState:
         """In pages, for each token."""
         return -(-self.columns * self.channels // PIECE)
 
-    def slot_numbers(self, drafts: int) -> int:
+    def slot_bytes(self, drafts: int, width: int) -> int:
         """In a slot, where a step computes up to so many drafts of a sequence: the columns that may be wrong lie beside
-        those that are right."""
-        return (self.columns + drafts) * self.channels
+        those that are right. `width`: bytes of a number in the model's type."""
+        return (self.columns + drafts) * self.channels * width
 
 
-State = PagedState | ColumnState
+@dataclass(frozen=True, slots=True)
+class DeltaState:
+    """What a layer keeps of a sequence as a whole, all of it in the sequence's slot: the columns of its last tokens, a
+    matrix for each head, and what these are to take in of guesses that turn out right. It is too large for every page:
+    another sequence begins behind a page only where a snapshot of the slot was kept."""
+
+    channels: int
+    """Numbers of a column."""
+    columns: int
+    """That a token sees of those before it."""
+    heads: int
+    key: int
+    value: int
+    window: None = None
+    numbers: int = 0
+    """In pages, for each token."""
+
+    def slot_bytes(self, drafts: int, width: int) -> int:
+        """As ColumnState's; matrices are float32."""
+        guesses = drafts * (self.channels + 2 * self.heads)
+        matrices = self.heads * self.key * self.value * 4
+        return ((self.columns + drafts) * self.channels + guesses) * width + matrices
+
+
+State = PagedState | ColumnState | DeltaState
 
 
 @dataclass(frozen=True, slots=True)

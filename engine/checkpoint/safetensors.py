@@ -33,6 +33,8 @@ _MOST_TENSORS = 2**17
 _MOST_SHARDS = 4096
 _SHOWN = 200
 """Characters of a name in a file that an error shows."""
+_BESIDE_TEXT = ("model.visual.", "visual.", "mtp.")
+"""Qwen3.5's image encoder, and its head."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
@@ -68,8 +70,9 @@ class StoredWeights(NamedTuple):
 
 
 def text_tensor(name: str) -> str | None:
-    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder."""
-    if "vision_tower." in name or "multi_modal_projector." in name:
+    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder, or to a head that
+    guesses tokens (MTP)."""
+    if "vision_tower." in name or "multi_modal_projector." in name or name.startswith(_BESIDE_TEXT):
         return None
     return name.replace("language_model.", "")
 

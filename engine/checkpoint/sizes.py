@@ -15,6 +15,7 @@ from typing import Any
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.families import (
     ENCODERS,
+    GATED,
     STATES,
     WITHOUT_GATES,
     family_not_served,
@@ -26,7 +27,7 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.files import text_config
-from quire.engine.checkpoint.page_groups import PIECE, ColumnState, PagedState, State
+from quire.engine.checkpoint.page_groups import PIECE, ColumnState, DeltaState, PagedState, State
 from quire.engine.errors import ModelError
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
@@ -46,7 +47,7 @@ _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """The same of MLPs and of heads that are not tied."""
 _NO_OUT_BIAS = {"glm", "glm4", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
-_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe"}
+_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", "qwen3_5_text"}
 """Families with norms of query and key heads,"""
 _WHOLE_NORMS = {"olmo2", "olmo3"}
 """and of all of them together."""
@@ -113,9 +114,14 @@ class ModelSizes:
         """The same of columns, which are kept in the model's type."""
         return sum(each.numbers for each in self.states if isinstance(each, ColumnState))
 
-    def slot_numbers(self, drafts: int) -> int:
-        """Numbers kept of each sequence beside pages, in all layers together, as ColumnState says it."""
-        return sum(each.slot_numbers(drafts) for each in self.states if isinstance(each, ColumnState))
+    def slot_bytes(self, drafts: int, width: int) -> int:
+        """Bytes kept of each sequence beside pages, in all layers together, as ColumnState says it."""
+        return sum(each.slot_bytes(drafts, width) for each in self.states if not isinstance(each, PagedState))
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether cached prefixes need those of a DeltaState."""
+        return any(isinstance(each, DeltaState) for each in self.states)
 
     @property
     def active_parameters(self) -> int:
@@ -179,7 +185,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     table = vocab * hidden
     learned = (positions + 2 * (kind == "opt")) * hidden if kind in _LEARNED else 0
     embeddings = table * (1 if tied else 2) + learned
-    others = attention if states is None else _short_conv(text, hidden)
+    others = attention if states is None else _kept_by(states, text, hidden)
     body = attending * attention + (layers - attending) * others + layers * _norms(text, hidden)
     body += _ends(text, hidden, vocab, tied=bool(tied))
     mlps = (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
@@ -206,15 +212,37 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         states=_in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
-        state_formula=f"{states.columns} columns x {hidden} / {PIECE} x {layers - attending} layers" if states else "",
+        state_formula=_state_formula(states, layers - attending),
     )
 
 
-def _columns(text: Mapping[str, Any], hidden: int) -> ColumnState | None:
-    """What a convolution keeps, in families that have some."""
-    if str(text.get("model_type")) not in STATES:
+def _columns(text: Mapping[str, Any], hidden: int) -> ColumnState | DeltaState | None:
+    """What a convolution or a delta net keeps, in families that have some."""
+    kind = str(text.get("model_type"))
+    if kind not in STATES:
         return None
+    if STATES[kind] == "linear_attention":
+        key_heads, heads = int(text.get("linear_num_key_heads") or 16), int(text.get("linear_num_value_heads") or 32)
+        key, value = int(text.get("linear_key_head_dim") or 128), int(text.get("linear_value_head_dim") or 128)
+        columns = max(int(text.get("linear_conv_kernel_dim") or 4), 2) - 1
+        return DeltaState(2 * key_heads * key + heads * value, columns, heads, key, value)
     return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1)
+
+
+def _kept_by(state: ColumnState | DeltaState, text: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of the part of a layer that keeps this."""
+    if isinstance(state, ColumnState):
+        return _short_conv(text, hidden)
+    values, heads = state.heads * state.value, state.heads
+    linears = hidden * (state.channels + 2 * values + 2 * heads)
+    return linears + (state.columns + 1) * state.channels + 2 * heads + state.value
+
+
+def _state_formula(state: ColumnState | DeltaState | None, layers: int) -> str:
+    """Of what pages keep; "": nothing."""
+    if not isinstance(state, ColumnState):
+        return ""
+    return f"{state.columns} columns x {state.channels} / {PIECE} x {layers} layers"
 
 
 def _short_conv(text: Mapping[str, Any], hidden: int) -> int:
@@ -224,7 +252,7 @@ def _short_conv(text: Mapping[str, Any], hidden: int) -> int:
 
 
 def _in_layers(
-    text: Mapping[str, Any], columns: ColumnState | None, attention: Sequence[PagedState]
+    text: Mapping[str, Any], columns: ColumnState | DeltaState | None, attention: Sequence[PagedState]
 ) -> tuple[State, ...]:
     """In the order of the layers."""
     if columns is None:
@@ -262,8 +290,8 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
     size = _head_dim(text, hidden)
     if size < 1:
         raise ModelError(f"model: config.json: hidden_size: {hidden} cannot be split into {heads} heads")
-    parameters = 2 * hidden * heads * size + 2 * hidden * shared * size
     kind = text.get("model_type")
+    parameters = (2 + (kind in GATED)) * hidden * heads * size + 2 * hidden * shared * size
     asked = any(text.get(name) for name in ("attention_bias", "use_bias", "use_qkv_bias", "enable_bias"))
     if asked or kind in _BIASED or kind in ("qwen2", "qwen2_moe"):
         parameters += heads * size + 2 * shared * size + (0 if kind in _NO_OUT_BIAS else hidden)

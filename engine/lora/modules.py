@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.checkpoint.families import STATES, WITH_EXPERTS, WITHOUT_GATES, sparse_layers
+from quire.engine.checkpoint.families import GATED, STATES, WITH_EXPERTS, WITHOUT_GATES, sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, named_alike, stored_module
 from quire.engine.errors import ConfigError
@@ -29,7 +29,8 @@ def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
     heads = (model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim)
     layers = _layers(model.raw, model.num_layers)
-    return _modules(model.model_type, layers, model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
+    sizes = (model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
+    return _modules(model.model_type, layers, *sizes, _with_state(model.raw, model.hidden_size))
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -43,7 +44,8 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
     keys = int(raw.get("num_key_value_heads") or heads) * dim
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), hidden, inner, heads * dim, keys, vocab)
+    sizes = (hidden, inner, heads * dim, keys, vocab)
+    return _modules(str(raw.get("model_type")), _layers(raw, layers), *sizes, _with_state(raw, hidden))
 
 
 def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
@@ -54,8 +56,27 @@ def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
     return [(kinds is None or kinds[layer] != STATES[kind], not sparse[layer]) for layer in range(layers)]
 
 
+def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
+    """Of what stands in attention's place in some layers, by its name in a layer."""
+    if STATES.get(str(raw.get("model_type"))) != "linear_attention":
+        return {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
+    heads = int(raw.get("linear_num_value_heads") or 32)
+    keys = int(raw.get("linear_num_key_heads") or 16) * int(raw.get("linear_key_head_dim") or 128)
+    values = heads * int(raw.get("linear_value_head_dim") or 128)
+    outs = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+    found = {f"linear_attn.in_proj_{name}": (hidden, size) for name, size in outs.items()}
+    return found | {"linear_attn.out_proj": (values, hidden)}
+
+
 def _modules(
-    kind: str, layers: list[tuple[bool, bool]], hidden: int, inner: int, queries: int, keys: int, vocab: int
+    kind: str,
+    layers: list[tuple[bool, bool]],
+    hidden: int,
+    inner: int,
+    queries: int,
+    keys: int,
+    vocab: int,
+    with_state: Modules,
 ) -> Modules:
     attention = {
         "self_attn.q_proj": (hidden, queries),
@@ -63,7 +84,8 @@ def _modules(
         "self_attn.v_proj": (hidden, keys),
         "self_attn.o_proj": (queries, hidden),
     }
-    conv = {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
+    if kind in GATED:
+        attention["self_attn.gate_proj"] = (hidden, queries)
     mlp = {
         "mlp.gate_proj": (hidden, inner),
         "mlp.up_proj": (hidden, inner),
@@ -74,7 +96,7 @@ def _modules(
     found = {
         f"model.layers.{index}.{name}": shape
         for index, (attends, has_mlp) in enumerate(layers)
-        for name, shape in ((attention if attends else conv) | (mlp if has_mlp else {})).items()
+        for name, shape in ((attention if attends else with_state) | (mlp if has_mlp else {})).items()
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.page_groups import PageGroups, State, one_group
+from quire.engine.checkpoint.page_groups import DeltaState, PageGroups, State, one_group
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
@@ -65,6 +65,11 @@ class DecoderSpec:
     def states(self) -> list[State]:
         """What the layers keep, in their order."""
         return [each.state for layer in self.layers for each in layer if each.state is not None]
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether a sequence can begin behind a cached page only where a snapshot of its states was kept."""
+        return any(isinstance(each, DeltaState) for each in self.states)
 
     def parts(self, kind: type[P]) -> list[P]:
         """All parts of a kind, in the order of the layers."""

@@ -8,16 +8,19 @@ from quire.engine.batch import PageCopy
 from quire.engine.blocks import GONE, group_key
 from quire.engine.sequence import Sequence
 from quire.engine.tiers.page_tables import PageTables
+from quire.engine.tiers.snapshots import NoSnapshots
 
 
 class PrefixCache:
     """The pool's pages by the tokens in them. Where pages are large, the beginning of one may be shared by a copy."""
 
-    def __init__(self, tables: PageTables, piece: int, *, enabled: bool) -> None:
-        """`piece`: tokens that are hashed together; a divisor of a page's tokens. Not `enabled`: nothing is found."""
+    def __init__(self, tables: PageTables, piece: int, *, enabled: bool, snapshots: NoSnapshots | None = None) -> None:
+        """`piece`: tokens that are hashed together; a divisor of a page's tokens. Not `enabled`: nothing is found.
+        `snapshots`: what a sequence must find beside pages; by default nothing."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % piece == 0
         self.enabled = enabled
+        self._snapshots = snapshots or NoSnapshots()
         self._tables = tables
         self._pool = tables.pool
         self._groups = tables.groups
@@ -39,7 +42,10 @@ class PrefixCache:
 
     def cached(self, seq: Sequence) -> list[int]:
         """Cached pages of a waiting sequence's tokens but the last, as PageTables.find gives them."""
-        return self._tables.find([pieces[-1] for pieces in self.piece_digests(seq)])
+        digests = [pieces[-1] for pieces in self.piece_digests(seq)]
+        pages = self._tables.find(digests)
+        usable = self._snapshots.usable(digests[: len(pages) // self._groups])
+        return pages if usable * self._groups == len(pages) else self._tables.find(digests[:usable])
 
     def share(self, seq: Sequence, cached: list[int]) -> None:
         """Let a sequence without pages begin with these."""

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import chain
 from subprocess import SubprocessError
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quire.engine.batch import PageCopy
+from quire.engine.batch import PageCopy, SlotCopy
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import (
     CPU_KV_BYTES,
@@ -197,16 +198,21 @@ def layers_of(model: Paged, pages: Sequence[Tensor], states: Sequence[Pages] = (
 
 
 def allocate_states(model: Decoder, slots: int, drafts: int) -> list[Pages]:
-    """By place, what the layers keep of sequences beside pages, in so many slots and one for computations of nobody's;
+    """By place, what the layers keep of sequences beside pages, in so many slots;
     `drafts`: see Part.slots. What is in a slot is not read before its owner has written it."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
-    layers = model.slots(slots + 1, drafts)
+    layers = model.slots(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
 
 
-def state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Of these, as a configuration asks for them, in all stages of a pipeline together."""
-    return model.slot_nbytes(config.max_num_seqs + 1, most_drafts(config))
+def slot_bytes(model: Decoder, config: EngineConfig) -> int:
+    """Of a slot of these, as a configuration asks for it, in all stages of a pipeline together."""
+    return model.slot_nbytes(1, most_drafts(config))
+
+
+def copy_slot(states: Sequence[Pages], copy: SlotCopy) -> None:
+    for each in chain.from_iterable(states):
+        each[copy.target] = each[copy.source]
 
 
 def copy_page(pages: Sequence[Tensor], copy: PageCopy, block_size: int) -> None:

@@ -29,6 +29,7 @@ from quire.kernels.backend import (
 )
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
+from quire.kernels.cpu.decoder import delta_rule
 from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.decoder.short_conv import convolved
@@ -38,7 +39,8 @@ from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ALL = 2**31 - 1
@@ -244,6 +246,20 @@ class Cpu(Reference):
         if bcx.dtype not in self.library.short_conv:
             return super().short_conv(bcx, conv, columns, metadata)
         return convolved(self.library, bcx, conv, columns, metadata)
+
+    def delta_rule(
+        self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
+    ) -> Tensor:
+        if qkv.dtype not in self.library.delta_rule:
+            return super().delta_rule(qkv, z, ba, rule, states, metadata)
+        return delta_rule.computed(self.library, (qkv, z, ba), rule, states, metadata)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        if x.dtype not in self.library.sigmoid_mul or not x.is_contiguous():
+            return super().sigmoid_mul(x, gate)
+        pointers = _pointers(x, gate.contiguous())
+        self.library.sigmoid_mul[x.dtype](*pointers, x.numel(), torch.get_num_threads())
+        return x
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         """Our own kernel (linear.cpp), which gives a row the same bits in every batch.

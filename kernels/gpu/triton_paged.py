@@ -27,7 +27,7 @@ from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIXED_SPLIT = 512

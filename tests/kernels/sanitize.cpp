@@ -125,6 +125,7 @@ void attend() {
 template <class T>
 void convolves() {
   const int sequences = draw(1, 4), channels = draw(1, 200), width = draw(2, 6), kept = width - 1 + draw(0, 9);
+  const bool gated = draw(0, 1), paged = draw(0, 1);
   const long most = 5, pages = sequences * most;
   Array<int32_t> starts(new int32_t[sequences + 1]()), contexts(new int32_t[sequences]), table(new int32_t[pages]);
   Array<int64_t> slots(new int64_t[sequences]);
@@ -140,9 +141,9 @@ void convolves() {
   auto ends = numbers<T>(pages * (width - 1) * channels), recent = numbers<T>(sequences * kept * channels);
   const bool biased = draw(0, 1);
   const int threads = draw(1, 3);
-  if (Kernels<T>::short_conv(bcx.get(), weight.get(), biased ? bias.get() : nullptr, out.get(), ends.get(),
-                             recent.get(), starts.get(), contexts.get(), table.get(), most, slots.get(), pages,
-                             sequences, sequences, channels, width, kept, threads))
+  if (Kernels<T>::short_conv(bcx.get(), weight.get(), biased ? bias.get() : nullptr, out.get(),
+                             paged ? ends.get() : nullptr, recent.get(), starts.get(), contexts.get(), table.get(),
+                             most, slots.get(), pages, sequences, sequences, channels, width, kept, gated, threads))
     std::exit(1);
   expect_finite(out, tokens * channels, "short convolution");
   expect_finite(ends, pages * (width - 1) * channels, "columns in pages");

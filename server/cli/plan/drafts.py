@@ -35,11 +35,11 @@ class Draft:
         return 1 + -(-self.asked.num_speculative_tokens // block_size)
 
 
-def slot_numbers(served: ModelSizes, drafting: ModelSizes | None, most: int, split: int, sharing: int) -> int:
-    """What layers keep of a sequence beside pages, with up to `most` guesses in a step, on each of so many devices; as
+def slot_bytes(served: ModelSizes, drafting: ModelSizes | None, most: int, width: int, split: int, sharing: int) -> int:
+    """Bytes that layers keep of a sequence beside pages, with up to `most` guesses in a step, on each of so many devices; as
     engine/worker/memory.py's allocate_states has it. `sharing`: parts of one memory, of which one has what drafts."""
-    own = 0 if drafting is None else drafting.slot_numbers(most)
-    return served.slot_numbers(most) // split + own // sharing
+    own = 0 if drafting is None else drafting.slot_bytes(most, width)
+    return served.slot_bytes(most, width) // split + own // sharing
 
 
 def planned_draft(asked: SpeculativeConfig | None) -> Draft | None:

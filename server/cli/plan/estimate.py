@@ -15,8 +15,10 @@ from quire.engine.checkpoint.kv_plan import (
     KV_CODE_SCALE_BYTES,
     QUANTIZED_BITS,
     TABLE_BITS,
+    StateShares,
     fit_pages,
     int8_embedding,
+    share_states,
 )
 from quire.engine.checkpoint.page_groups import PageGroups, PageNeeds, most_drafts, page_groups
 from quire.engine.checkpoint.safetensors import StoredWeights
@@ -24,7 +26,7 @@ from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
-from quire.server.cli.plan.drafts import Draft, slot_numbers
+from quire.server.cli.plan.drafts import Draft, slot_bytes
 from quire.server.cli.plan.machine import PAGE, Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
 
@@ -68,6 +70,9 @@ class Wishes:
     """Layers with a sliding window keep all tokens too."""
     drafts: int = most_drafts(_DEFAULTS)
     """Most guesses of one sequence in a step."""
+    state_memory: float | None = None
+    """GiB for states that are too large for pages; None: the server's own rule."""
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,9 @@ class Estimate:
     draft_bytes: int = 0
     """Of the weights of what guesses tokens."""
     state_bytes: int = 0
-    """Of what layers keep of sequences beside pages, in every slot."""
+    """Of what layers keep of sequences beside pages, in every slot,"""
+    shares: StateShares = StateShares(1, 0)
+    """and who has these."""
     tiers: tuple[Tier, ...] = ()
     """Below the KV cache."""
     reasons: tuple[str, ...] = ()
@@ -234,7 +241,10 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     if wishes.kv_cache_memory is not None:
         budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
     seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
-    states = slot_numbers(sizes, drafting, wishes.drafts, split, sharing) * width * (seqs + 1)
+    slot = slot_bytes(sizes, drafting, wishes.drafts, width, split, sharing)
+    large, cached = sizes.needs_snapshots, wishes.prefix_caching
+    shares = share_states(slot, max(budget, 0), wishes.state_memory, seqs, large=large, cached=cached)
+    states = slot * shares.slots
     spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // sharing
     budget = max(budget - states - spare, 0)
     made = Estimate(
@@ -257,6 +267,7 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         adapter_bytes=adapters,
         draft_bytes=drafts,
         state_bytes=states,
+        shares=shares,
         tiers=wishes.offload.share(machine.replicas).tiers(kept * block_size, block_size),
     )
     return _fitted(made, wishes, on_device)
@@ -311,7 +322,7 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
     asked = wishes.context
     if asked is None and wishes.concurrency is not None:
         asked = made.needs.longest(made.group_pages // wishes.concurrency, longest)
-    seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
+    seqs = made.shares.sequences
     context, needed, blocks = fit_pages(pages, made.needs, max_position=longest, max_num_seqs=seqs, max_model_len=asked)
     flags = []
     if asked is not None or context < longest:
