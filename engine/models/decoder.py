@@ -247,7 +247,8 @@ class Decoder:
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.every_layer if self.groups.count == 1 else self._layers
         kinds = Counter(each.page_formula for layer in layers for each in layer if each.pages(1))
-        counts = [slots] if len(kinds) == 1 else kinds.values()
+        alike = len(kinds) == 1 and all(any(each.pages(1) for each in layer) for layer in layers)
+        counts = [slots] if alike else kinds.values()
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
@@ -329,7 +330,7 @@ class Decoder:
         step = Step(metadata.of(self.groups.group_of[index]), kv_cache[self.groups.place_of[index]], rows)
         for part in self._layers[index]:
             x, residual = part.forward(run, x, residual, step)
-            if step.rows is not None and part.pages(1):
+            if step.rows is not None and (part.pages(1) or part.slots(1, 0)):
                 step = step.behind(step.rows)
         assert residual is not None
         return (x, residual) if step.rows is None else (x[step.rows], residual[step.rows])

@@ -31,9 +31,9 @@ from tests.variants import examples
 __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
 SHAPES: list[dict[str, Any]] = [
-    {},
-    {"max_num_batched_tokens": 7},
-    {"num_kv_blocks": 11, "max_model_len": 176, "max_num_batched_tokens": 48},
+    {"snapshot_tokens": 64},
+    {"max_num_batched_tokens": 7, "snapshot_tokens": 16},
+    {"num_kv_blocks": 11, "max_model_len": 176, "max_num_batched_tokens": 48, "snapshot_tokens": 16, "state_memory": 2e-4},
     {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
 ]
 
@@ -80,7 +80,7 @@ def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> li
 @given(
     traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
     shape=st.integers(0, len(SHAPES) - 1),
-    family=st.sampled_from(["lfm2", "lfm2-biased"]),
+    family=st.sampled_from(["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped"]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     guesses=st.one_of(st.none(), st.integers(0, 99)),
 )
