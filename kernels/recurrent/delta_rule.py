@@ -92,53 +92,53 @@ def delta_rule(qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: Delt
     for s, (context, *bounds, slot) in enumerate(zip(contexts, seen_lens, known_lens, slots, strict=True)):
         own = slice(starts[s], starts[s + 1])
         found = _row(given[own], rule, states, slot, context, *bounds)
-        out[own] = _normed(found, z[own], rule)
+        out[own] = torch.stack([_normed(each, gates, rule) for each, gates in zip(found, z[own], strict=True)])
     return out
 
 
 def _row(
     given: Tensor, rule: DeltaRule, states: DeltaStates, slot: int, context: int, seen: int, known: int
-) -> Tensor:
-    """Results [tokens, heads, value] of the last tokens of a sequence of `context` tokens, `known` of which are no
+) -> list[Tensor]:
+    """Results [heads, value] of the last tokens of a sequence of `context` tokens, `known` of which are no
     guesses; the matrices have seen the first `seen`."""
     first, most = context - len(given), states.guesses.shape[1]
     stop = min(max(known, seen), context)
     if not 0 <= first - seen <= most or context - stop > most:
         raise IndexError("more guesses than a slot keeps")
     before = [states.guesses[slot, at % most] for at in range(seen, first)]
-    q, k, v, decay, beta = _taken(torch.cat([torch.stack(before), given]) if before else given, rule)
-    matrix = (states.matrices[slot] if first else torch.zeros_like(states.matrices[slot])).to(v.dtype)
+    matrix = states.matrices[slot] if first else torch.zeros_like(states.matrices[slot])
     found = []
-    for at in range(seen, context):
+    for at, numbers in enumerate([*before, *given], seen):
         if at == stop:
             states.matrices[slot] = matrix
-        i = at - seen
-        matrix = matrix * decay[i, :, None, None]
-        delta = beta[i, :, None] * (v[i] - (matrix * k[i, :, :, None]).sum(1))
-        matrix = matrix + k[i, :, :, None] * delta[:, None]
+        q, k, v, decay, beta = _taken(numbers, rule)
+        matrix = matrix * decay[:, None, None]
+        delta = beta[:, None] * (v - (matrix * k[:, :, None]).sum(1))
+        matrix = matrix + k[:, :, None] * delta[:, None]
         if at >= first:
-            found.append((matrix * q[i, :, :, None]).sum(1))
+            found.append((matrix * q[:, :, None]).sum(1))
     if stop == context:
         states.matrices[slot] = matrix
     for at in range(max(stop, first), context):
         states.guesses[slot, at % most] = given[at - first]
-    return torch.stack(found)
+    return found
 
 
 def _taken(given: Tensor, rule: DeltaRule) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k [T, heads, key], v [T, heads, value], decay and beta [T, heads] of what tokens give."""
+    """q, k [heads, key], v [heads, value], decay and beta [heads] of what a token gives. One token at a time: PyTorch's
+    functions of many numbers at once give bits that depend on how many these are."""
     wide = given.to(torch.float64 if given.dtype == torch.float64 else torch.float32)
     keys = rule.key_heads * rule.key
-    q, k, v, b, a = wide.split([keys, keys, rule.heads * rule.value, rule.heads, rule.heads], dim=1)
+    q, k, v, b, a = wide.split([keys, keys, rule.heads * rule.value, rule.heads, rule.heads])
     group = rule.heads // rule.key_heads
-    q, k = (each.view(len(given), rule.key_heads, rule.key) for each in (q, k))
+    q, k = (each.view(rule.key_heads, rule.key) for each in (q, k))
     q, k = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + EPSILON) for each in (q, k))
-    q, k = ((each.repeat_interleave(group, dim=1)) for each in (q * rule.key**-0.5, k))
+    q, k = (each.repeat_interleave(group, dim=0) for each in (q * rule.key**-0.5, k))
     decay = torch.exp(rule.rate.to(wide.dtype) * F.softplus(a + rule.shift.to(wide.dtype)))
-    return q, k, v.view(len(given), rule.heads, rule.value), decay, b.sigmoid()
+    return q, k, v.view(rule.heads, rule.value), decay, b.sigmoid()
 
 
 def _normed(found: Tensor, z: Tensor, rule: DeltaRule) -> Tensor:
     factor = torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + rule.eps)
     normed = found * factor * rule.norm.to(found.dtype) * F.silu(z.to(found.dtype).view(found.shape))
-    return normed.flatten(1).to(z.dtype)
+    return normed.flatten().to(z.dtype)

@@ -87,7 +87,9 @@ def _row(fresh: Tensor, c: Tensor | None, conv: ShortConv, places: _Places, cont
     for at in range(first, context):
         if at >= context - places.columns.kept or places.is_end(at):
             places.of(at).copy_(fresh[at - first])
-    return (torch.nn.functional.silu(total) if c is None else c.to(wide) * total).to(fresh.dtype)
+    if c is None:  # row by row: of many numbers at once the bits would depend on how many these are
+        return torch.stack([torch.nn.functional.silu(row) for row in total]).to(fresh.dtype)
+    return (c.to(wide) * total).to(fresh.dtype)
 
 
 @dataclass(frozen=True, slots=True)

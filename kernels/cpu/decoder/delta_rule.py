@@ -48,5 +48,5 @@ def computed(
     addresses = [None if each is None else each.data_ptr() for each in tensors]  # type: ignore[attr-defined]
     counts = (len(states.matrices), len(slots), *sizes(rule, states), torch.get_num_threads())
     if library.delta_rule[qkv.dtype](*addresses, *counts):
-        raise IndexError("there is no such slot, or more guesses than it keeps")
+        raise IndexError("there is no such slot, or there are more guesses than it keeps")
     return out
