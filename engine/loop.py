@@ -47,9 +47,9 @@ from quire.engine.scheduler import Scheduler
 from quire.engine.snapshot import take_snapshot
 from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.steps import Steps
-from quire.engine.tiers.snapshots import SnapshotPlan
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
+from quire.engine.tiers.snapshots import SnapshotPlan
 from quire.engine.types import EngineInfo, RequestOutput
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads

@@ -18,9 +18,9 @@ from quire.kernels.activation import Activation
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.rotation import Rope
 from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.rotation import Rope
 
 Pages = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: tensors whose first axis is the page, then those whose

@@ -34,9 +34,9 @@ from quire.kernels.experts import ReferenceMixture
 from quire.kernels.fit import fit_int4
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
 from quire.kernels.recurrent.delta_rule import DeltaRows, DeltaRule, DeltaStates, delta_rule
 from quire.kernels.recurrent.short_conv import Columns, Rows, ShortConv, short_conv
+from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
 
 KEY_TILE = 128
 QUERY_TILE = 16

@@ -83,7 +83,7 @@ LFM2 = {
     "tie_word_embeddings": True,
 }
 DELTA: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "full_attention_interval": 2,
     "head_dim": 32,
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 32,
@@ -178,7 +178,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "full_attn_idxs": [0],
     },
     "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
-    "qwen3_5-grouped": {"model_type": "qwen3_5_text", **DELTA, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 16},
+    "qwen3_5-grouped": {
+        "model_type": "qwen3_5_text",
+        **DELTA,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "head_dim": 16,
+    },
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},
     "exaone4": {"model_type": "exaone4", "sliding_window": 24, "layer_types": SLIDES},

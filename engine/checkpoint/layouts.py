@@ -337,7 +337,12 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _complete_layer_types(found: dict[str, Any]) -> None:
     """Where config.json does not say which layers have attention, it says how many of them one has it."""
     layers, every = found.get("num_hidden_layers"), found.get("full_attention_interval") or 4
-    if not found.get("layer_types") and isinstance(layers, int) and isinstance(every, int) and 1 <= layers <= MAX_LAYERS:
+    if (
+        not found.get("layer_types")
+        and isinstance(layers, int)
+        and isinstance(every, int)
+        and 1 <= layers <= MAX_LAYERS
+    ):
         kinds = ("full_attention", "linear_attention")
         found["layer_types"] = [kinds[layer % every != 0] for layer in range(1, layers + 1)]
 

@@ -190,7 +190,7 @@ def allocate_pages(model: Paged, num_blocks: int) -> list[Tensor]:
 
 def layers_of(model: Paged, pages: Sequence[Tensor], states: Sequence[Pages] = ()) -> KVCache:
     """What of the `allocate_pages` each layer asks for, and behind it what it has of the `allocate_states`."""
-    layers = model.pages(pages[0].shape[1])
+    layers = model.pages(pages[0].shape[1] if pages else 1)  # none: of a stage whose layers keep slots alone
     kinds = dict.fromkeys(each for layer in layers for each in layer)
     parts = {kind: iter(each) for kind, each in zip(kinds, pages, strict=True)}
     beside = states or [()] * len(layers)
@@ -243,9 +243,9 @@ class Headroom:
 
     def __init__(self, kv_cache: KVCache) -> None:
         self._caches = [cache for layer in kv_cache for cache in layer]
-        pages = len(self._caches[0])
-        self._piece = max(_PIECE // max(cache[0].nbytes for cache in self._caches), 1)
-        self._most = int(pages * _HEADROOM)
+        self._pages = len(self._caches[0]) if self._caches else 0  # a stage whose layers keep slots alone has none
+        self._piece = max(_PIECE // max((cache[0].nbytes for cache in self._caches), default=1), 1)
+        self._most = int(self._pages * _HEADROOM)
         self._used = self._ready = self._next = 0
 
     def use(self, pages: Iterable[int]) -> None:
@@ -255,7 +255,7 @@ class Headroom:
     def grow(self) -> bool:
         """Touch some more pages of one tensor; False when enough are touched."""
         begin = max(self._used, self._ready)
-        end = min(begin + self._piece, self._used + self._most, len(self._caches[0]))
+        end = min(begin + self._piece, self._used + self._most, self._pages)
         if begin >= end:
             return False
         self._caches[self._next][begin:end].zero_()

@@ -37,10 +37,10 @@ from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.reference import Reference
-from quire.kernels.rotation import NORMS, Rope
 from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.reference import Reference
+from quire.kernels.rotation import NORMS, Rope
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ALL = 2**31 - 1

@@ -25,9 +25,9 @@ from quire.kernels.gpu.triton_codes import held_in
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
-from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIXED_SPLIT = 512

@@ -33,7 +33,13 @@ SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs"
 SHAPES: list[dict[str, Any]] = [
     {"snapshot_tokens": 64},
     {"max_num_batched_tokens": 7, "snapshot_tokens": 16},
-    {"num_kv_blocks": 11, "max_model_len": 176, "max_num_batched_tokens": 48, "snapshot_tokens": 16, "state_memory": 2e-4},
+    {
+        "num_kv_blocks": 11,
+        "max_model_len": 176,
+        "max_num_batched_tokens": 48,
+        "snapshot_tokens": 16,
+        "state_memory": 2e-4,
+    },
     {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
 ]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.cpu.backend import Cpu
-from quire.kernels.reference import Reference
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
 from tests.variants import nightly
 

@@ -67,7 +67,9 @@ def load_draft_model(
         spec = decoder_spec(replace(model, context=like.max_model_len))
         check_attention(like.device, model, spec)
         if spec.needs_snapshots:
-            raise ConfigError(f"a {model.model_type}, whose delta nets cannot take back a guess of their own, does not draft")
+            raise ConfigError(
+                f"a {model.model_type}, whose delta nets cannot take back a guess of their own, does not draft"
+            )
         wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
         own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype)
         length = min(like.max_model_len, model.max_position)

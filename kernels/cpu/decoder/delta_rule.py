@@ -20,7 +20,9 @@ def check_delta(rule: DeltaRule, states: DeltaStates, dtype: torch.dtype) -> Non
     if not all(each.is_contiguous() for each in (*wide.values(), states.guesses)):
         raise ValueError("what a delta rule reads and keeps must be contiguous")
     if rule.value % 16 or rule.key % 2 or rule.heads % rule.key_heads:
-        raise ValueError("a value must have a multiple of 16 numbers, a key an even number, and key heads as many values")
+        raise ValueError(
+            "a value must have a multiple of 16 numbers, a key an even number, and key heads as many values"
+        )
 
 
 def pointers(rule: DeltaRule, out: object, states: DeltaStates) -> tuple[object, ...]:

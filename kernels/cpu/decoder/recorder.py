@@ -24,9 +24,9 @@ from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
 from quire.kernels.kv_codes import KV_CODES
-from quire.kernels.rotation import NORMS, Rope
 from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.rotation import NORMS, Rope
 
 _FIXED, _PER_TOKEN, _BUFFER, _OF_STEP, _FETCH = range(5)
 """How an argument follows from its value, as recorded.cpp has it."""

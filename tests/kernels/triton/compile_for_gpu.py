@@ -36,8 +36,8 @@ from quire.kernels.gpu import (
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.quantized import Float8Weight, GroupedWeight
-from quire.kernels.rotation import Rope
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
+from quire.kernels.rotation import Rope
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
