@@ -131,7 +131,8 @@ class Engine:
         return more
 
     def reset_prefix_cache(self) -> None:
-        self.scheduler.reset_prefixes()
+        self.scheduler.prefixes.forget()
+        self.scheduler.tiers.reset()
 
     def close(self) -> None:
         """Before it is let go: end what runs beside it."""

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import Activation
+from quire.kernels.activation import Activation, Clamp
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
-from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates, Guesses
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
+from quire.kernels.routing import Routing
 
 Pages = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: tensors whose first axis is the page, then those whose
@@ -132,11 +133,7 @@ class AttentionMetadata:
     different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
     state_slots: Tensor | None = None
     """[S] int64: where each sequence keeps what is not in pages. None: no layer keeps such."""
-    seen_lens: Tensor | None = None
-    """[S] int32: tokens of each sequence that its slot's matrices have seen; those behind them up to the step's own
-    were guesses, which the slot keeps and which turned out right. None: there are none such."""
-    known_lens: Tensor | None = None
-    """[S] int32: tokens of each sequence that are no guesses, which may turn out wrong; None: all of context_lens."""
+    guesses: Guesses | None = None  # None: no token is one, or was one in the step before
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""
@@ -168,22 +165,12 @@ class Softmax:
     kv_scales: KVScales = UNSCALED
     """Of pages that hold 8-bit floats."""
     sinks: Tensor | None = None
-    """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025). Only the
-    CPU backends take them."""
+    """[H] float32: a score of each head that takes a part of the weights (gpt-oss). CPU backends alone take it."""
 
     def window_in(self, longest: int) -> int | None:
         """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
         without. Not for deterministic backends: `longest` depends on the batch."""
         return None if self.window is None or self.window >= longest else self.window
-
-
-@dataclass(frozen=True, slots=True)
-class Clamp:
-    """A gated product with limits (gpt-oss, 2025): g * sigmoid(alpha * g) * (u + 1), where g, the gate, is at most
-    `limit`, and u, what it is multiplied with, is from -limit to limit."""
-
-    alpha: float
-    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +181,13 @@ class Experts:
     """[T, hidden] to scores [T, experts] float32."""
     gate_up: Sequence[Linear]
     down: Sequence[Linear]
-    per_token: int
-    """How many of the highest scores are chosen; of equal ones the first."""
-    normalized: bool
-    """What the chosen experts give is weighed by a softmax of their scores; else by their parts of that of all."""
-    clamp: Clamp | None
+    routing: Routing
+    clamp: Clamp | None = None
     """None: the gate is SiLU, without limits."""
+    correction: Tensor | None = None
+    """[experts] float32, for the choice alone, as kernels/routing.py says it."""
+    float_router: bool = False
+    """The router takes x in float32."""
 
 
 class Operations(ABC):
@@ -239,6 +227,10 @@ class Operations(ABC):
         """x + residual. May overwrite residual."""
 
     @abstractmethod
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        """x * sigmoid(gate) + residual for x [T, F] and a gate of each token [T, 1]. May overwrite residual."""
+
+    @abstractmethod
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """The activation of each number. May overwrite x."""
 
@@ -274,16 +266,15 @@ class Operations(ABC):
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
-        """What kernels/recurrent/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side, or without gates
-        of x alone: [T, channels]. Keeps the columns of all T tokens. A row may begin with what an earlier one of the
-        step stores in a page."""
+        """What kernels/recurrent/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side, or of x alone:
+        [T, channels]. Keeps the columns of all T tokens. A row may begin with what an earlier one stores in a page."""
 
     @abstractmethod
     def delta_rule(
         self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
     ) -> Tensor:
-        """What kernels/recurrent/delta_rule.py says of q, k and v side by side [T, rule.inputs], gates z [T, heads *
-        value], and b and a side by side [T, 2 * heads]: [T, heads * value]. Keeps the states of all sequences."""
+        """What kernels/recurrent/delta_rule.py says of q, k and v [T, rule.inputs], z [T, heads * value], and b and a
+        [T, 2 * heads]: [T, heads * value]. Keeps the states of all sequences."""
 
     @abstractmethod
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import lora
-from quire.kernels.activation import Activation, activate
+from quire.kernels.activation import Activation, Clamp, activate
 from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
     AttentionMetadata,
     Backend,
-    Clamp,
     Experts,
     Layer,
     Linear,
@@ -117,6 +116,9 @@ class Reference(Backend):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual
 
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        return x * gate.sigmoid() + residual
+
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         return activate(x, activation)
 
@@ -162,7 +164,7 @@ class Reference(Backend):
         self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
     ) -> Tensor:
         assert metadata.state_slots is not None
-        where = (metadata.query_start, metadata.context_lens, metadata.seen_lens, metadata.known_lens)
+        where = (metadata.query_start, metadata.context_lens, metadata.guesses)
         return delta_rule(qkv, z, ba, rule, states, DeltaRows(*where, metadata.state_slots))
 
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.checkpoint.adapted import class_not_served
+from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 from quire.engine.checkpoint.quantization import why_not
 
 FAMILIES = {
@@ -47,13 +48,14 @@ FAMILIES = {
     "qwen3": "qwen3",
     "qwen3_5_text": "qwen3_5",
     "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "sparse.qwen3_next",
     "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
     "stablelm": "classic.stablelm",
     "starcoder2": "classic.starcoder2",
 }
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
-WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe", "qwen3_next")
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (
     *(
@@ -73,9 +75,9 @@ WITHOUT_GATES = (
     "starcoder2",
 )
 """Those whose MLPs have two matrices, not three."""
-STATES = {"lfm2": "conv", "qwen3_5_text": "linear_attention"}
+STATES = {"lfm2": "conv", "qwen3_5_text": "linear_attention", "qwen3_next": "linear_attention"}
 """Families some of whose layers keep a state in attention's place, and what layer_types calls these."""
-GATED = ("qwen3_5_text",)
+GATED = ("qwen3_5_text", "qwen3_next")
 """Those whose attention has a gate for each query."""
 STACKED = ("gpt_oss",)
 """Those whose checkpoints have all experts of a layer in one tensor."""
@@ -180,3 +182,34 @@ def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
     of_phi, dynamic = raw.get("model_type") == "phi3", bool(rope.get("alpha"))
     served = {"dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
     return "" if served else kind
+
+
+def complete_layer_types(found: dict[str, Any]) -> None:
+    """Where config.json does not say which layers have attention, it says how many of them one has it."""
+    layers, every = found.get("num_hidden_layers"), found.get("full_attention_interval") or 4
+    if (
+        not found.get("layer_types")
+        and isinstance(layers, int)
+        and isinstance(every, int)
+        and 1 <= layers <= MAX_LAYERS
+    ):
+        kinds = ("full_attention", "linear_attention")
+        found["layer_types"] = [kinds[layer % every != 0] for layer in range(1, layers + 1)]
+
+
+def complete_lfm2(found: dict[str, Any]) -> None:
+    """What an LFM2's fields say of its layers and of its MLPs, by the names of other families."""
+    layers, attending = found.get("num_hidden_layers"), found.get("full_attn_idxs")
+    if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
+        attending = range(layers) if attending is None else attending
+        if isinstance(attending, list | range):
+            found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
+    width, unit = found.get("intermediate_size"), found.get("block_multiple_of") or 256
+    factor = found.get("block_ffn_dim_multiplier") or 1.0
+    if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
+        return
+    if found.get("block_auto_adjust_ff_dim") is False:
+        return
+    if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
+        found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
+        found["block_auto_adjust_ff_dim"] = False

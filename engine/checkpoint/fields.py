@@ -210,6 +210,7 @@ class ServedFields(SharedFields, total=False):
     num_experts: _Experts | None
     num_experts_per_tok: _Experts | None
     moe_intermediate_size: _Width | None
+    shared_expert_intermediate_size: _Width | None
     norm_topk_prob: bool | None
     decoder_sparse_step: _Layers | None
     mlp_only_layers: list[int] | None

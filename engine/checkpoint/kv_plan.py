@@ -87,7 +87,7 @@ def share_states(
     half of it goes to snapshots where prefixes are `cached`, and more where sequences need less. Raises ConfigError."""
     if not large:
         return StateShares(max_num_seqs, 0)
-    memory = min(available // 2, _STATE_BYTES) if asked is None else int(asked * GIB)
+    memory = min(max(available, 0) // 2, _STATE_BYTES) if asked is None else int(asked * GIB)
     if (count := memory // slot_bytes - 1) < 1:
         raise ConfigError(
             f"state_memory: what layers keep of one sequence takes {2 * slot_bytes:,} bytes, with a slot beside it; "
@@ -170,8 +170,8 @@ def plan_kv(
     page_bytes: of one page of block_size tokens, all layers together; `formula` explains them in the log. A given
     num_blocks is taken as it is, without regard to the available bytes. `windows` of the groups of layers, and at_once,
     the most tokens of a sequence in a step, say how many pages a context needs. `state_bytes`, of all slots, are taken
-    from the available ones first; `shares`: who has them. Raises ConfigError, with the numbers, if a given max_model_len exceeds the model's
-    positions or the memory.
+    from the available ones first; `shares`: who has them. Raises ConfigError, with the numbers, if a given
+    max_model_len exceeds the model's positions or the memory.
     """
     available_bytes = max(available_bytes - state_bytes, 0)
     each, groups, needs = page_bytes, len(windows), PageNeeds(windows, block_size, at_once)

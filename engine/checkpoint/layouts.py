@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
+from quire.engine.checkpoint.families import STATES, complete_layer_types, complete_lfm2
 from quire.engine.errors import ModelError
 
 LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
@@ -34,7 +34,8 @@ class Layout:
     inside: _Inside = field(default_factory=dict)
     """The same of a layer's; several names: it is these in one, outputs after outputs."""
     by_groups: bool = False
-    """Queries, keys and values in one: the heads of a group side by side, its queries, its key, its value."""
+    """Queries, keys and values in one: the heads of a group side by side, its queries, its key, its value. What delta
+    nets project: of each key head side by side."""
     transposed: tuple[str, ...] = ()
     """Modules of a layer whose weights are [in, out]."""
     neighbours: bool = False
@@ -166,6 +167,10 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "phi3": Layout(inside=JOINED),
     "qwen3_5_text": Layout(inside={**_GATED_QUERY, "linear_attn.in_proj_qkv": _delta("qkv")}),
+    "qwen3_next": Layout(
+        inside={**_GATED_QUERY, "linear_attn.in_proj_qkvz": _delta("qkvz"), "linear_attn.in_proj_ba": _delta("ba")},
+        by_groups=True,
+    ),
     "starcoder2": Layout(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
 }
 """By config.json's model_type; a family that is not here has Llama's names."""
@@ -292,6 +297,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "qwen3_5_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
+    "qwen3_next": {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
     "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
     "starcoder2": {
@@ -304,8 +310,6 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 """By model_type: what a config.json means that leaves a field out, where it is not what it means of a Llama."""
 _FOUR_TIMES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
 """Families whose MLPs are four times as wide as the hidden states, where config.json does not say."""
-_DELTA_NETS = ("qwen3_5_text",)
-"""Families with gated delta nets."""
 _ONE_KEY = ("falcon", "gpt_bigcode")
 """Those with a key and a value for all heads, where multi_query says so."""
 
@@ -326,43 +330,12 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         times = found.get("expansion_ratio", 4)
         found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
     if kind == "lfm2":
-        _complete_lfm2(found)
-    if kind in _DELTA_NETS:
-        _complete_layer_types(found)
+        complete_lfm2(found)
+    if STATES.get(kind) == "linear_attention":
+        complete_layer_types(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1
     return found
-
-
-def _complete_layer_types(found: dict[str, Any]) -> None:
-    """Where config.json does not say which layers have attention, it says how many of them one has it."""
-    layers, every = found.get("num_hidden_layers"), found.get("full_attention_interval") or 4
-    if (
-        not found.get("layer_types")
-        and isinstance(layers, int)
-        and isinstance(every, int)
-        and 1 <= layers <= MAX_LAYERS
-    ):
-        kinds = ("full_attention", "linear_attention")
-        found["layer_types"] = [kinds[layer % every != 0] for layer in range(1, layers + 1)]
-
-
-def _complete_lfm2(found: dict[str, Any]) -> None:
-    """What an LFM2's fields say of its layers and of its MLPs, by the names of other families."""
-    layers, attending = found.get("num_hidden_layers"), found.get("full_attn_idxs")
-    if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
-        attending = range(layers) if attending is None else attending
-        if isinstance(attending, list | range):
-            found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
-    width, unit = found.get("intermediate_size"), found.get("block_multiple_of") or 256
-    factor = found.get("block_ffn_dim_multiplier") or 1.0
-    if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
-        return
-    if found.get("block_auto_adjust_ff_dim") is False:
-        return
-    if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
-        found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
-        found["block_auto_adjust_ff_dim"] = False
 
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:

@@ -9,9 +9,11 @@ equal size too. This module does not import torch, so `quire plan` can use it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from quire.engine.checkpoint.families import STATES
 from quire.engine.config import EngineConfig, SpeculativeConfig
 
 PIECE = 16
@@ -77,6 +79,19 @@ class DeltaState:
 
 
 State = PagedState | ColumnState | DeltaState
+
+
+def state_of(text: Mapping[str, Any], hidden: int) -> ColumnState | DeltaState | None:
+    """What a convolution or a delta net keeps, in families that have some."""
+    kind = str(text.get("model_type"))
+    if kind not in STATES:
+        return None
+    if STATES[kind] == "linear_attention":
+        key_heads, heads = int(text.get("linear_num_key_heads") or 16), int(text.get("linear_num_value_heads") or 32)
+        key, value = int(text.get("linear_key_head_dim") or 128), int(text.get("linear_value_head_dim") or 128)
+        columns = max(int(text.get("linear_conv_kernel_dim") or 4), 2) - 1
+        return DeltaState(2 * key_heads * key + heads * value, columns, heads, key, value)
+    return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,8 @@ class StoredWeights(NamedTuple):
 
 
 def text_tensor(name: str) -> str | None:
-    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder, or to a head that
-    guesses tokens (MTP)."""
+    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder, or to a head
+    that guesses tokens (MTP)."""
     if "vision_tower." in name or "multi_modal_projector." in name or name.startswith(_BESIDE_TEXT):
         return None
     return name.replace("language_model.", "")

@@ -27,7 +27,7 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.files import text_config
-from quire.engine.checkpoint.page_groups import PIECE, ColumnState, DeltaState, PagedState, State
+from quire.engine.checkpoint.page_groups import PIECE, ColumnState, DeltaState, PagedState, State, state_of
 from quire.engine.errors import ModelError
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
@@ -47,7 +47,7 @@ _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """The same of MLPs and of heads that are not tied."""
 _NO_OUT_BIAS = {"glm", "glm4", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
-_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", "qwen3_5_text"}
+_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED}
 """Families with norms of query and key heads,"""
 _WHOLE_NORMS = {"olmo2", "olmo3"}
 """and of all of them together."""
@@ -170,7 +170,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     whole = kind == raw.get("model_type", "")
     notes = _class_notes(raw) + ([] if whole else ["only the text part is counted, no image or audio tower"])
     windows = layer_windows(text, layers)
-    attending, states = len(windows), _columns(text, hidden)
+    attending, states = len(windows), state_of(text, hidden)
     if states is None and attending < layers:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
@@ -214,19 +214,6 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         notes=tuple(notes),
         state_formula=_state_formula(states, layers - attending),
     )
-
-
-def _columns(text: Mapping[str, Any], hidden: int) -> ColumnState | DeltaState | None:
-    """What a convolution or a delta net keeps, in families that have some."""
-    kind = str(text.get("model_type"))
-    if kind not in STATES:
-        return None
-    if STATES[kind] == "linear_attention":
-        key_heads, heads = int(text.get("linear_num_key_heads") or 16), int(text.get("linear_num_value_heads") or 32)
-        key, value = int(text.get("linear_key_head_dim") or 128), int(text.get("linear_value_head_dim") or 128)
-        columns = max(int(text.get("linear_conv_kernel_dim") or 4), 2) - 1
-        return DeltaState(2 * key_heads * key + heads * value, columns, heads, key, value)
-    return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1)
 
 
 def _kept_by(state: ColumnState | DeltaState, text: Mapping[str, Any], hidden: int) -> int:
@@ -341,7 +328,8 @@ def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, i
         shared_width = width
     biases = 2 * width + hidden if kind == "gpt_oss" else 0
     router = hidden + (kind == "gpt_oss")
-    return dense, 3 * hidden * width + biases, router, 3 * hidden * shared_width, sum(sparse_layers(text, layers))
+    shared = 3 * hidden * shared_width + (hidden if kind == "qwen3_next" else 0)  # its gate
+    return dense, 3 * hidden * width + biases, router, shared, sum(sparse_layers(text, layers))
 
 
 def _norms(text: Mapping[str, Any], hidden: int) -> int:

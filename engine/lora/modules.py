@@ -44,8 +44,8 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
     keys = int(raw.get("num_key_value_heads") or heads) * dim
-    sizes = (hidden, inner, heads * dim, keys, vocab)
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), *sizes, _with_state(raw, hidden))
+    widths = (hidden, inner, heads * dim, keys, vocab)
+    return _modules(str(raw.get("model_type")), _layers(raw, layers), *widths, _with_state(raw, hidden))
 
 
 def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
@@ -96,7 +96,7 @@ def _modules(
     found = {
         f"model.layers.{index}.{name}": shape
         for index, (attends, has_mlp) in enumerate(layers)
-        for name, shape in ((attention if attends else with_state) | (mlp if has_mlp else {})).items()
+        for name, shape in {**(attention if attends else with_state), **(mlp if has_mlp else {})}.items()
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

@@ -20,7 +20,7 @@ class PrefixCache:
         self.block_size = block_size = tables.needs.block_size
         assert block_size % piece == 0
         self.enabled = enabled
-        self._snapshots = snapshots or NoSnapshots()
+        self.snapshots = snapshots or NoSnapshots()
         self._tables = tables
         self._pool = tables.pool
         self._groups = tables.groups
@@ -31,6 +31,7 @@ class PrefixCache:
 
     def begin_step(self) -> None:
         self._written.clear()
+        self.snapshots.begin_step()
 
     def piece_digests(self, seq: Sequence) -> list[SequenceOf[bytes]]:
         """For each full page of a sequence's tokens but the last, which must be computed, the hashes of its pieces: the
@@ -44,13 +45,19 @@ class PrefixCache:
         """Cached pages of a waiting sequence's tokens but the last, as PageTables.find gives them."""
         digests = [pieces[-1] for pieces in self.piece_digests(seq)]
         pages = self._tables.find(digests)
-        usable = self._snapshots.usable(digests[: len(pages) // self._groups])
+        usable = self.snapshots.usable(digests[: len(pages) // self._groups])
         return pages if usable * self._groups == len(pages) else self._tables.find(digests[:usable])
 
     def share(self, seq: Sequence, cached: list[int]) -> None:
-        """Let a sequence without pages begin with these."""
+        """Let a sequence without pages, which has a slot, begin with these."""
         self._tables.begin(seq, cached)
         seq.known_pieces = len(cached) // self._groups * self._pieces
+        self.snapshots.begin(seq)
+
+    def forget(self) -> None:
+        """Let nothing be found that was computed before."""
+        self._pool.forget()
+        self.snapshots.forget()
 
     def fork(self, seq: Sequence) -> list[PageCopy]:
         """Where a cached page of each group begins as the sequence's next one does, give the sequence pages with copies
@@ -82,10 +89,12 @@ class PrefixCache:
         found = [self._pool.find(group_key(digest, group)) for group in range(self._groups)]
         return [page for page in found if page is not None and tokens <= self._written.get(page, self.block_size)]
 
-    def register(self, seq: Sequence, start: int) -> None:
-        """Let the pieces that are full now be found, and note what the step writes, from token `start` on."""
+    def register(self, seq: Sequence, start: int, known: int) -> None:
+        """Let the pieces that are full now be found, and note what the step writes, from token `start` on; it computes
+        the first `known` tokens, and guesses behind them."""
         if not self.enabled:
             return
+        self.snapshots.keep(seq, known)
         full = min(seq.computed, len(seq.tokens)) // self._piece
         if full > seq.known_pieces:
             for index, digest in enumerate(seq.digests(full, self._piece)[seq.known_pieces :], seq.known_pieces):

@@ -1,6 +1,6 @@
-"""Snapshots of states that are too large for every page (DeltaState in engine/checkpoint/page_groups.py): whoever begins
-behind a cached page needs one that was kept there. A snapshot is a slot that no sequence has: keeping one copies a
-sequence's slot to it, using it copies it back."""
+"""Snapshots of states that are too large for every page (DeltaState in engine/checkpoint/page_groups.py): whoever
+begins behind a cached page needs one that was kept there. A snapshot is a slot that no sequence has: keeping one copies
+a sequence's slot to it, using it copies it back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORTHWHILE = 64
 
 
 class SnapshotPlan(NamedTuple):
-    count: int
+    slots: int
     every: int
     """Tokens, a multiple of a page's."""
 
@@ -71,7 +71,7 @@ class Snapshots(NoSnapshots):
         """The snapshots are the slots from `first_slot` on."""
         assert plan.every % block_size == 0
         self._pages, self._block_size, self._every, self._first_slot = pages, block_size, plan.every, first_slot
-        self._pool = BlockPool(plan.count)
+        self._pool = BlockPool(plan.slots)
         self._digests: dict[int, bytes] = {}
         self._copies: list[SlotCopy] = []
         self._kept: list[_Kept] = []
@@ -153,3 +153,8 @@ class Snapshots(NoSnapshots):
             if not self._pages.knows(digest):
                 self._pool.drop(kept)
                 del self._digests[kept]
+
+
+def choose_snapshots(pages: BlockPool, block_size: int, plan: SnapshotPlan | None, first_slot: int) -> NoSnapshots:
+    """By default none."""
+    return NoSnapshots() if plan is None else Snapshots(pages, block_size, plan, first_slot)

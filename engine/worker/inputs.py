@@ -14,6 +14,7 @@ from quire.engine.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
+from quire.kernels.recurrent.delta_rule import Guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,8 +269,7 @@ class Slots:
             linear=linear,
             whole=not starts.any(),
             state_slots=state_slots,
-            seen_lens=lens[0] if lens else None,
-            known_lens=lens[1] if lens else None,
+            guesses=Guesses(*lens) if lens else None,
         )
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
@@ -277,7 +277,7 @@ class Slots:
     def _guessed(
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
-        """AttentionMetadata's seen_lens and known_lens; () where no sequence has guesses, or had some last."""
+        """What Guesses says; () where no sequence has guesses, or had some last."""
         if not self._most_drafts or not any(self.states):
             return ()
         seen, known = self._seen[slots], contexts if drafts is None else contexts - drafts

@@ -284,7 +284,7 @@ def plan_pages(
     available = ranks.available(partial(available_bytes, model, model_config, backend, config))
     large, cached = model.spec.needs_snapshots, config.enable_prefix_caching
     most = config.max_num_seqs
-    shares = share_states(slot, max(available, 0), config.state_memory, most, large=large, cached=cached)
+    shares = share_states(slot, available, config.state_memory, most, large=large, cached=cached)
     states = slot * shares.slots
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)

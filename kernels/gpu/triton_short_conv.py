@@ -1,4 +1,5 @@
-"""Gated short convolutions in Triton: kernels/recurrent/short_conv.py says what they are, where a column lies, and is the judge.
+"""Gated short convolutions in Triton: kernels/recurrent/short_conv.py says what they are, where a column lies, and is
+the judge.
 
 Three kernels: what pages are to hold is stored first, for a row may begin with what another stores in a page; then all
 sums are made, of the step's own columns and of those that the slots have from before; then the slots get the new ones.

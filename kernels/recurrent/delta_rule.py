@@ -71,22 +71,31 @@ class DeltaStates:
 
 
 @dataclass(frozen=True, slots=True)
+class Guesses:
+    """Which tokens of a step's sequences are guesses, or were some in the step before."""
+
+    seen: Tensor
+    """[S] int32: so many tokens the matrices have seen. Those behind them up to the step's own were guesses, which the
+    slot keeps and which turned out right."""
+    known: Tensor
+    """[S] int32: so many tokens are no guesses; the others, the last ones, may turn out wrong."""
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaRows:
     """A step's sequences, as AttentionMetadata has them."""
 
     query_start: Tensor
     context_lens: Tensor
-    seen_lens: Tensor | None
-    known_lens: Tensor | None
+    guesses: Guesses | None
     slots: Tensor
 
 
 def delta_rule(qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, rows: DeltaRows) -> Tensor:
     """Operations.delta_rule."""
     firsts = rows.context_lens - rows.query_start.diff()
-    seen = firsts if rows.seen_lens is None else rows.seen_lens
-    known = rows.context_lens if rows.known_lens is None else rows.known_lens
-    each = (rows.query_start, rows.context_lens, seen, known, rows.slots)
+    guesses = rows.guesses or Guesses(firsts, rows.context_lens)
+    each = (rows.query_start, rows.context_lens, guesses.seen, guesses.known, rows.slots)
     starts, contexts, seen_lens, known_lens, slots = (tensor.tolist() for tensor in each)
     given, out = torch.cat([qkv, ba], dim=1), torch.empty_like(z)
     for s, (context, *bounds, slot) in enumerate(zip(contexts, seen_lens, known_lens, slots, strict=True)):

@@ -2,10 +2,11 @@
 
 A gated one (LFM2: Liquid AI, 2025), of a token's numbers b, c and x, in each channel: the column b * x, rounded to
 their type; the sum of the last `width` columns, weighed; and c times that sum. One without gates, as stands before
-delta nets (Yang et al., 2024): x itself is the column, and the SiLU of the sum what it gives. Before a sequence's beginning columns are 0. A column has one place, which
-follows from its position alone, so that no bit depends on how a sequence was cut into steps: the last ones of every
-piece of some tokens lie in their page, for whoever begins behind them, all others in the sequence's slot. Where another
-state of the sequence is too large for pages, so that nobody begins behind a page without a whole slot, all lie there.
+delta nets (Yang et al., 2024): x itself is the column, and the SiLU of the sum what it gives. Before a sequence's
+beginning columns are 0. A column has one place, which follows from its position alone, so that no bit depends on how a
+sequence was cut into steps: the last ones of every piece of some tokens lie in their page, for whoever begins behind
+them, all others in the sequence's slot. Where another state of the sequence is too large for pages, so that nobody
+begins behind a page without a whole slot, all lie there.
 """
 
 from __future__ import annotations

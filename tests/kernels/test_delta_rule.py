@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_d
 
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.cpu.backend import Cpu
-from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates, Guesses
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import error
 from tests.variants import nightly
@@ -85,7 +85,7 @@ class Kept:
         slots = torch.tensor([row.slot for row in rows])
         unused = torch.zeros((len(rows), 1), dtype=torch.int32)
         where = (starts, lens[0], starts, unused, slots, slots, max(counts), int(lens[0].max()))
-        metadata = AttentionMetadata(*where, state_slots=slots, seen_lens=lens[1], known_lens=lens[2])
+        metadata = AttentionMetadata(*where, state_slots=slots, guesses=Guesses(lens[1], lens[2]))
         numbers = torch.cat([row.numbers[row.first :] for row in rows])
         found = self.backend.delta_rule(*parts(self.rule, numbers), self.rule, self.states, metadata)
         return list(found.split(counts))

@@ -74,7 +74,7 @@ class DeltaNet(Part):
     def _reads(self, hidden: int, names: str, sizes: dict[str, int], cuts: dict[str, Cut]) -> JoinedLinear:
         """Linears of what is read, by the last letter of their names."""
         own = {name: f"{self._prefix}.in_proj_{name}" for name in names}
-        parts, of_ranks = ({own[name]: each[name] for name in names} for each in (sizes, cuts))
+        parts, of_ranks = {own[name]: sizes[name] for name in names}, {own[name]: cuts[name] for name in names}
         making = self._making
         return JoinedLinear(making.scheme, hidden, parts, bias=False, adapters=making.adapters, cuts=of_ranks)
 

@@ -28,7 +28,8 @@ class Room:
 def make_room(
     config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: int, max_model_len: int, shares: StateShares
 ) -> Room:
-    """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is short."""
+    """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is
+    short."""
     device, backend, groups = chosen.device, chosen.backend, len(loaded.groups.windows)
     # What a class of transformers does in a step, no graph can be relied on to hold.
     graphs = "generate" in loaded.tasks and not loaded.model.made_by

@@ -179,7 +179,7 @@ struct Span {
 
 // A step's sequences.
 struct Rows {
-  const int32_t *starts, *contexts, *seen, *known;  // the last two may be null: see AttentionMetadata
+  const int32_t *starts, *contexts, *seen, *known;  // the last two may be null: see Guesses
   const int64_t* slots;
   int count;
 

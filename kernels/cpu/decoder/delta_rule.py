@@ -45,7 +45,9 @@ def computed(
     check_delta(rule, states, qkv.dtype)
     out, slots = torch.empty_like(z), metadata.state_slots
     assert slots is not None
-    where = (metadata.query_start, metadata.context_lens, metadata.seen_lens, metadata.known_lens, slots)
+    guesses = metadata.guesses
+    bounds = (None, None) if guesses is None else (guesses.seen, guesses.known)
+    where = (metadata.query_start, metadata.context_lens, *bounds, slots)
     tensors = (qkv, z, ba, *pointers(rule, out, states), *where)
     addresses = [None if each is None else each.data_ptr() for each in tensors]  # type: ignore[attr-defined]
     counts = (len(states.matrices), len(slots), *sizes(rule, states), torch.get_num_threads())

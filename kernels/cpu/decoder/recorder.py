@@ -133,6 +133,9 @@ class _Recorder(Operations):
     def add(self, x: Any, residual: Any) -> Any:
         return self._call("add", residual, x, residual, _Given(_PER_TOKEN, x.width), _THREADS)
 
+    def add_gated(self, x: Any, gate: Any, residual: Any) -> Any:
+        return self._call("add_gated", residual, x, gate, residual, _TOKENS, x.width, _THREADS)
+
     def activate(self, x: Any, activation: Activation) -> Any:
         size, numbers = _Given(_PER_TOKEN, x.width), native.activation_numbers(activation)
         return self._call("activate", x, x, size, *numbers, _THREADS)
@@ -212,7 +215,9 @@ class _Recorder(Operations):
         x, residual = (torch.empty_like(x), x) if residual is None else (x, residual.contiguous())
         table, given = metadata.block_table, (metadata, *metadata.others)
         where = (x, residual, metadata.query_start, metadata.context_lens, metadata.positions)
-        perhaps = (metadata.linear.adapters, metadata.state_slots, metadata.seen_lens, metadata.known_lens)
+        guesses = metadata.guesses
+        bounds = (None, None) if guesses is None else (guesses.seen, guesses.known)
+        perhaps = (metadata.linear.adapters, metadata.state_slots, *bounds)
         values = [each.data_ptr() for each in where]
         values += [0 if each is None else each.data_ptr() for each in perhaps]
         values += [table.shape[1], len(table), torch.get_num_threads()]
