@@ -49,7 +49,7 @@ def computed(
     bounds = (None, None) if guesses is None else (guesses.seen, guesses.known)
     where = (metadata.query_start, metadata.context_lens, *bounds, slots)
     tensors = (qkv, z, ba, *pointers(rule, out, states), *where)
-    addresses = [None if each is None else each.data_ptr() for each in tensors]  # type: ignore[attr-defined]
+    addresses = [None if each is None else each.data_ptr() for each in tensors]
     counts = (len(states.matrices), len(slots), *sizes(rule, states), torch.get_num_threads())
     if library.delta_rule[qkv.dtype](*addresses, *counts):
         raise IndexError("there is no such slot, or there are more guesses than it keeps")
