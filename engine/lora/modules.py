@@ -45,17 +45,17 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
     keys = int(raw.get("num_key_value_heads") or heads) * dim
-    sizes = (hidden, inner, heads * dim, keys, vocab)
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), *sizes, _shared(raw, hidden))
+    widths = (hidden, inner, heads * dim, keys, vocab)
+    return _modules(str(raw.get("model_type")), _layers(raw, layers), *widths, _shared(raw, hidden))
 
 
-def _shared(raw: Mapping[str, Any], hidden: int) -> Modules:
+def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
     """Of the MLP beside a layer's experts, by its name in a layer."""
     name, width = shared_experts(raw)
     return _gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {}
 
 
-def _gated_mlp(name: str, hidden: int, inner: int) -> Modules:
+def _gated_mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
     reads = {f"{name}.{each}_proj": (hidden, inner) for each in ("gate", "up")}
     return reads | {f"{name}.down_proj": (inner, hidden)}
 
@@ -76,7 +76,7 @@ def _modules(
     queries: int,
     keys: int,
     vocab: int,
-    shared: Modules,
+    shared: dict[str, tuple[int, int]],
 ) -> Modules:
     attention = {
         "self_attn.q_proj": (hidden, queries),
@@ -85,7 +85,7 @@ def _modules(
         "self_attn.o_proj": (queries, hidden),
     }
     conv = {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
-    mlp = dict(_gated_mlp("mlp", hidden, inner))
+    mlp = _gated_mlp("mlp", hidden, inner)
     if kind in WITHOUT_GATES:
         del mlp["mlp.gate_proj"]
     found = {
