@@ -59,6 +59,7 @@ _GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num
 _GPT2 |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
 _EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
+_JOINED = "shared_mlp.input_linear"
 _BY_PACKAGE = {
     *("arcee", "cohere2", "command-r", "ernie4_5", "exaone4", "glm4", "gpt2", "gptneox", "granite", "hunyuan-dense"),
     *("lfm2", "nemotron", "olmo2", "phi3", "seed_oss", "stablelm", "starcoder2"),
@@ -168,9 +169,10 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if config.get("tie_word_embeddings", True):
         tensors.pop("lm_head.weight", None)
-    for name in [name for name in tensors if "shared_mlp.input_linear" in name]:  # Granite's
-        for part, half in zip(("gate", "up"), tensors.pop(name).chunk(2), strict=True):
-            tensors[name.replace("shared_mlp.input_linear", f"mlp.shared_experts.{part}_proj")] = half
+    halves: dict[str, list[str]] = {}  # Granite's shared gate and up, which files have apart
+    for name in [name for name in tensors if _JOINED in name]:
+        halves[name] = [name.replace(_JOINED, f"mlp.shared_experts.{part}_proj") for part in ("gate", "up")]
+        tensors |= dict(zip(halves[name], tensors.pop(name).chunk(2), strict=True))
     experts = stacked_experts(tensors)
     for stored, parts in experts.items():
         rows = torch.stack([part.float() for _, part in parts])
@@ -198,6 +200,7 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         writer.add_tensor("rope_freqs.weight", llama3_factors(config["rope_parameters"], size))
+    tensors |= {name: torch.cat([tensors.pop(each) for each in parts]) for name, parts in halves.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
