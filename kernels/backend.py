@@ -196,7 +196,7 @@ class Operations(ABC):
 
     @abstractmethod
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
-        """What a linear, or a mixture of experts, gives. A mixture may overwrite x."""
+        """What a linear, or a mixture of experts, gives. x stays."""
 
     @abstractmethod
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:

@@ -24,10 +24,11 @@ class SharedSpec:
     """A gated MLP beside the experts, which every token has."""
 
     intermediate_size: int
-    name: str = "mlp.shared_experts"
+    name: str
     """In a checkpoint, behind the layer's."""
     gate: str | None = None
     """A linear of one output, behind the layer's name: what the MLP gives is multiplied with its sigmoid."""
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,17 @@ class ExpertsSpec(PartSpec):
     """Of one expert."""
     norm: NormSpec
     shared: SharedSpec | None = None
+    input_norm: bool = True
+    """Norm of what is read."""
+    output_norm: bool = False
+    """Norm of what the experts give together, before it joins the residual stream."""
     router_bias: bool = False
     float_router: bool = False
     """The router's weights are float32, whatever the model's type."""
     correction: str | None = None
     """The name, below the experts', of what is added to weights for the choice alone; None: nothing is."""
+    correction_row: bool = False
+    """It is stored as [1, experts]."""
     bias: bool = False
     """Of the experts' linears."""
     clamp: Clamp | None = None
@@ -84,7 +91,9 @@ class Moe(Part):
         self._gate_up, self._down = [up for up, _ in linears], [down for _, down in linears]
         self._correction: Tensor | None = None
         self._input_norm = f"{layer}.post_attention_layernorm"
-        self._norms = NormWeights({self._input_norm: hidden}, making.dtype, spec.norm)
+        self._output_norm = f"{layer}.post_feedforward_layernorm"
+        norms = [self._input_norm] * spec.input_norm + [self._output_norm] * spec.output_norm
+        self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
         self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer)
 
     def parameters(self) -> ParameterTable:
@@ -92,20 +101,19 @@ class Moe(Part):
         for linear in (self._router, *self._gate_up, *self._down):
             table |= linear.parameters()
         if self._spec.correction is not None:
-            correction = Parameter((self._spec.count,), torch.float32, self._put_correction)
+            shape = (1,) * self._spec.correction_row + (self._spec.count,)
+            correction = Parameter(shape, torch.float32, self._put_correction)
             table[f"{self._prefix}.{self._spec.correction}"] = correction
         return table
 
     def _put_correction(self, tensor: Tensor) -> None:
-        self._correction = tensor.contiguous()
+        self._correction = tensor.flatten().contiguous()
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._input_norm, x, residual)
-        beside = None if self._shared is None else self._shared.forward(run, x, step)
-        x = run.apply(self._mixture, x, step.context)
-        if beside is not None:
-            x = run.add(beside[0], x) if beside[1] is None else run.add_gated(*beside, x)
-        return run.sum(x, self._shard.group), residual
+        mixed = run.apply(self._mixture, x, step.context)
+        x = mixed if self._shared is None else self._shared.added(run, x, mixed, step)
+        return self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group)), residual
 
     @cached_property
     def _mixture(self) -> Linear:
@@ -128,7 +136,7 @@ class _Shared:
     def __init__(self, spec: SharedSpec, making: Making, layer: str) -> None:
         names = ("gate_proj", "up_proj", "down_proj")
         where, size = f"{layer}.{spec.name}", spec.intermediate_size
-        self._up, self._down = _gated(making, size, where, names, bias=False, adapters=making.adapters)
+        self._up, self._down = _gated(making, size, where, names, bias=spec.bias, adapters=making.adapters)
         gate = None if spec.gate is None else {f"{layer}.{spec.gate}": 1}
         self._gate = None if gate is None else _whole(making, making.hidden_size, gate, making.dtype)
 
@@ -136,11 +144,13 @@ class _Shared:
         table = self._up.parameters() | self._down.parameters()
         return table | ({} if self._gate is None else self._gate.parameters())
 
-    def forward(self, run: Operations, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """What they give for x [T, hidden], and each token's gate [T, 1]."""
-        gate = None if self._gate is None else run.apply(self._gate.packed, x, step.context)
+    def added(self, run: Operations, x: Tensor, mixed: Tensor, step: Step) -> Tensor:
+        """What they give for x [T, hidden], and what the experts have given. May overwrite the latter."""
         gated = run.silu_mul(run.apply(self._up.packed, x, step.context))
-        return run.apply(self._down.packed, gated, step.context), gate
+        own = run.apply(self._down.packed, gated, step.context)
+        if self._gate is None:
+            return run.add(own, mixed)
+        return run.add_gated(own, run.apply(self._gate.packed, x, step.context), mixed)
 
 
 def _whole(

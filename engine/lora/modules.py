@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.checkpoint.families import GATED, STATES, WITH_EXPERTS, WITHOUT_GATES, sparse_layers
+from quire.engine.checkpoint.alike.fields import named_alike
+from quire.engine.checkpoint.families import (
+    GATED,
+    STATES,
+    WITH_EXPERTS,
+    WITHOUT_GATES,
+    shared_experts,
+    sparse_layers,
+)
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import layout_of, named_alike, stored_module
+from quire.engine.checkpoint.layouts import layout_of, stored_module
 from quire.engine.errors import ConfigError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -30,7 +38,8 @@ def adapted_linears(model: ModelConfig) -> Modules:
     heads = (model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim)
     layers = _layers(model.raw, model.num_layers)
     sizes = (model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
-    return _modules(model.model_type, layers, *sizes, _with_state(model.raw, model.hidden_size))
+    hidden = model.hidden_size
+    return _modules(model.model_type, layers, *sizes, _with_state(model.raw, hidden), _shared(model.raw, hidden))
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -45,7 +54,19 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     dim = int(raw.get("head_dim") or hidden // heads)
     keys = int(raw.get("num_key_value_heads") or heads) * dim
     widths = (hidden, inner, heads * dim, keys, vocab)
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), *widths, _with_state(raw, hidden))
+    kept, shared = _with_state(raw, hidden), _shared(raw, hidden)
+    return _modules(str(raw.get("model_type")), _layers(raw, layers), *widths, kept, shared)
+
+
+def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
+    """Of the MLP beside a layer's experts, by its name in a layer."""
+    name, width = shared_experts(raw)
+    return _gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {}
+
+
+def _gated_mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+    reads = {f"{name}.{each}_proj": (hidden, inner) for each in ("gate", "up")}
+    return reads | {f"{name}.down_proj": (inner, hidden)}
 
 
 def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
@@ -77,6 +98,7 @@ def _modules(
     keys: int,
     vocab: int,
     with_state: Modules,
+    shared: Modules,
 ) -> Modules:
     attention = {
         "self_attn.q_proj": (hidden, queries),
@@ -86,17 +108,13 @@ def _modules(
     }
     if kind in GATED:
         attention["self_attn.gate_proj"] = (hidden, queries)
-    mlp = {
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
+    mlp = _gated_mlp("mlp", hidden, inner)
     if kind in WITHOUT_GATES:
         del mlp["mlp.gate_proj"]
     found = {
         f"model.layers.{index}.{name}": shape
         for index, (attends, has_mlp) in enumerate(layers)
-        for name, shape in {**(attention if attends else with_state), **(mlp if has_mlp else {})}.items()
+        for name, shape in {**(attention if attends else with_state), **(mlp if has_mlp else shared)}.items()
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

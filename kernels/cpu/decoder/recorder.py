@@ -106,7 +106,8 @@ class _Recorder(Operations):
                 out = self._buffer(linear.outs)
                 return self._call("linear", out, linear.native, x, out, _TOKENS, _THREADS, _PAGES)
             case CompiledMixture():
-                return self._call("mix_experts", x, linear.native, x, x, _TOKENS, _THREADS)
+                out = self._buffer(x.width)
+                return self._call("mix_experts", out, linear.native, x, out, _TOKENS, _THREADS)
         raise _NotOurs
 
     def sum(self, x: Any, group: Any) -> Any:
