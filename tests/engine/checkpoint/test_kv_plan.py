@@ -20,12 +20,10 @@ from tests.tiny_models import save_tiny_model
 
 def test_pages_cost_what_the_formula_says_and_the_context_is_fitted(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each = 2 * 16 * 2 * 16 * 2 * 3
-    plan = plan_kv(
-        model, page_bytes=each, formula="", block_size=16, available_bytes=10 * each + 5, shares=StateShares(8, 0)
-    )
+    each, shares = 2 * 16 * 2 * 16 * 2 * 3, StateShares(8, 0)
+    plan = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=10 * each + 5, shares=shares)
     assert (plan.num_blocks, plan.max_model_len, plan.kv_bytes) == (10, 160, 10 * each)
-    roomy = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=GIB, shares=StateShares(8, 0))
+    roomy = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=GIB, shares=shares)
     assert (roomy.num_blocks, roomy.max_model_len) == (8 * 32, 512), "no more pages than max_num_seqs full contexts use"
 
 
