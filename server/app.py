@@ -268,7 +268,7 @@ def _add_middleware(
     if spans is not None:
         ended.append(spans.ended)
     if config.data_dir is not None:
-        app.add_middleware(streams.LastEventMiddleware)
+        app.add_middleware(streams.ResumptionMiddleware)
     app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)

@@ -84,7 +84,10 @@ class Streams:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        await self._note()
+        try:
+            await self._note()
+        except (sqlite3.OperationalError, OSError) as error:  # what was not noted is computed again
+            log.error("streams: data_dir cannot be written: %s", error)
 
     async def find(self, owner: str, id: str) -> Call | None:
         return await asyncio.to_thread(self._calls.find, owner, id)

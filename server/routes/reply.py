@@ -170,13 +170,15 @@ async def events_of(
             writer.tell_usage(generation.usage)
         if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
             yield opening + await turns.in_thread(writer.step, step)
-        else:
-            yield opening + writer.step(step)
+        elif events := opening + writer.step(step):  # else the reader of a stream that goes on has seen them
+            yield events
             if first and transport is not None:
                 generation.shorten(Chunks(generation, writer, transport, usage=spec.continuous_usage))
-        opening, first = b"", False
+            first = False
+        opening = b""
     if generation.complete:
         writer.weights_version = generation.weights_version
         last = writer.last(generation.usage)
         await ended()
-        yield last
+        if last:
+            yield last

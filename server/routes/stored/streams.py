@@ -63,9 +63,10 @@ def again(scope: Scope, resumed: Resumed) -> dict[str, Any]:
     return {**scope, **where, READ: body, RESUMED: resumed}
 
 
-class LastEventMiddleware:
-    """ASGI middleware that takes a POST with Last-Event-ID, as clients send again that cannot send anything else, for a
-    GET of its stream. The body is not read. At a request's end its Idempotency-Key is not held any more."""
+class ResumptionMiddleware:
+    """What HTTP knows of calls that are made again: ASGI middleware. A POST with Last-Event-ID, as clients send again
+    that cannot send anything else, is taken for a GET of its stream, and its body is not read. At a request's end its
+    Idempotency-Key is no longer held."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
