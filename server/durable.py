@@ -95,7 +95,8 @@ async def _posted(app: ASGIApp, more: Mapping[str, Any], call: Call) -> httpx.Re
     async with client_for(app, more, asyncio.Event()) as client:
         while True:
             try:
-                answer = await client.post(call.path, content=call.body, headers={"Content-Type": "application/json"})
+                params, headers = {"model": call.pins.model}, {"Content-Type": "application/json"}
+                answer = await client.post(call.path, params=params, content=call.body, headers=headers)
             except Exception:
                 log.exception("a response cannot be made again")
                 return None

@@ -92,6 +92,7 @@ ROOMS = {
             "streams",
             "durable",
             "runtime",
+            "serving",
             "bursts",
             "sse",
             "connection",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import aclosing, asynccontextmanager
 
 from ray.exceptions import RayActorError
@@ -34,7 +34,6 @@ from quire.server.errors import (
     http_failure,
     stream_error,
 )
-from quire.server.fleet.app import merged
 
 log = logging.getLogger("quire.server")
 
@@ -185,3 +184,19 @@ class _FromApp(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
+
+
+def merged(texts: Iterable[str]) -> str:
+    """Metrics of several replicas, in Prometheus' form: all lines of one metric together."""
+    families: dict[str, tuple[dict[str, None], list[str]]] = {}
+    for text in texts:
+        heads: dict[str, None] = {}
+        samples: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                heads, samples = families.setdefault(line.split(" ", 3)[2], ({}, []))
+            if line.startswith("#"):
+                heads[line] = None
+            else:
+                samples.append(line)
+    return "".join(f"{line}\n" for heads, samples in families.values() for line in (*heads, *samples))

@@ -36,7 +36,9 @@ class Replica:
         self._client = client
         self._running = AsyncExitStack()
         self._app = await self._running.enter_async_context(running_app(config, client))
-        self._app.state.runtime.workers.start()  # so that the first large request does not wait for it
+        self._app.state.server.models.loaded[
+            0
+        ].runtime.workers.start()  # so that the first large request does not wait for it
 
     async def __del__(self) -> None:
         await self._running.aclose()

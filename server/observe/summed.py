@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -38,10 +38,27 @@ def counts(registry: CollectorRegistry) -> list[Count]:
     ]
 
 
-class Summed(Collector):
-    """A registry's metrics, with what other processes count of them."""
+class Together(Collector):
+    """The metrics of several models, by the model's name: all samples of a metric together, with the label model_name
+    where there are several models."""
 
-    def __init__(self, registry: CollectorRegistry, others: Iterable[Count]) -> None:
+    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
+        self._registries = registries
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for name, registry in self._registries.items():
+            more = {"model_name": name} if len(self._registries) > 1 else {}
+            for metric in registry.collect():
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples += [each._replace(labels=more | each.labels) for each in metric.samples]
+        return families.values()
+
+
+class Summed(Collector):
+    """A collector's metrics, with what other processes count of them."""
+
+    def __init__(self, registry: Collector, others: Iterable[Count]) -> None:
         self._registry = registry
         self._others: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], float]] = defaultdict(dict)
         for each in others:
