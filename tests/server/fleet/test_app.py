@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,10 @@ NEVER = "never"
 
 
 @asynccontextmanager
-async def engine_of(entry: ModelEntry) -> AsyncIterator[Served]:
-    """A model that writes its own name, again and again."""
+async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Served]:
+    """A model that writes its own name, again and again. `over`: the test is."""
     if entry.name == NEVER:
-        await asyncio.Event().wait()
+        await over.wait()
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
     files = model_files(entry.config, tokenizer, vocab_size=VOCAB_SIZE, generation_defaults={})
     engine = FakeEngine(scripted(entry.name.encode() * 500, 0), step_seconds=0.001)
@@ -50,14 +51,18 @@ async def opened(*names: str, **options: Any) -> AsyncIterator[tuple[FleetModels
     """A server of these models, of which the first is loaded."""
     config = ServerConfig(max_body_size=1 / 4, **options)
     entries = tuple(ModelEntry(name, config.model_copy(update={"served_model_name": [name]}), 0.0, 1) for name in names)
+    over = asyncio.Event()
     settings = FleetConfig(entries, None, 1.0, Bounds(), {})
-    app = fleet_app(Fleet(settings, engine_of), settings, Added(settings, None), config, Tenants(config))
+    app = fleet_app(Fleet(settings, partial(engine_of, over)), settings, Added(settings, None), config, Tenants(config))
     transport = httpx.ASGITransport(app=app)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://quire") as http,
     ):
-        yield app.state.server.models, http
+        try:
+            yield app.state.server.models, http
+        finally:
+            over.set()
 
 
 def body(model: str | None, **more: Any) -> dict[str, Any]:
