@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.engine import VERSION
 from quire.engine.client.client import EngineClient
 from quire.engine.client.history import History
+from quire.engine.lora.modules import Modules
 from quire.server import errors
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.gateways import Gateways
@@ -70,19 +71,19 @@ from quire.server.routes.ollama import endpoints as ollama
 from quire.server.routes.stored import batches as batch_routes
 from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
-from quire.server.runtime import Models, Served, Server
-from quire.server.serving import ModelFiles, serving
+from quire.server.runtime import Models, Runtime, Server, serving
+from quire.server.served_model import ModelSource
 from quire.server.store.data import Data, open_data
 
 
 class OnlyModel:
     """The Models of a server of one."""
 
-    def __init__(self, served: Served) -> None:
-        self.loaded = (served,)
+    def __init__(self, runtime: Runtime) -> None:
+        self.loaded = (runtime,)
 
     async def give(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["served"] = self.loaded[0]
+        scope["runtime"] = self.loaded[0]
         await app(scope, receive, send)
 
 
@@ -98,16 +99,15 @@ class ModelMiddleware:
         await scope["app"].state.server.models.give(self._app, scope, receive, send)
 
 
-def create_app(client: EngineClient, files: ModelFiles) -> FastAPI:
+def create_app(client: EngineClient, source: ModelSource, modules: Modules | None = None) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it, and raises what `serving`
-    raises. Raises what `application` raises."""
-    config = files.source.config
-    tenants = Tenants(config)
+    raises. `modules`: see there. Raises what `application` raises."""
+    config, tenants = source.config, Tenants(source.config)
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[Models]:
-        async with serving(files, client, keyed=tenants.closed, folder=config.data_dir) as served:
-            yield OnlyModel(served)
+        async with serving(source, modules, client, keyed=tenants.closed, folder=config.data_dir) as runtime:
+            yield OnlyModel(runtime)
 
     return application(config, tenants, opened)
 
@@ -124,7 +124,7 @@ def application(
     gateways = Gateways(config)
 
     def histories() -> list[History]:
-        return [each.runtime.client.history for each in app.state.server.models.loaded]
+        return [each.client.history for each in app.state.server.models.loaded]
 
     spans = open_spans(config, histories)
 
@@ -143,7 +143,7 @@ def application(
                 parts = await ending.enter_async_context(
                     durable(
                         *(data, app, tenants, config),
-                        lambda: sum(each.runtime.client.queued_tokens for each in served.loaded),
+                        lambda: sum(each.client.queued_tokens for each in served.loaded),
                     )
                 )
                 registry.register(DurableCollector(parts, served.loaded[0].model.names[0]))

@@ -92,7 +92,6 @@ ROOMS = {
             "streams",
             "durable",
             "runtime",
-            "serving",
             "bursts",
             "sse",
             "connection",

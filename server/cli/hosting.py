@@ -25,7 +25,7 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.client.client import EngineClient
 from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, Overloaded
-from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.modules import Modules, adaptable_modules
 from quire.engine.replicas.replicas import processes
 from quire.engine.text.no_tokenizer import load_tokenizer
 from quire.server.access.admission import SHUTTING_DOWN
@@ -34,7 +34,7 @@ from quire.server.bursts import Bursts
 from quire.server.config import ServerConfig
 from quire.server.connection import Bounds, Connection
 from quire.server.runtime import Models, Runtime
-from quire.server.serving import ModelFiles, model_files
+from quire.server.served_model import ModelSource
 
 PRIVATE_SERVER: dict[str, object] = {
     **{"api_key": [], "api_key_file": None, "admin_api_key": []},
@@ -55,7 +55,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
         """Of an app whose lifespan has begun. Raises ConfigError for certificates that cannot be used."""
         self._models: Models = app.state.server.models
-        bounds = Bounds(config.read_timeout, config.write_timeout, self._models.loaded[0].runtime.client)
+        bounds = Bounds(config.read_timeout, config.write_timeout, self._models.loaded[0].client)
         tls = tls_context(config)
         super().__init__(
             uvicorn.Config(
@@ -91,17 +91,17 @@ class HttpServer(uvicorn.Server):
         ends = time.monotonic() + self._patience
         for each in models:
             each.admission.drain()
-        while any(_busy(each.runtime) for each in models) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
+        while any(_busy(each) for each in models) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(_DRAIN_SECONDS)
         for each in models:
-            each.runtime.client.end_all(Overloaded(SHUTTING_DOWN))
-            each.runtime.workers.give_up(Overloaded(SHUTTING_DOWN))
+            each.client.end_all(Overloaded(SHUTTING_DOWN))
+            each.workers.give_up(Overloaded(SHUTTING_DOWN))
         self.config.timeout_graceful_shutdown = max(1, round(ends - time.monotonic()))
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         for each in self._models.loaded:
-            each.runtime.live_view.close()
+            each.live_view.close()
         await super().shutdown(sockets)
 
 
@@ -151,20 +151,16 @@ async def running_app(config: ServerConfig, client: EngineClient) -> AsyncIterat
     """
     try:
         tls_context(config)
-        app = await asyncio.to_thread(build_app, config, client)
+        app = create_app(client, *await asyncio.to_thread(read_files, config))
         async with app.router.lifespan_context(app):
             yield app
     finally:
         await client.link.stop()
 
 
-def build_app(config: ServerConfig, client: EngineClient) -> FastAPI:
-    """Raises what `read_files` and create_app raise."""
-    return create_app(client, read_files(config))
-
-
-def read_files(config: ServerConfig) -> ModelFiles:
-    """Read the model files that the server needs, while the engine loads the weights. Raises ModelError.
+def read_files(config: ServerConfig) -> tuple[ModelSource, Modules | None]:
+    """Read the model files that the server needs, while the engine loads the weights: the model, and its modules that may
+    have adapters. Raises ModelError.
 
     Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
     them seconds later.
@@ -178,9 +174,7 @@ def read_files(config: ServerConfig) -> ModelFiles:
     skip = config.skip_tokenizer_init
     tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, skip=skip)
     modules = adaptable_modules(model_config) if config.enable_lora else None
-    return model_files(
-        *(config, tokenizer), vocab_size=vocab_size, generation_defaults=defaults, pooling=pooling, modules=modules
-    )
+    return ModelSource(config, tokenizer, vocab_size, defaults, pooling=pooling), modules
 
 
 @contextmanager

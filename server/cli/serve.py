@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from quire.server.cli.hosting import HttpServer
     from quire.server.cli.several import SeveralModels
-    from quire.server.runtime import Served
+    from quire.server.runtime import Runtime
 
 log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
@@ -128,7 +128,7 @@ class OneModel:
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None
-        self._served: Served | None = None
+        self._runtime: Runtime | None = None
 
     @property
     def alive(self) -> bool:
@@ -148,8 +148,8 @@ class OneModel:
         """The app, ready. `hosting` is the module, which takes long to import."""
         try:
             async with hosting.running_app(self._config, self._client) as app:
-                self._served = app.state.server.models.loaded[0]
-                self._served.runtime.workers.start()  # so that the first large request does not wait for it
+                self._runtime = app.state.server.models.loaded[0]
+                self._runtime.workers.start()  # so that the first large request does not wait for it
                 yield app
         except ConfigError as error:
             if error.param not in _OF_MEMORY or self._machine is None:
@@ -162,9 +162,9 @@ class OneModel:
         await self._client.link.stop()
 
     def announcement(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
-        assert self._served is not None
+        assert self._runtime is not None
         assert self._machine is not None
-        formats, info = self._served.model.formats, self._served.runtime.info
+        formats, info = self._runtime.model.formats, self._runtime.info
         planned = predicted_tokens(self._config, self._machine)
         tools, chats = formats.tools_from, formats.renderer.has_template
         return announcement(self._config, info, base, seconds, planned, tools=tools, tls=tls, chats=chats)

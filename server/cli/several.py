@@ -20,8 +20,7 @@ from quire.server.fleet.added import Added
 from quire.server.fleet.app import fleet_app
 from quire.server.fleet.config import ModelEntry, read_fleet
 from quire.server.fleet.fleet import Fleet
-from quire.server.runtime import Served
-from quire.server.serving import serving
+from quire.server.runtime import Runtime, serving
 
 
 class SeveralModels:
@@ -49,13 +48,13 @@ class SeveralModels:
         tenants, data = Tenants(self._config), self._config.data_dir
 
         @asynccontextmanager
-        async def opened(entry: ModelEntry) -> AsyncIterator[Served]:
+        async def opened(entry: ModelEntry) -> AsyncIterator[Runtime]:
             client, folder = processes(entry.config), data and data / entry.name.replace("/", "--")
             try:
                 client.link.launch()
-                files = await asyncio.to_thread(hosting.read_files, entry.config)
-                async with serving(files, client, keyed=tenants.closed, folder=folder) as served:
-                    yield served
+                source, modules = await asyncio.to_thread(hosting.read_files, entry.config)
+                async with serving(source, modules, client, keyed=tenants.closed, folder=folder) as runtime:
+                    yield runtime
             finally:
                 await client.link.stop()
 
@@ -81,11 +80,11 @@ class SeveralModels:
         )
         memory = self._models.memory
         bound = "" if memory is None else f"\n  memory     {memory / 2**30:g} GiB for those that are awake"
-        assert first.served is not None
-        chats = first.served.model.renderer.has_template
+        assert first.runtime is not None
+        chats = first.runtime.model.renderer.has_template
         return f"""\
 quire {VERSION}{models}{bound}
   ready      {base} after {seconds:.1f} s; Ctrl-C ends it
 
-{curl(first.entry.config, first.served.runtime.info, base, tls, chats=chats)}
+{curl(first.entry.config, first.runtime.info, base, tls, chats=chats)}
 """

@@ -28,8 +28,7 @@ from quire.server.fleet.config import FleetConfig
 from quire.server.fleet.fleet import Fleet, Member
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST
 from quire.server.routes.models import cards, listed
-from quire.server.runtime import Models, Served
-from quire.server.serving import BODIES_BYTES
+from quire.server.runtime import BODIES_BYTES, Models, Runtime
 
 router = APIRouter(include_in_schema=False)
 _ASLEEP = frozenset({"/tokenize", "/detokenize", "/sleep", "/wake_up", "/update_weights", "/v1/messages/count_tokens"})
@@ -87,7 +86,7 @@ class FleetModels:
         self.bodies = Bodies(int(config.max_body_size * 2**20), BODIES_BYTES)
 
     @property
-    def loaded(self) -> list[Served]:
+    def loaded(self) -> list[Runtime]:
         return self.fleet.loaded
 
     async def give(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,7 +104,7 @@ class FleetModels:
                 return await app(scope, receive, send)
             if name is None and path.startswith("/v1/models/"):
                 name = path.removeprefix("/v1/models/")
-            scope["served"] = await self.load(self._member(path, name), receive)
+            scope["runtime"] = await self.load(self._member(path, name), receive)
             return await app(scope, receive, send)
         try:
             async with self.bodies.read(Request(scope, receive)) as body:
@@ -114,7 +113,7 @@ class FleetModels:
                 member = self._member(path, name)
                 idle = path in _ASLEEP or (name is None and path.startswith(_STORED))
                 with nullcontext() if idle else self.fleet.wanted(member):
-                    scope["served"] = await self.load(member, receive)
+                    scope["runtime"] = await self.load(member, receive)
                     await app(scope, receive, send)
         except ClientDisconnect:
             raise HTTPException(CLIENT_CLOSED_REQUEST) from None
@@ -124,13 +123,13 @@ class FleetModels:
         if name is not None:
             return self.fleet.find(name)
         members = self.fleet.members
-        there = (member for member in members if member.served is not None and path.startswith(_STORED))
+        there = (member for member in members if member.runtime is not None and path.startswith(_STORED))
         return next(there, members[0])
 
-    async def load(self, member: Member, receive: Receive) -> Served:
+    async def load(self, member: Member, receive: Receive) -> Runtime:
         """Wait until it is loaded. Raises what the load raises; HTTPException when nobody waits for it any more."""
-        if member.served is not None:
-            return member.served
+        if member.runtime is not None:
+            return member.runtime
         with self.fleet.wanted(member):
             load = asyncio.create_task(self.fleet.load(member))
             left = asyncio.create_task(_left(receive))
@@ -157,8 +156,8 @@ async def health(request: Request) -> Response:
 async def list_models(request: Request) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for member in _models_of(request).fleet.members:
-        if member.served is not None:
-            of_one = cards(member.served.model)
+        if member.runtime is not None:
+            of_one = cards(member.runtime.model)
         else:
             of_one = [{"id": name, "object": "model", "owned_by": "quire"} for name in member.names]
         found += [card | {"state": member.state} for card in of_one]

@@ -20,13 +20,13 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelNotFound, Overloaded, QuireError
 from quire.server.adapters import named_adapters
 from quire.server.fleet.config import FleetConfig, ModelEntry
-from quire.server.runtime import Served
+from quire.server.runtime import Runtime
 from quire.server.served_model import not_served
 
 log = logging.getLogger(__name__)
 
 State = Literal["unloaded", "loading", "awake", "sleeping"]
-OpenModel = Callable[[ModelEntry], AbstractAsyncContextManager[Served]]
+OpenModel = Callable[[ModelEntry], AbstractAsyncContextManager[Runtime]]
 """A model with an engine of its own, ready, until the block ends."""
 
 _OVERHEAD = 256 * 2**20
@@ -41,7 +41,7 @@ class Member:
     """One model."""
 
     entry: ModelEntry
-    served: Served | None = None
+    runtime: Runtime | None = None
     """None until it is loaded."""
     open: int = 0
     """Requests that want it awake."""
@@ -60,13 +60,13 @@ class Member:
 
     @property
     def state(self) -> State:
-        if self.served is None:
+        if self.runtime is None:
             return "loading" if self.loading else "unloaded"
-        return "sleeping" if self.served.runtime.client.link.asleep else "awake"
+        return "sleeping" if self.runtime.client.link.asleep else "awake"
 
     @property
     def names(self) -> Sequence[str]:
-        adapters = named_adapters(self.entry.config) if self.served is None else self.served.model.adapters
+        adapters = named_adapters(self.entry.config) if self.runtime is None else self.runtime.model.adapters
         return (*self.entry.config.model_names, *adapters)
 
     @property
@@ -74,8 +74,8 @@ class Member:
         """Bytes that it takes while it is awake: as its engine said, or before it has, what its files tell."""
         config = self.entry.config
         engines = config.data_parallel_size
-        if self.served is not None:
-            info = self.served.runtime.info
+        if self.runtime is not None:
+            info = self.runtime.info
             return int(engines * (info.weight_bytes + info.kv_bytes + info.state_bytes + _OVERHEAD))
         stored = read_stored_weights(stored_at(config))
         width = 4 if config.dtype == "float32" else 2
@@ -93,8 +93,8 @@ class Fleet:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def loaded(self) -> list[Served]:
-        return [member.served for member in self.members if member.served is not None]
+    def loaded(self) -> list[Runtime]:
+        return [member.runtime for member in self.members if member.runtime is not None]
 
     @property
     def alive(self) -> bool:
@@ -103,7 +103,7 @@ class Fleet:
 
     @property
     def num_open(self) -> int:
-        return sum(each.runtime.client.num_open for each in self.loaded)
+        return sum(each.client.num_open for each in self.loaded)
 
     def find(self, name: str) -> Member:
         """Raises ModelNotFound."""
@@ -153,20 +153,20 @@ class Fleet:
             member.used_at = time.monotonic()
             self._wake.set()
 
-    async def load(self, member: Member) -> Served:
+    async def load(self, member: Member) -> Runtime:
         """Wait until a model that is `wanted` is loaded. Raises what the load raises."""
-        while member.served is None:
+        while member.runtime is None:
             if member.failure is not None and time.monotonic() - member.failed_at < _AGAIN_SECONDS:
                 raise Overloaded(f"The model {member.entry.name} cannot be loaded: {member.failure.message}")
             member.changed.clear()
             await member.changed.wait()
-        return member.served
+        return member.runtime
 
     async def unload(self, member: Member) -> None:
         """End its engine and give back all that it took. Requests that are open, or come meanwhile, end with an error
         that says to try again; the next one loads it."""
-        if member.served is not None:
-            runtime, unloaded = member.served.runtime, Overloaded("The model was unloaded. Please try again")
+        if member.runtime is not None:
+            runtime, unloaded = member.runtime, Overloaded("The model was unloaded. Please try again")
             member.ending.set()
             runtime.client.retire(unloaded)
             runtime.workers.give_up(unloaded)
@@ -189,7 +189,7 @@ class Fleet:
         """Make one change, if one is due: bury, wake, or let sleep."""
         now = time.monotonic()
         for member in self.members:
-            if member.served is not None and not member.served.runtime.client.alive and not member.ending.is_set():
+            if member.runtime is not None and not member.runtime.client.alive and not member.ending.is_set():
                 log.error("models: the engine of %s could not be brought back", member.entry.name)
                 await self._unload(member)
             wants = member.open > 0 and member.state != "awake" and now - member.failed_at >= _AGAIN_SECONDS
@@ -220,18 +220,18 @@ class Fleet:
                     return
                 await self._rest(other)
                 needed -= other.size
-        if member.served is None:
+        if member.runtime is None:
             with suppress(QuireError):  # which the requests are told
                 await self._load(member)
         else:
-            await member.served.runtime.weights.wake_up()
+            await member.runtime.weights.wake_up()
         member.awake_at = member.used_at = time.monotonic()
         self._wake.set()
 
     async def _rest(self, member: Member) -> None:
-        assert member.served is not None
+        assert member.runtime is not None
         log.info("models: %s sleeps", member.entry.name)
-        await member.served.runtime.weights.sleep(member.entry.sleep_level, "keep")
+        await member.runtime.weights.sleep(member.entry.sleep_level, "keep")
 
     async def _load(self, member: Member) -> None:
         """Raises what the start of its engine raises."""
@@ -266,9 +266,9 @@ class Fleet:
     async def _hold(self, member: Member, started: asyncio.Future[None]) -> None:
         """What serves it, from the load to `ending`."""
         try:
-            async with self._open_model(member.entry) as served:
-                served.runtime.workers.start()
-                member.served = served
+            async with self._open_model(member.entry) as runtime:
+                runtime.workers.start()
+                member.runtime = runtime
                 member.awake_at = member.used_at = time.monotonic()
                 started.set_result(None)
                 await member.ending.wait()
@@ -278,7 +278,7 @@ class Fleet:
             else:
                 started.set_exception(error)
         finally:
-            member.served = None
+            member.runtime = None
 
     async def _unload(self, member: Member) -> None:
         member.ending.set()

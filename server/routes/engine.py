@@ -24,9 +24,8 @@ from quire.server.observe.recent import adapters, merged, recent_answers
 from quire.server.protocol.weights import BroadcastTensor, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.resolve.parse import parse
 from quire.server.routes.bodies import documented, worked_on
-from quire.server.runtime import Runtime, runtime_of
+from quire.server.runtime import Runtime, runtime_of, tell_version
 from quire.server.served_model import ServedModel, model_of
-from quire.server.serving import tell_version
 from quire.server.sse import EventStream
 
 router = APIRouter()
@@ -134,7 +133,7 @@ async def update_weights(request: Request) -> Response:
             version = await runtime.weights_group.serve(body.mode, body.version)
     except ConfigError as error:
         raise InvalidRequest(error.message, param="path" if body.path is not None else "tensors") from None
-    tell_version(request.scope["served"], version)
+    tell_version(runtime, version)
     return _state(request)
 
 

@@ -29,7 +29,7 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     """
     tenant, cancelled = tenant_of(request.scope), 0
     owner = None if tenant.admin else tenant.name
-    for runtime in [each.runtime for each in server_of(request).models.loaded]:
+    for runtime in list(server_of(request).models.loaded):
         cancelled += runtime.client.cancel(request_id, owner) + await runtime.others.cancel(request_id, owner)
     if not cancelled:
         raise RequestNotFound(f"No open request has the id `{request_id}`", param="request_id")
@@ -42,7 +42,7 @@ async def explain(name: str, request: Request) -> Response:
 
     By the answer's id or by X-Request-Id. With API keys, only of requests made with the same key, or with an admin key.
     """
-    for runtime in [each.runtime for each in server_of(request).models.loaded]:
+    for runtime in list(server_of(request).models.loaded):
         async with runtime.turns:
             found = explained(name, request.scope, runtime.request_log, runtime.client.history)
         found = found or await runtime.others.explanation(name, tenant_of(request.scope))

@@ -48,7 +48,7 @@ async def version() -> dict[str, str]:
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
     server = server_of(request)
-    runtimes = [each.runtime for each in server.models.loaded]
+    runtimes = server.models.loaded
     others = [count for runtime in runtimes for count in await runtime.others.counts()]
     async with runtimes[0].turns if runtimes else nullcontext():
         text = Metrics.text([runtime.metrics for runtime in runtimes], others, server.registry)

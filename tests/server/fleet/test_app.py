@@ -22,8 +22,8 @@ from quire.server.fleet.added import Added
 from quire.server.fleet.app import FleetModels, fleet_app
 from quire.server.fleet.config import Bounds, FleetConfig, ModelEntry
 from quire.server.fleet.fleet import Fleet
-from quire.server.runtime import Served
-from quire.server.serving import model_files, serving
+from quire.server.runtime import Runtime, serving
+from quire.server.served_model import ModelSource
 from tests.server.api import VOCAB_SIZE
 from tests.server.fake import FakeEngine, scripted
 from tests.texts import CHATML, byte_level_tokenizer
@@ -35,15 +35,15 @@ NEVER = "never"
 
 
 @asynccontextmanager
-async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Served]:
+async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Runtime]:
     """A model that writes its own name, again and again. `over`: the test is."""
     if entry.name == NEVER:
         await over.wait()
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
-    files = model_files(entry.config, tokenizer, vocab_size=VOCAB_SIZE, generation_defaults={})
+    source = ModelSource(entry.config, tokenizer, VOCAB_SIZE, {})
     engine = FakeEngine(scripted(entry.name.encode() * 500, 0), step_seconds=0.001)
-    async with serving(files, EngineClient(engine), keyed=False, folder=None) as served:
-        yield served
+    async with serving(source, None, EngineClient(engine), keyed=False, folder=None) as runtime:
+        yield runtime
 
 
 @asynccontextmanager
@@ -163,7 +163,7 @@ async def test_requests_are_explained_and_cancelled_whichever_model_has_them() -
         long = body("def", max_tokens=400)
         post = asyncio.create_task(http.post("/v1/completions", json=long, headers={"X-Request-Id": "two"}))
         async with asyncio.timeout(10):
-            while not models.loaded[1].runtime.client.num_open:  # noqa: ASYNC110
+            while not models.loaded[1].client.num_open:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert (await http.delete("/v1/requests/cmpl-two")).json()["cancelled"]
         assert (await post).json()["choices"][0]["finish_reason"] == "abort"
