@@ -73,7 +73,7 @@ from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
 from quire.server.runtime import Models, Runtime, Server, serving
 from quire.server.served_model import ModelSource
-from quire.server.store.data import Data, open_data
+from quire.server.store.data import open_data
 
 
 class OnlyModel:
@@ -119,27 +119,28 @@ def application(
     routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
     """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
-    before its own. Raises ConfigError for API keys and gateways that cannot be used; the lifespan what open_kept and
+    before its own. Raises ConfigError for API keys and gateways that cannot be used; the lifespan what open_data and
     `opened` raise."""
     gateways = Gateways(config)
 
     def histories() -> list[History]:
         return [each.client.history for each in app.state.server.models.loaded]
 
-    spans = open_spans(config, histories)
+    endpoint = config.otlp_traces_endpoint
+    spans = None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), histories)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as ending:  # the last one that began ends first
             if spans is not None:
                 ending.push_async_callback(asyncio.to_thread, spans.close)
-            data = open_kept(config)
-            if data is not None:
+            if config.data_dir is not None:
+                data = open_data(config.data_dir, int(config.max_stored_size * 2**30))
                 ending.callback(data.close)
             served = await ending.enter_async_context(opened())
             ending.push_async_callback((background := Background()).close)
             parts, registry = None, CollectorRegistry()
-            if data is not None:
+            if config.data_dir is not None:
                 parts = await ending.enter_async_context(
                     durable(
                         *(data, app, tenants, config),
@@ -213,16 +214,3 @@ def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
         allow_credentials=config.allow_credentials,
         expose_headers=["*"],
     )
-
-
-def open_spans(config: ServerConfig, histories: Callable[[], Iterable[History]]) -> OpenTelemetrySpans | None:
-    """What sends traces, if the operator wants any."""
-    endpoint = config.otlp_traces_endpoint
-    return None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), histories)
-
-
-def open_kept(config: ServerConfig) -> Data | None:
-    """What is kept, if the operator wants anything kept. Raises ConfigError."""
-    if config.data_dir is None:
-        return None
-    return open_data(config.data_dir, int(config.max_stored_size * 2**30))

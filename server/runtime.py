@@ -129,8 +129,8 @@ async def serving(
     source: ModelSource, modules: Modules | None, client: EngineClient, *, keyed: bool, folder: Path | None
 ) -> AsyncIterator[Runtime]:
     """A model whose client is launched, ready, until the block ends; then its engine ends too. `modules`: those that
-    may have adapters; `folder`: where these are kept. `keyed`: see Admission. Raises what client.link.start(), adapters_of
-    and ModelSource.model raise."""
+    may have adapters; `folder`: where these are kept. `keyed`: see Admission. Raises what client.link.start(),
+    adapters_of and ModelSource.model raise."""
     config, unstarted = source.config, await asyncio.to_thread(source.model)
     client.history.keep = config.request_history
     async with AsyncExitStack() as ending:  # the last one that began ends first

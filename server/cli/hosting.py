@@ -159,8 +159,8 @@ async def running_app(config: ServerConfig, client: EngineClient) -> AsyncIterat
 
 
 def read_files(config: ServerConfig) -> tuple[ModelSource, Modules | None]:
-    """Read the model files that the server needs, while the engine loads the weights: the model, and its modules that may
-    have adapters. Raises ModelError.
+    """Read the model files that the server needs, while the engine loads the weights. Returns the model, and those
+    of its modules that may have adapters. Raises ModelError.
 
     Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
     them seconds later.

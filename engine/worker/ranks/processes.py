@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from quire.engine.client.child import Child, module
+from quire.engine.client.exit_cause import exit_cause
 from quire.engine.client.procfs import Stopped
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
@@ -44,7 +45,7 @@ from quire.kernels.collective import RankEnded
 _STOP_SECONDS = 5.0
 """How long a process gets to end by itself once its pipe is closed."""
 _LOOK_SECONDS = 0.5
-_MODULE = "quire.engine.worker.ranks.follower"
+PROGRAM = module("quire.engine.worker.ranks.follower")
 
 Answer = TypeVar("Answer", Loaded, Measured)
 
@@ -215,19 +216,17 @@ class Ranks(ABC):
     def _start(self, start: Start) -> None:
         answers, theirs = os.pipe()
         try:
-            # -P: see EngineProcess
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs)],
-                stdin=subprocess.PIPE,
-                pass_fds=(*start.descriptors, theirs),
-                env=self.environment(start.rank),
+            child = Child(
+                [*PROGRAM, str(theirs)],
+                descriptors=(*start.descriptors, theirs),
+                environment=self.environment(start.rank),
             )
         except OSError:
             os.close(answers)
             raise
         finally:
             os.close(theirs)
-        self._begin(process, partial(read_frame, os.fdopen(answers, "rb")), start)
+        self._begin(child.process, partial(read_frame, os.fdopen(answers, "rb")), start)
 
     def _begin(self, process: RankProcess, read: Callable[[], bytes | None], start: Start) -> None:
         self._processes.append(process)
@@ -241,7 +240,7 @@ class Ranks(ABC):
 
     def lost(self, rank: int, process: RankProcess, code: int) -> None:
         """A process has ended unasked. Called by a thread."""
-        how = f"exited with code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
+        how = exit_cause(code, sender=None, oom_kills=0).description
         if isinstance(process, Remote) and process.lost:
             how = "is out of reach"
         self.failure = self.failure or f"rank {rank} of {self.count} (process {_name(process)}) {how}"
@@ -292,10 +291,3 @@ def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -32,7 +32,7 @@ def test_models_have_the_files_bounds_the_commands_settings_and_their_own(tmp_pa
     assert (one.config.dtype, two.config.dtype, one.config.threads) == ("float32", "bfloat16", 1)
     assert (one.config.kv_cache_memory, two.config.kv_cache_memory, two.config.num_kv_blocks) == (1.0, None, 8)
     assert two.config.model_names == ("owner/two", "second")
-    assert (one.config.data_dir, two.config.data_dir) == (tmp_path / "one", tmp_path / "owner--two")
+    assert (one.config.data_dir, two.config.data_dir) == (tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
