@@ -60,8 +60,12 @@ class Child:
     def tell(self, configuration: bytes) -> None:
         """Give it the configuration that it did not get at its start."""
         with suppress(BrokenPipeError):  # it has ended already, which `exited` will tell
-            self._lifeline.write(configuration + b"\n")
-            self._lifeline.flush()
+            self.send(configuration + b"\n")
+
+    def send(self, content: bytes) -> None:
+        """Write to its standard input. Raises BrokenPipeError where it has ended."""
+        self._lifeline.write(content)
+        self._lifeline.flush()
 
     @property
     def returncode(self) -> int | None:
@@ -79,11 +83,14 @@ class Child:
         with suppress(BrokenPipeError):  # it has ended before it read its configuration
             self._lifeline.close()
 
+    def wait(self, timeout: float | None = None) -> int:
+        """As `exited`, where there is no event loop. Raises subprocess.TimeoutExpired."""
+        return self.process.wait(timeout)
+
     def destroy(self) -> None:
-        """The same as `kill`, where there is no event loop."""
+        """As `kill`, where there is no event loop."""
         self.process.kill()
         self.process.wait()
-        self.end()
 
     async def kill(self) -> int:
         """End it at once, whatever it does. Returns its return code."""

@@ -112,6 +112,7 @@ class Member:
                 pass
             finally:
                 child.destroy()  # it holds nothing that must be saved
+                child.end()
 
     def _join(self, place: int, process: subprocess.Popen[bytes], copies: str) -> Joined | None:
         """What this process is to know; None where all shall end, or where it has ended itself. Raises ConfigError

@@ -245,9 +245,10 @@ class Metrics:
         `more`: metrics of what is no model's."""
         for each in models:
             each.rolling.count()
-        engines, summed = CollectorRegistry(), CollectorRegistry()
-        engines.register(Together({each.model_name: each._engines for each in models}))
-        summed.register(Summed(Together({each.model_name: each._registry for each in models}), others))
+        label, engines, summed = "model_name" if len(models) > 1 else "", CollectorRegistry(), CollectorRegistry()
+        engines.register(Together(label, {each.model_name: each._engines.collect for each in models}))
+        counted = Together(label, {each.model_name: each._registry.collect for each in models})
+        summed.register(Summed(counted, others))
         return b"".join(generate_latest(each) for each in (engines, summed, more) if each is not None)
 
 

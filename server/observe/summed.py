@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -39,17 +39,18 @@ def counts(registry: CollectorRegistry) -> list[Count]:
 
 
 class Together(Collector):
-    """The metrics of several models, by the model's name: all samples of a metric together, with the label model_name
-    where there are several models."""
+    """The metrics of several models or processes, by their names: all samples of a metric together, with the name in a
+    label of theirs."""
 
-    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
-        self._registries = registries
+    def __init__(self, label: str, parts: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
+        """`label`: "" where none is needed. `parts`: what collects each one's."""
+        self._label, self._parts = label, parts
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        for name, registry in self._registries.items():
-            more = {"model_name": name} if len(self._registries) > 1 else {}
-            for metric in registry.collect():
+        for name, collect in self._parts.items():
+            more = {self._label: name} if self._label else {}
+            for metric in collect():
                 family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 family.samples += [each._replace(labels=more | each.labels) for each in metric.samples]
         return families.values()

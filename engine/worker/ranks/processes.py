@@ -50,23 +50,15 @@ PROGRAM = module("quire.engine.worker.ranks.follower")
 Answer = TypeVar("Answer", Loaded, Measured)
 
 
-class Orders(Protocol):
-    """The way to a rank, on which it ends when it is closed."""
-
-    def write(self, content: bytes, /) -> object: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class RankProcess(Protocol):
-    """What subprocess.Popen is, and a rank on another machine too."""
+    """What Child is, and a rank on another machine too."""
 
     pid: int
 
-    @property
-    def stdin(self) -> Orders | None: ...
+    def send(self, content: bytes, /) -> None: ...
+    def end(self) -> None: ...
     def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
+    def destroy(self) -> None: ...
 
 
 class Ranks(ABC):
@@ -146,9 +138,7 @@ class Ranks(ABC):
         content = frame(message)
         with self.watched():
             for process in processes:
-                assert process.stdin is not None
-                process.stdin.write(content)
-                process.stdin.flush()
+                process.send(content)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -226,17 +216,15 @@ class Ranks(ABC):
             raise
         finally:
             os.close(theirs)
-        self._begin(child.process, partial(read_frame, os.fdopen(answers, "rb")), start)
+        self._begin(child, partial(read_frame, os.fdopen(answers, "rb")), start)
 
     def _begin(self, process: RankProcess, read: Callable[[], bytes | None], start: Start) -> None:
         self._processes.append(process)
         self._answers.append(read)
         watch = (process, start.rank, weakref.ref(self), self._closing)
         threading.Thread(target=_watch, args=watch, name=f"rank-{start.rank}-watch", daemon=True).start()
-        assert process.stdin is not None
         with suppress(ConnectionError):  # it has ended already, which `wait_loaded` will report
-            process.stdin.write(frame(start))
-            process.stdin.flush()
+            process.send(frame(start))
 
     def lost(self, rank: int, process: RankProcess, code: int) -> None:
         """A process has ended unasked. Called by a thread."""
@@ -274,7 +262,7 @@ def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, pa
             if not isinstance(process, Remote) and stopped.advance(process.pid, elapsed) > patience:
                 said = f"quire: process {process.pid}, a rank, was stopped for {patience:g} s: it is killed"
                 print(said, file=sys.stderr, flush=True)
-                process.kill()
+                process.destroy()
 
 
 def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
@@ -282,12 +270,9 @@ def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[
     closing.set()
     stay_on(cores)
     for process in processes:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
+        process.end()
     for process in processes:
         try:
             process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            process.destroy()
