@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
+from urllib.parse import urlencode
 
 from starlette.types import ASGIApp
 
@@ -84,7 +85,8 @@ async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: s
     if (call := await parts.streams.find(owner, id)) is not None:
         more = {"tenant": tenant, RESUMED: await parts.streams.resumed(owner, call, ())}
         async with client_for(app, more, never := asyncio.Event()) as client:
-            answer = await answer_to(client, call.path, call.body, never)
+            path = f"{call.path}?{urlencode({'model': call.pins.model})}"
+            answer = await answer_to(client, path, call.body, never)
         assert answer is not None, "nobody leaves it"
         if answer.status_code == HTTPStatus.OK:
             return

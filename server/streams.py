@@ -151,7 +151,7 @@ class Streams:
         key = request.headers.get(KEY) if resumed is None else resumed.call.key
         adapter = "" if spec.adapter is None else spec.adapter.digest
         background = spec.response is not None and spec.response.background
-        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint, background)
+        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint, background, spec.model)
         call = Call(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
         running = Running(progress, self._grace if key is None else KEPT_KEYS)
         running.close = partial(_end, running, close)

@@ -55,6 +55,8 @@ SHARED = {
     "quire.engine.checkpoint.quantization",
     "quire.engine.checkpoint.safetensors",
     "quire.engine.checkpoint.stages",
+    "quire.engine.client.child",
+    "quire.engine.client.exit_cause",
     "quire.engine.client.procfs",
     "quire.engine.folder",
     "quire.engine.lora.files",

@@ -19,7 +19,7 @@ from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
 from quire.server.generation.turns import Turns
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, owner_of
-from quire.server.runtime import runtime_of
+from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
 from quire.server.streams import BODY, KEY, RESUMED
@@ -79,7 +79,7 @@ async def _folded(
     try:
         return await fold(generation.deltas(), count)
     except Exception:
-        if KEY in request.headers and (streams := runtime_of(request).streams) is not None:
+        if KEY in request.headers and (streams := server_of(request).streams) is not None:
             await streams.forget(owner_of(request), spec.id)
         raise
 
@@ -88,7 +88,7 @@ async def journaled(
     request: Request, spec: GenerationSpec, generation: Generation, close: Callable[[], None]
 ) -> Callable[[], None]:
     """What ends a call: one that can be asked for again is in the journal before its first event is sent."""
-    streams = runtime_of(request).streams
+    streams = server_of(request).streams
     if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
         return close
     known = (owner_of(request), spec, model_of(request).fingerprint, generation.progress)
