@@ -19,6 +19,7 @@ from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope
+from quire.kernels.routing import Routing
 from quire.kernels.short_conv import Columns, ShortConv
 
 Pages = tuple[Tensor, ...]
@@ -188,12 +189,13 @@ class Experts:
     """[T, hidden] to scores [T, experts] float32."""
     gate_up: Sequence[Linear]
     down: Sequence[Linear]
-    per_token: int
-    """How many of the highest scores are chosen; of equal ones the first."""
-    normalized: bool
-    """What the chosen experts give is weighed by a softmax of their scores; else by their parts of that of all."""
-    clamp: Clamp | None
+    routing: Routing
+    clamp: Clamp | None = None
     """None: the gate is SiLU, without limits."""
+    correction: Tensor | None = None
+    """[experts] float32, for the choice alone, as kernels/routing.py says it."""
+    float_router: bool = False
+    """The router takes x in float32."""
 
 
 class Operations(ABC):
@@ -202,7 +204,7 @@ class Operations(ABC):
 
     @abstractmethod
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
-        """What a linear, or a mixture of experts, gives. May overwrite x."""
+        """What a linear, or a mixture of experts, gives. x stays."""
 
     @abstractmethod
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:
@@ -231,6 +233,10 @@ class Operations(ABC):
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x + residual. May overwrite residual."""
+
+    @abstractmethod
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        """x * sigmoid(gate) + residual for x [T, F] and a gate of each token [T, 1]. May overwrite residual."""
 
     @abstractmethod
     def activate(self, x: Tensor, activation: Activation) -> Tensor:

@@ -1,5 +1,5 @@
-"""How families' files differ from Llama's: fields of config.json that have other names or are left out, tensors that
-have other names, are several in one, or have their rows in another order. No torch."""
+"""How families' checkpoints differ from Llama's: tensors have other names, are several in one, or have their rows in
+another order. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 from quire.engine.errors import ModelError
 
 LAYER = re.compile(r"(?:.*\.)?(?:layers|h|blocks)\.(\d+)\.(.+)")
@@ -60,6 +59,30 @@ _MEGATRON_INSIDE: _Inside = {
     "ln_attn": "input_layernorm",
     "ln_mlp": "post_attention_layernorm",
 }
+_GRANITE_MOE = Layout(
+    inside={
+        "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
+        "shared_mlp.output_linear": "shared_mlp.down_proj",
+        "block_sparse_moe.router": "block_sparse_moe.router.layer",
+    }
+)
+_HUNYUAN = Layout(
+    inside={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
+)
+_LFM2 = Layout(
+    outside={"embedding_norm": "norm"},
+    inside={
+        "operator_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "conv.in_proj": _BCX,
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+    },
+)
 
 LAYOUTS: Mapping[str, Layout] = {
     "apertus": Layout(
@@ -74,6 +97,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "cohere": Layout(neighbours=True),
     "cohere2": Layout(neighbours=True),
     "ernie4_5": Layout(neighbours=True),
+    "ernie4_5_moe": Layout(neighbours=True),
     "falcon": Layout(
         outside={"word_embeddings": "embed_tokens", "ln_f": "norm"}, inside=_MEGATRON_INSIDE, by_groups=True
     ),
@@ -113,23 +137,13 @@ LAYOUTS: Mapping[str, Layout] = {
         unused=(*_GPT2_BUFFERS, "attn.embed_positions"),
     ),
     "helium": Layout(neighbours=True),
-    "hunyuan_v1_dense": Layout(
-        inside={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
-    ),
-    "lfm2": Layout(
-        outside={"embedding_norm": "norm"},
-        inside={
-            "operator_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "self_attn.q_layernorm": "self_attn.q_norm",
-            "self_attn.k_layernorm": "self_attn.k_norm",
-            "self_attn.out_proj": "self_attn.o_proj",
-            "conv.in_proj": _BCX,
-            "feed_forward.w1": "mlp.gate_proj",
-            "feed_forward.w3": "mlp.up_proj",
-            "feed_forward.w2": "mlp.down_proj",
-        },
-    ),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoe_swa": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     "mpt": Layout(
         outside={"wte": "embed_tokens", "norm_f": "norm"},
         inside={
@@ -160,182 +174,6 @@ LAYOUTS: Mapping[str, Layout] = {
     "starcoder2": Layout(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
 }
 """By config.json's model_type; a family that is not here has Llama's names."""
-
-_GPT2_FIELDS = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_inner": "intermediate_size",
-    "n_positions": "max_position_embeddings",
-    "activation_function": "hidden_act",
-    "layer_norm_epsilon": "rms_norm_eps",
-}
-_CENTRED = {"layer_norm_eps": "rms_norm_eps"}
-_MEGATRON_FIELDS = {
-    **_GPT2_FIELDS,
-    "n_embed": "hidden_size",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_hidden_size": "intermediate_size",
-    "activation": "hidden_act",
-    "bias": "use_bias",
-}
-OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
-    "bloom": _MEGATRON_FIELDS,
-    "cohere": _CENTRED,
-    "cohere2": _CENTRED,
-    "distilbert": {
-        "dim": "hidden_size",
-        "hidden_dim": "intermediate_size",
-        "n_heads": "num_attention_heads",
-        "n_layers": "num_hidden_layers",
-    },
-    "falcon": _MEGATRON_FIELDS,
-    "gpt2": _GPT2_FIELDS,
-    "gpt_bigcode": _GPT2_FIELDS,
-    "gpt_neox": {**_CENTRED, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
-    "gptj": _GPT2_FIELDS,
-    "lfm2": {
-        "norm_eps": "rms_norm_eps",
-        "tie_embedding": "tie_word_embeddings",
-        "block_ff_dim": "intermediate_size",
-    },
-    "mpt": {
-        "d_model": "hidden_size",
-        "n_layers": "num_hidden_layers",
-        "n_heads": "num_attention_heads",
-        "max_seq_len": "max_position_embeddings",
-        "layer_norm_epsilon": "rms_norm_eps",
-    },
-    "nemotron": {"norm_eps": "rms_norm_eps"},
-    "nomic_bert": {
-        "n_embd": "hidden_size",
-        "n_inner": "intermediate_size",
-        "n_head": "num_attention_heads",
-        "n_layer": "num_hidden_layers",
-        "n_positions": "max_position_embeddings",
-    },
-    "opt": {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
-    "phi": _CENTRED,
-    "stablelm": _CENTRED,
-    "starcoder2": {"norm_epsilon": "rms_norm_eps"},
-}
-"""By model_type: fields of config.json that have other names there."""
-
-_GPT2_LEFT_OUT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
-LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
-    "apertus": {
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "xielu",
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 12_000_000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-        },
-    },
-    "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
-    "bloom": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_new"},
-    "cohere": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500_000.0},
-    "cohere2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625},
-    "ernie4_5": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "head_dim": 128},
-    "exaone4": {"rms_norm_eps": 1e-5},
-    "falcon": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "multi_query": True, "parallel_attn": True},
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 131_072,
-    },
-    "glm": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
-    "glm4": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
-    "gpt2": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_new", "max_position_embeddings": 1024},
-    "gpt_bigcode": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_pytorch_tanh", "multi_query": True},
-    "gpt_neox": {"rms_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25},
-    "gptj": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "rotary_dim": 64},
-    "granite_swa": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
-    "helium": {"rms_norm_eps": 1e-8, "head_dim": 128},
-    "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
-    "lfm2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "conv_L_cache": 3},
-    "ministral3": {
-        "rms_norm_eps": 1e-5,
-        "head_dim": 128,
-        "max_position_embeddings": 262_144,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1_000_000.0,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16384,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale_all_dim": 1.0,
-            "mscale": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    },
-    "mpt": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "expansion_ratio": 4},
-    "nemotron": {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
-    "olmo2": {"rms_norm_eps": 1e-5},
-    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-    "opt": {**_GPT2_LEFT_OUT, "hidden_act": "relu", "enable_bias": True},
-    "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
-    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    "seed_oss": {"attention_bias": True, "head_dim": 128},
-    "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
-    "starcoder2": {
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": True,
-    },
-}
-"""By model_type: what a config.json means that leaves a field out, where it is not what it means of a Llama."""
-_FOUR_TIMES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
-"""Families whose MLPs are four times as wide as the hidden states, where config.json does not say."""
-_ONE_KEY = ("falcon", "gpt_bigcode")
-"""Those with a key and a value for all heads, where multi_query says so."""
-
-
-def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a config.json, or of its text part, by Llama's names, with what it leaves out."""
-    kind = str(raw.get("model_type"))
-    found = dict(raw)
-    for other, name in OTHER_NAMES.get(kind, {}).items():
-        if found.get(other) is not None:
-            found[name] = found[other]
-    left_out = {name: value for name, value in LEFT_OUT.get(kind, {}).items() if found.get(name) is None}
-    if found.get("rope_scaling"):
-        left_out.pop("rope_parameters", None)
-    found |= left_out
-    hidden = found.get("hidden_size")
-    if kind in _FOUR_TIMES and found.get("intermediate_size") is None and isinstance(hidden, int):
-        times = found.get("expansion_ratio", 4)
-        found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
-    if kind == "lfm2":
-        _complete_lfm2(found)
-    if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
-        found["num_key_value_heads"] = 1
-    return found
-
-
-def _complete_lfm2(found: dict[str, Any]) -> None:
-    """What an LFM2's fields say of its layers and of its MLPs, by the names of other families."""
-    layers, attending = found.get("num_hidden_layers"), found.get("full_attn_idxs")
-    if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
-        attending = range(layers) if attending is None else attending
-        if isinstance(attending, list | range):
-            found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
-    width, unit = found.get("intermediate_size"), found.get("block_multiple_of") or 256
-    factor = found.get("block_ffn_dim_multiplier") or 1.0
-    if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
-        return
-    if found.get("block_auto_adjust_ff_dim") is False:
-        return
-    if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
-        found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
-        found["block_auto_adjust_ff_dim"] = False
 
 
 def rotated_size(rope: Mapping[str, Any], head_dim: int) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.engine.checkpoint.families import STATES, WITH_EXPERTS, WITHOUT_GATES, sparse_layers
+from quire.engine.checkpoint.alike.fields import named_alike
+from quire.engine.checkpoint.families import STATES, WITH_EXPERTS, WITHOUT_GATES, shared_experts, sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import layout_of, named_alike, stored_module
+from quire.engine.checkpoint.layouts import layout_of, stored_module
 from quire.engine.errors import ConfigError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -29,7 +30,8 @@ def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
     heads = (model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim)
     layers = _layers(model.raw, model.num_layers)
-    return _modules(model.model_type, layers, model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
+    sizes = (model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
+    return _modules(model.model_type, layers, *sizes, _shared(model.raw, model.hidden_size))
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -43,7 +45,19 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
     keys = int(raw.get("num_key_value_heads") or heads) * dim
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), hidden, inner, heads * dim, keys, vocab)
+    widths = (hidden, inner, heads * dim, keys, vocab)
+    return _modules(str(raw.get("model_type")), _layers(raw, layers), *widths, _shared(raw, hidden))
+
+
+def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
+    """Of the MLP beside a layer's experts, by its name in a layer."""
+    name, width = shared_experts(raw)
+    return _gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {}
+
+
+def _gated_mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
+    reads = {f"{name}.{each}_proj": (hidden, inner) for each in ("gate", "up")}
+    return reads | {f"{name}.down_proj": (inner, hidden)}
 
 
 def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
@@ -55,7 +69,14 @@ def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
 
 
 def _modules(
-    kind: str, layers: list[tuple[bool, bool]], hidden: int, inner: int, queries: int, keys: int, vocab: int
+    kind: str,
+    layers: list[tuple[bool, bool]],
+    hidden: int,
+    inner: int,
+    queries: int,
+    keys: int,
+    vocab: int,
+    shared: dict[str, tuple[int, int]],
 ) -> Modules:
     attention = {
         "self_attn.q_proj": (hidden, queries),
@@ -64,17 +85,13 @@ def _modules(
         "self_attn.o_proj": (queries, hidden),
     }
     conv = {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
-    mlp = {
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
+    mlp = _gated_mlp("mlp", hidden, inner)
     if kind in WITHOUT_GATES:
         del mlp["mlp.gate_proj"]
     found = {
         f"model.layers.{index}.{name}": shape
         for index, (attends, has_mlp) in enumerate(layers)
-        for name, shape in ((attention if attends else conv) | (mlp if has_mlp else {})).items()
+        for name, shape in ((attention if attends else conv) | (mlp if has_mlp else shared)).items()
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

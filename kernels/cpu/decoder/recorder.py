@@ -104,7 +104,8 @@ class _Recorder(Operations):
                 out = self._buffer(linear.outs)
                 return self._call("linear", out, linear.native, x, out, _TOKENS, _THREADS, _PAGES)
             case CompiledMixture():
-                return self._call("mix_experts", x, linear.native, x, x, _TOKENS, _THREADS)
+                out = self._buffer(x.width)
+                return self._call("mix_experts", out, linear.native, x, out, _TOKENS, _THREADS)
         raise _NotOurs
 
     def sum(self, x: Any, group: Any) -> Any:
@@ -130,6 +131,9 @@ class _Recorder(Operations):
 
     def add(self, x: Any, residual: Any) -> Any:
         return self._call("add", residual, x, residual, _Given(_PER_TOKEN, x.width), _THREADS)
+
+    def add_gated(self, x: Any, gate: Any, residual: Any) -> Any:
+        return self._call("add_gated", residual, x, gate, residual, _TOKENS, x.width, _THREADS)
 
     def activate(self, x: Any, activation: Activation) -> Any:
         size, numbers = _Given(_PER_TOKEN, x.width), native.activation_numbers(activation)
