@@ -197,7 +197,14 @@ def choose_backend(
     try:
         trials = [] if tried else choose_trials(config, device, dtype, spec)
         held = kv_dtype(config, dtype)
-        backend, why = select_backend(device, *wanted, deterministic=deterministic, kv_dtype=held, trials=trials)
+        backend, why = select_backend(
+            device,
+            *wanted,
+            deterministic=deterministic,
+            kv_dtype=held,
+            activation_bits=config.activation_bits,
+            trials=trials,
+        )
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
     if config.deterministic and not backend.keeps_rows_apart(device, dtype):

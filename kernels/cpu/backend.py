@@ -53,9 +53,12 @@ class Cpu(Reference):
     library: native.Native
     """The compiled kernels; there are none where something is `missing`."""
 
-    def __init__(self, library: native.Native | None = None, *, deterministic: bool = False) -> None:
-        """library: other kernels than the best that this CPU can run."""
+    def __init__(
+        self, library: native.Native | None = None, *, deterministic: bool = False, activation_bits: str = "auto"
+    ) -> None:
+        """library: other kernels than the best that this CPU can run. activation_bits: see quantized.py."""
         super().__init__(deterministic=deterministic)
+        self.activation_bits = activation_bits
         found = native.load() if library is None else library
         self.missing = found if isinstance(found, str) else None
         """Why there are no compiled kernels, in one line; None where there are."""
@@ -282,13 +285,17 @@ class Cpu(Reference):
             return float8.Float8Linear(self.library, floats, bias, dtype=dtype, wide=wide)
         if (grouped := quantized.supported(weights)) is None:
             return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
-        return quantized.QuantizedLinear(self.library, grouped, bias, dtype=dtype, wide=wide)
+        return quantized.QuantizedLinear(
+            self.library, grouped, bias, dtype=dtype, wide=wide, activation_bits=self.activation_bits
+        )
 
     def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
         grouped = quantized.supported([weight])
         if grouped is None or dtype not in self.library.linear:
             return super().pack_table(weight, dtype=dtype, tied=tied)
-        linear = quantized.QuantizedLinear(self.library, grouped, None, dtype=dtype, wide=True)
+        linear = quantized.QuantizedLinear(
+            self.library, grouped, None, dtype=dtype, wide=True, activation_bits=self.activation_bits
+        )
         return Table(linear.look_up, linear if tied else None)
 
     def mixture(self, experts: Experts) -> Linear:

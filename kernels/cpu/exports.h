@@ -23,7 +23,8 @@ struct QuantizedLinear {
   const QuantizedPart* parts;
   const int32_t* order;  // [in]: the parts are of x[order]; null: of x itself
   int count;
-  int block;  // inputs of a row of x that share a scale: 16, 32 .. 96, which divides each part's group
+  int block;       // inputs of a row of x that share a scale: 16, 32 .. 96, which divides each part's group
+  float outliers;  // blocks of x above so many times the root of the mean square of a row's peaks have 16 bits, not 8
 };
 
 enum { kPlain = 0, kInt8 = 1, kFloat8 = 2 };

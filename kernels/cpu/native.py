@@ -42,7 +42,12 @@ class QuantizedPart(ctypes.Structure):
 
 
 class QuantizedLinear(ctypes.Structure):
-    _fields_ = [("parts", ctypes.POINTER(QuantizedPart)), ("order", _POINTER), ("count", _INT), ("block", _INT)]
+    _fields_ = [
+        ("parts", ctypes.POINTER(QuantizedPart)),
+        ("order", _POINTER),
+        *[(name, _INT) for name in ("count", "block")],
+        ("outliers", _FLOAT),
+    ]
 
 
 class KVFormat(ctypes.Structure):

@@ -116,6 +116,8 @@ INLINE Vec to_floats(Words w) { return _mm512_cvtepi32_ps(w); }
 INLINE Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }  // nearest; any, without a fault, where there is none
 INLINE Words wadd(Words a, Words b) { return _mm512_add_epi32(a, b); }
 INLINE Words wmax(Words a, Words b) { return _mm512_max_epi32(a, b); }
+INLINE Words wtimes256(Words w) { return _mm512_slli_epi32(w, 8); }
+INLINE Words wby256(Words w) { return _mm512_srai_epi32(w, 8); }  // rounded down
 INLINE int32_t wsum(Words w) { return _mm512_reduce_add_epi32(w); }
 INLINE int32_t wpeak(Words w) { return _mm512_reduce_max_epi32(w); }
 // The bits of |x|, which as integers have the order of the numbers; those of NaN are the largest.

@@ -251,6 +251,14 @@ INLINE Words wadd(Words a, Words b) {
   EACH a.part[i] += b.part[i];
   return a;
 }
+INLINE Words wtimes256(Words w) {
+  EACH w.part[i] <<= 8;
+  return w;
+}
+INLINE Words wby256(Words w) {  // rounded down
+  EACH w.part[i] = (Bits)((Mask)w.part[i] >> 8);
+  return w;
+}
 INLINE Words wmax(Words a, Words b) {
   EACH b.part[i] = (Bits)select((Mask)a.part[i] > (Mask)b.part[i], (Lanes)a.part[i], (Lanes)b.part[i]);
   return b;
