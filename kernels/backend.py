@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.kernels.activation import Activation
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
+from quire.kernels.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope
 from quire.kernels.short_conv import Columns, ShortConv
@@ -164,6 +165,8 @@ class Softmax:
     sinks: Tensor | None = None
     """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025). Only the
     CPU backends take them."""
+    values: int | None = None
+    """A key's first numbers that are its value, where the cache of values is that of keys. Only CPU backends take it."""
 
     def window_in(self, longest: int) -> int | None:
         """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
@@ -202,7 +205,7 @@ class Operations(ABC):
 
     @abstractmethod
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
-        """What a linear, or a mixture of experts, gives. May overwrite x."""
+        """What a linear, or a mixture of experts, gives. A mixture may overwrite x."""
 
     @abstractmethod
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:
@@ -219,14 +222,13 @@ class Operations(ABC):
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al., 2016). Weight and bias are
-        float32, and the arithmetic, rounded to the dtype of x at the end."""
+        """The same with (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016)."""
 
     @abstractmethod
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(layer_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+        """The same with layer_norm."""
 
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -257,7 +259,7 @@ class Operations(ABC):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
+        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, Softmax.values].
 
         The query at position p sees keys max(0, p - window + 1) to p.
         What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
@@ -265,6 +267,11 @@ class Operations(ABC):
         A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
         change a bit of it (except on a GPU where the backend was not made deterministic).
         """
+
+    @abstractmethod
+    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Norm and rotate kv [T, L + R], and store it as one key (kernels/latent.py). Returns q [T, H * (L + R)] as
+        [T, H, L + R], the last R numbers of each head rotated. May overwrite q."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
@@ -331,6 +338,11 @@ class Backend(Operations):
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards.
         wide: the result is float32, of the same sums, whatever the dtype of x."""
+
+    @abstractmethod
+    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        """B weights [out, in], each for its own numbers: [T, B * (in + passed)] to [T, B * (out + passed)]. The `passed`
+        numbers behind a block's inputs follow its outputs as they are."""
 
     @abstractmethod
     def pack_quantized(

@@ -88,6 +88,16 @@ GPT2 = {**HEADS, "n_inner": 96, "tie_word_embeddings": True}
 SHORT_YARN = {name: value for name, value in YARN.items() if name != "truncate"}
 NEWER_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 160}
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+MSCALE = SHORT_YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied-biased": {
@@ -169,6 +179,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "full_attn_idxs": [0],
     },
+    "deepseek_v2": {**LATENTS, "model_type": "deepseek_v2", "first_k_dense_replace": 3, "rope_parameters": MSCALE},
+    "deepseek_v2-lite": {
+        **LATENTS,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "first_k_dense_replace": 3,
+        "attention_bias": True,
+    },
+    "deepseek_v3": {**LATENTS, "model_type": "deepseek_v3", "first_k_dense_replace": 3, "rope_parameters": MSCALE},
+    "youtu": {**LATENTS, "model_type": "youtu", "rope_interleave": False, "kv_lora_rank": 30, "attention_bias": True},
+    "minicpm3": {**LATENTS, "model_type": "minicpm3", "dim_model_base": 32, "tie_word_embeddings": True},
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},
     "exaone4": {"model_type": "exaone4", "sliding_window": 24, "layer_types": SLIDES},

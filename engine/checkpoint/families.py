@@ -14,6 +14,8 @@ FAMILIES = {
     "bloom": "classic.bloom",
     "cohere": "classic.cohere",
     "cohere2": "classic.cohere2",
+    "deepseek_v2": "latent.deepseek_v2",
+    "deepseek_v3": "latent.deepseek_v3",
     "ernie4_5": "dense.ernie4_5",
     "exaone4": "dense.exaone4",
     "falcon": "classic.falcon",
@@ -31,8 +33,10 @@ FAMILIES = {
     "granite_swa": "dense.granite_swa",
     "helium": "dense.helium",
     "hunyuan_v1_dense": "dense.hunyuan_v1_dense",
+    "kimi_k2": "latent.deepseek_v3",
     "lfm2": "lfm2",
     "llama": "llama",
+    "minicpm3": "latent.minicpm3",
     "ministral3": "dense.ministral3",
     "mistral": "mistral",
     "mixtral": "mixtral",
@@ -50,8 +54,11 @@ FAMILIES = {
     "smollm3": "smollm3",
     "stablelm": "classic.stablelm",
     "starcoder2": "classic.starcoder2",
+    "youtu": "latent.youtu",
 }
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
+LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "youtu")
+"""Those with latent attention in all layers."""
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (

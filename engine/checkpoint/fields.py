@@ -155,6 +155,11 @@ class SharedFields(TypedDict, total=False):
     block_ffn_dim_multiplier: _Above0 | None
     block_auto_adjust_ff_dim: bool | None
     tie_embedding: bool | None
+    kv_lora_rank: _Width | None
+    q_lora_rank: _Width | None
+    qk_rope_head_dim: _Width0 | None
+    qk_nope_head_dim: _Width0 | None
+    v_head_dim: _Width | None
 
 
 class CrossEncoder(TypedDict, total=False):
@@ -220,6 +225,10 @@ class ServedFields(SharedFields, total=False):
     attention_multiplier: _Above0 | None
     logits_scaling: _Above0 | None
     logit_scale: _Above0 | _Text | None
+    scale_emb: _Above0 | None
+    scale_depth: _Above0 | None
+    dim_model_base: _Width | None
+    rope_interleave: bool | None
     use_parallel_residual: bool | None
     parallel_attn: bool | None
     new_decoder_architecture: bool | None
@@ -302,11 +311,6 @@ class PlannedFields(SharedFields, total=False):
     n_ctx: _Positions | None
     seq_length: _Positions | None
     layers_block_type: list[_Text] | None
-    kv_lora_rank: _Width | None
-    q_lora_rank: _Width | None
-    qk_rope_head_dim: _Width0 | None
-    qk_nope_head_dim: _Width0 | None
-    v_head_dim: _Width | None
     num_local_experts: _Width0 | list[Any] | None
     num_experts: _Width0 | list[Any] | None
     n_routed_experts: _Width0 | list[Any] | None
