@@ -166,7 +166,7 @@ class Softmax:
     """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025). Only the
     CPU backends take them."""
     values: int | None = None
-    """A key's first numbers that are its value, where the cache of values is that of keys. Only CPU backends take it."""
+    """A key's first numbers that are its value, where the values' cache is that of keys. Only CPU backends take it."""
 
     def window_in(self, longest: int) -> int | None:
         """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
@@ -287,8 +287,6 @@ Recorded = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Ten
 
 
 class Backend(Operations):
-    """Tensors in, tensors out. Shapes as above."""
-
     name: str
     block_size: int
     """Tokens in a page."""
@@ -332,7 +330,7 @@ class Backend(Operations):
 
     @abstractmethod
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
-        """The same as Clamp says it."""
+        """silu_mul as Clamp says it."""
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
@@ -341,8 +339,8 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        """B weights [out, in], each for its own numbers: [T, B * (in + passed)] to [T, B * (out + passed)]. The `passed`
-        numbers behind a block's inputs follow its outputs as they are."""
+        """B weights [out, in], each for numbers of its own: [T, B * (in + passed)] to [T, B * (out + passed)]. The
+        `passed` numbers behind a block's inputs follow its outputs as they are."""
 
     @abstractmethod
     def pack_quantized(

@@ -1,4 +1,4 @@
-"""Linears of which each has inputs and outputs of its own, in plain PyTorch: the judge of kernels/cpu/linear_blocks.cpp."""
+"""Linears of which each has inputs and outputs of its own, in plain PyTorch: the judge of linear_blocks.cpp."""
 
 from __future__ import annotations
 

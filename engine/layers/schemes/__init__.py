@@ -40,7 +40,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
-        """The weights of one linear without a bias as numbers of the model's type, [out, in]; of these, what `cut` says,
+        """The weights of a linear without a bias as numbers of the model's type, [out, in]; of these, what `cut` says,
         where that was not cut out early."""
 
     @abstractmethod

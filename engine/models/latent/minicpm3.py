@@ -1,10 +1,9 @@
-"""MiniCPM 3 (OpenBMB, 2024): latent attention, whose rotations turn halves, and multipliers of embeddings, residuals and
-logits."""
+"""MiniCPM 3 (OpenBMB, 2024): latent attention, whose rotations turn halves, and multipliers of embeddings, residuals
+and logits."""
 
 from dataclasses import replace
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.layers.mlp import MlpSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models.decoder import DecoderSpec, base_spec
 from quire.engine.models.latent.attention import in_latents
