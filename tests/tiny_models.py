@@ -188,7 +188,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
     "deepseek_v3": {**LATENTS, "model_type": "deepseek_v3", "first_k_dense_replace": 3, "rope_parameters": MSCALE},
-    "youtu": {**LATENTS, "model_type": "youtu", "rope_interleave": False, "kv_lora_rank": 30, "attention_bias": True},
+    "youtu": {
+        **LATENTS,
+        "model_type": "youtu",
+        "kv_lora_rank": 30,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "pad_token_id": None,  # whose embedding transformers makes zero when it loads one
+    },
     "minicpm3": {**LATENTS, "model_type": "minicpm3", "dim_model_base": 32, "tie_word_embeddings": True},
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.cpu.backend import Cpu
-from quire.kernels.kv_codes import KVScales
+from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.latent import Latent
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import Part, attend, empty_cache, error, random_part
 
 DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
 SIZES = [(512, 64), (32, 16), (30, 6), (48, 2)]
 """(L, R)"""
 MIX = [(700, 3), (1, 1), (16, 16), (300, 45), (257, 1)]
@@ -65,7 +65,8 @@ def test_they_are_what_a_cache_of_values_would_hold(
 def test_codes(cpu: Cpu, sizes: tuple[int, int], kv_dtype: torch.dtype, generator: torch.Generator) -> None:
     """As the reference reads what it has rounded alike."""
     some = parts(sizes, 3, torch.float32, generator)
-    given = {"scale": 0.1, "kv_dtype": kv_dtype, "scales": KVScales(0.7, 9.0), "values": sizes[0]}
+    scales = UNSCALED if kv_dtype == torch.int8 else KVScales(0.7, 9.0)
+    given = {"scale": 0.1, "kv_dtype": kv_dtype, "scales": scales, "values": sizes[0]}
     for out, wanted in zip(attend(cpu, some, **given), attend(Reference(), some, **given), strict=True):
         assert error(out, wanted) < 1e-5
 
