@@ -20,6 +20,7 @@ from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope
+from quire.kernels.routing import Routing
 from quire.kernels.short_conv import Columns, ShortConv
 
 Pages = tuple[Tensor, ...]
@@ -191,12 +192,13 @@ class Experts:
     """[T, hidden] to scores [T, experts] float32."""
     gate_up: Sequence[Linear]
     down: Sequence[Linear]
-    per_token: int
-    """How many of the highest scores are chosen; of equal ones the first."""
-    normalized: bool
-    """What the chosen experts give is weighed by a softmax of their scores; else by their parts of that of all."""
-    clamp: Clamp | None
+    routing: Routing
+    clamp: Clamp | None = None
     """None: the gate is SiLU, without limits."""
+    correction: Tensor | None = None
+    """[experts] float32, for the choice alone, as kernels/routing.py says it."""
+    float_router: bool = False
+    """The router takes x in float32."""
 
 
 class Operations(ABC):
@@ -235,6 +237,10 @@ class Operations(ABC):
         """x + residual. May overwrite residual."""
 
     @abstractmethod
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        """x * sigmoid(gate) + residual for x [T, F] and a gate of each token [T, 1]. May overwrite residual."""
+
+    @abstractmethod
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         """The activation of each number. May overwrite x."""
 
@@ -250,10 +256,8 @@ class Operations(ABC):
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
-
-        K follows from the caches' shape. May overwrite qkv.
-        """
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D]. K follows from the
+        caches' shape. May overwrite qkv."""
 
     @abstractmethod
     def paged_attention(
@@ -334,8 +338,7 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards.
-        wide: the result is float32, of the same sums, whatever the dtype of x."""
+        """x @ weight.T + bias, weight [out, in]; `weight` may be dropped afterwards. wide: the result is float32."""
 
     @abstractmethod
     def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
@@ -355,8 +358,7 @@ class Backend(Operations):
 
     @abstractmethod
     def mixture(self, experts: Experts) -> Linear:
-        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give. It reads
-        the weights of those that some token chose, once."""
+        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give."""
 
     @abstractmethod
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
@@ -373,14 +375,13 @@ class Backend(Operations):
     def recorded(
         self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> Recorded | None:
-        """Consecutive layers as one call, with the bits of their operations one by one; None where the backend has no
-        such call, or not for these. hidden, dtype: of the stream. starts: it begins in the first of them. groups: as
-        many block tables has their metadata."""
+        """Consecutive layers as one call, with the bits of their operations one by one; None where there is no such.
+        hidden, dtype: of the stream. starts: it begins in the first of them. groups: their metadata's block tables."""
 
     @abstractmethod
     def ranks_memory(self, count: int, row_bytes: int) -> int | None:
-        """What so many processes on one machine need to compute together in its memory: a descriptor that each must
-        get. row_bytes: of the longest row that they will put side by side. None where the backend has no such way."""
+        """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
+        of the longest row that they will put side by side. None where the backend has no such way."""
 
     @abstractmethod
     def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import NO_ADAPTERS, Experts, LinearContext
+from quire.kernels.routing import route
 
 if TYPE_CHECKING:
     from quire.kernels.backend import Backend
@@ -24,7 +25,8 @@ class ReferenceMixture:
 
     def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:
         experts, backend = self._experts, self._backend
-        chosen, shares = choose(experts.router(x, NO_ADAPTERS), experts.per_token, normalized=experts.normalized)
+        scores = experts.router(x.float() if experts.float_router else x, NO_ADAPTERS)
+        chosen, shares = route(scores, experts.routing, experts.correction)
         total = torch.zeros(x.shape, dtype=shares.dtype, device=x.device)
         for expert in chosen.unique().tolist():
             rows, rank = (chosen == expert).nonzero(as_tuple=True)
@@ -32,10 +34,3 @@ class ReferenceMixture:
             gated = backend.silu_mul(gate_up) if experts.clamp is None else backend.clamped_mul(gate_up, experts.clamp)
             total[rows] += experts.down[expert](gated, NO_ADAPTERS) * shares[rows, rank, None]
         return total.to(x.dtype)
-
-
-def choose(scores: Tensor, count: int, *, normalized: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token [T, count], those of its highest scores [T, experts] first, and their shares."""
-    highest, chosen = scores.sort(dim=-1, descending=True, stable=True)
-    highest, chosen = highest[:, :count], chosen[:, :count]
-    return chosen, highest.softmax(-1) if normalized else scores.softmax(-1).gather(1, chosen)

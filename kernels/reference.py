@@ -116,6 +116,9 @@ class Reference(Backend):
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return x + residual
 
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        return x * gate.sigmoid() + residual
+
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         return activate(x, activation)
 

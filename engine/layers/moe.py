@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
+from quire.engine.layers.adapters import Adapters
 from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
-from quire.engine.layers.parameters import ParameterTable
+from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
 from quire.kernels.backend import Clamp, Experts, Linear, Operations
+from quire.kernels.routing import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSpec:
+    """A gated MLP beside the experts, which every token has."""
+
+    intermediate_size: int
+    name: str = "mlp.shared_experts"
+    """In a checkpoint, behind the layer's."""
+    gate: str | None = None
+    """A linear of one output, behind the layer's name: what the MLP gives is multiplied with its sigmoid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +34,16 @@ class ExpertsSpec(PartSpec):
     """The shape of one layer's experts, and the switches by which families differ."""
 
     count: int
-    per_token: int
-    """How many the router chooses."""
+    routing: Routing
     intermediate_size: int
     """Of one expert."""
-    normalized: bool
-    """The shares of the chosen experts sum to 1; else those of all experts do."""
     norm: NormSpec
+    shared: SharedSpec | None = None
     router_bias: bool = False
+    float_router: bool = False
+    """The router's weights are float32, whatever the model's type."""
+    correction: str | None = None
+    """The name, below the experts', of what is added to weights for the choice alone; None: nothing is."""
     bias: bool = False
     """Of the experts' linears."""
     clamp: Clamp | None = None
@@ -43,34 +59,52 @@ class ExpertsSpec(PartSpec):
         return Moe(self, making, layer)
 
     def indivisible(self, ranks: int) -> str | None:
-        return "mixtures of experts are not divided among ranks yet"
+        widths = {"experts' width": self.intermediate_size}
+        if self.shared is not None:
+            widths["shared experts' width"] = self.shared.intermediate_size
+        for name, size in widths.items():
+            if size % ranks:
+                return f"the model's {name} {size} cannot be divided among {ranks} ranks"
+        return None
 
 
 class Moe(Part):
-    """The sparse feed-forward part of a layer. It has no room for adapters."""
+    """The sparse feed-forward part of a layer. Of its linears those of shared experts have room for adapters. Each rank
+    has a part of every expert, and the whole router."""
 
     def __init__(self, spec: ExpertsSpec, making: Making, layer: str) -> None:
-        self._spec, self._backend = spec, making.backend
-        prefix, hidden, inner = f"{layer}.{spec.name}", making.hidden_size, spec.intermediate_size
-        router = {f"{prefix}.{spec.router}": spec.count}
-        whole = Unquantized(making.backend, making.dtype)  # no router has few bits: its choices would change
-        self._router = JoinedLinear(whole, hidden, router, bias=spec.router_bias, wide=True)
-        each = [f"{prefix}.experts.{index}" for index in range(spec.count)]
-        linear = partial(JoinedLinear, making.scheme, bias=spec.bias)
-        self._gate_up = [linear(hidden, {f"{name}.{spec.gate}": inner, f"{name}.{spec.up}": inner}) for name in each]
-        self._down = [linear(inner, {f"{name}.{spec.down}": hidden}) for name in each]
+        self._spec, self._backend, self._shard = spec, making.backend, making.shard
+        self._prefix, hidden, inner = f"{layer}.{spec.name}", making.hidden_size, spec.intermediate_size
+        router, router_dtype = f"{self._prefix}.{spec.router}", torch.float32 if spec.float_router else making.dtype
+        self._router = _whole(making, hidden, {router: spec.count}, router_dtype, bias=spec.router_bias, wide=True)
+        each = [f"{self._prefix}.experts.{index}" for index in range(spec.count)]
+        names = (spec.gate, spec.up, spec.down)
+        linears = [_gated(making, inner, name, names, bias=spec.bias, adapters=None) for name in each]
+        self._gate_up, self._down = [up for up, _ in linears], [down for _, down in linears]
+        self._correction: Tensor | None = None
         self._input_norm = f"{layer}.post_attention_layernorm"
         self._norms = NormWeights({self._input_norm: hidden}, making.dtype, spec.norm)
+        self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer)
 
     def parameters(self) -> ParameterTable:
-        table = self._norms.parameters()
+        table = self._norms.parameters() | ({} if self._shared is None else self._shared.parameters())
         for linear in (self._router, *self._gate_up, *self._down):
             table |= linear.parameters()
+        if self._spec.correction is not None:
+            correction = Parameter((self._spec.count,), torch.float32, self._put_correction)
+            table[f"{self._prefix}.{self._spec.correction}"] = correction
         return table
+
+    def _put_correction(self, tensor: Tensor) -> None:
+        self._correction = tensor.contiguous()
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._input_norm, x, residual)
-        return run.apply(self._mixture, x, step.context), residual
+        beside = None if self._shared is None else self._shared.forward(run, x, step)
+        x = run.apply(self._mixture, x, step.context)
+        if beside is not None:
+            x = run.add(beside[0], x) if beside[1] is None else run.add_gated(*beside, x)
+        return run.sum(x, self._shard.group), residual
 
     @cached_property
     def _mixture(self) -> Linear:
@@ -79,8 +113,47 @@ class Moe(Part):
             router=self._router.packed,
             gate_up=[each.packed for each in self._gate_up],
             down=[each.packed for each in self._down],
-            per_token=spec.per_token,
-            normalized=spec.normalized,
+            routing=spec.routing,
             clamp=spec.clamp,
+            correction=self._correction,
+            float_router=spec.float_router,
         )
         return self._backend.mixture(experts)
+
+
+class _Shared:
+    """What every token has beside its experts."""
+
+    def __init__(self, spec: SharedSpec, making: Making, layer: str) -> None:
+        names = ("gate_proj", "up_proj", "down_proj")
+        where, size = f"{layer}.{spec.name}", spec.intermediate_size
+        self._up, self._down = _gated(making, size, where, names, bias=False, adapters=making.adapters)
+        gate = None if spec.gate is None else {f"{layer}.{spec.gate}": 1}
+        self._gate = None if gate is None else _whole(making, making.hidden_size, gate, making.dtype)
+
+    def parameters(self) -> ParameterTable:
+        table = self._up.parameters() | self._down.parameters()
+        return table | ({} if self._gate is None else self._gate.parameters())
+
+    def forward(self, run: Operations, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
+        """What they give for x [T, hidden], and each token's gate [T, 1]."""
+        gate = None if self._gate is None else run.apply(self._gate.packed, x, step.context)
+        gated = run.silu_mul(run.apply(self._up.packed, x, step.context))
+        return run.apply(self._down.packed, gated, step.context), gate
+
+
+def _whole(
+    making: Making, inner: int, outs: dict[str, int], dtype: torch.dtype, *, bias: bool = False, wide: bool = False
+) -> JoinedLinear:
+    """A linear that each rank has whole and that never has few bits: choices would change."""
+    return JoinedLinear(Unquantized(making.backend, dtype), inner, outs, bias=bias, wide=wide)
+
+
+def _gated(
+    making: Making, size: int, where: str, names: tuple[str, str, str], *, bias: bool, adapters: Adapters | None
+) -> tuple[JoinedLinear, JoinedLinear]:
+    """This rank's part of a gated MLP so wide: its gate and up as one, and its down."""
+    (gate, up, down), hidden, shard = (f"{where}.{name}" for name in names), making.hidden_size, making.shard
+    outs, ins = dict.fromkeys((gate, up), shard.outs(size)), {down: shard.ins(size)}
+    first = JoinedLinear(making.scheme, hidden, {gate: size, up: size}, bias=bias, adapters=adapters, cuts=outs)
+    return first, JoinedLinear(making.scheme, size, {down: hidden}, bias=bias, adapters=adapters, cuts=ins)

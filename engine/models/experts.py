@@ -1,29 +1,56 @@
 """What config.json says of experts, in the names of all families."""
 
 from dataclasses import replace
+from typing import Any
 
 from quire.engine.checkpoint.families import sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.models.decoder import DecoderSpec
+from quire.kernels.routing import Routing
 
 _MOST = 2**16
 """Experts of all layers together: far more than any real model's, and few enough to be made without their weights."""
 
 
-def expert_numbers(config: ModelConfig) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a token. Raises ModelError."""
+def routed(config: ModelConfig, **rules: Any) -> tuple[int, Routing]:
+    """How many experts a layer has, and how a token's are chosen: `rules` are fields of Routing. Raises ModelError."""
     raw = config.raw
     count, per_token = raw.get("num_local_experts") or raw.get("num_experts"), raw.get("num_experts_per_tok")
     if not count or not per_token:
         missing = "num_experts_per_tok" if count else "num_local_experts"
         raise ModelError(f"model: config.json of a {config.model_type!r} lacks {missing}, needed to build its experts")
-    if per_token > count:
-        raise ModelError(f"model: config.json: num_experts_per_tok: {per_token} of {count} experts")
     if count * config.num_layers > _MOST:
         raise ModelError(f"model: config.json: {count} experts in each of {config.num_layers} layers are too many")
-    return count, per_token
+    routing = Routing(per_token, **rules)
+    if (reason := routing.impossible(count)) is not None:
+        raise ModelError(f"model: config.json: num_experts_per_tok: {reason}")
+    return count, routing
+
+
+def group_rules(config: ModelConfig) -> dict[str, Any]:
+    """DeepSeek-V3's rules, which others have taken over: groups by their two best experts, of weights that are sigmoids
+    and normalized as config.json says it."""
+    raw = config.raw
+    groups = raw.get("n_group") or 1
+    return {
+        "weights": "sigmoid",
+        "normalized": bool(raw.get("norm_topk_prob")),
+        "added": 1e-20,
+        "scale": raw.get("routed_scaling_factor") or 1.0,
+        "groups": groups,
+        "groups_kept": raw.get("topk_group") or groups,
+        "group_best": 2 if groups > 1 else 1,
+    }
+
+
+def expert_size(config: ModelConfig) -> int:
+    """The width of an expert. Raises ModelError."""
+    if (inner := config.raw.get("moe_intermediate_size")) is None:
+        kind = config.model_type
+        raise ModelError(f"model: config.json of a {kind!r} lacks moe_intermediate_size, needed to build its experts")
+    return inner
 
 
 def in_layers(experts: ExpertsSpec, spec: DecoderSpec, config: ModelConfig) -> DecoderSpec:

@@ -6,7 +6,7 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models.decoder import DecoderSpec, base_spec
-from quire.engine.models.experts import expert_numbers, in_layers
+from quire.engine.models.experts import in_layers, routed
 from quire.kernels.backend import Clamp
 
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -15,9 +15,8 @@ _ALPHA, _LIMIT = 1.702, 7.0
 def spec(config: ModelConfig) -> DecoderSpec:
     raw = config.raw
     experts = ExpertsSpec(
-        *expert_numbers(config),
+        *routed(config),
         intermediate_size=config.intermediate_size,
-        normalized=True,
         norm=NormSpec(config.norm_eps),
         router_bias=True,
         bias=True,

@@ -5,14 +5,13 @@ from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.layers.norm import NormSpec
 from quire.engine.models.decoder import DecoderSpec, base_spec
-from quire.engine.models.experts import expert_numbers, in_layers
+from quire.engine.models.experts import in_layers, routed
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
     experts = ExpertsSpec(
-        *expert_numbers(config),
+        *routed(config),
         intermediate_size=config.intermediate_size,
-        normalized=True,
         norm=NormSpec(config.norm_eps),
         name="block_sparse_moe",
         gate="w1",

@@ -178,6 +178,16 @@ class Cpu(Reference):
         kernel(x.data_ptr(), residual.data_ptr(), x.numel(), torch.get_num_threads())
         return residual
 
+    def add_gated(self, x: Tensor, gate: Tensor, residual: Tensor) -> Tensor:
+        """In place, as `add`."""
+        kernel = self.library.add_gated.get(x.dtype)
+        if kernel is None or residual.dtype != x.dtype or gate.dtype != x.dtype:
+            return super().add_gated(x, gate, residual)
+        x, gate, residual = x.contiguous(), gate.contiguous(), residual.contiguous()
+        size, threads = x.shape[-1], torch.get_num_threads()
+        kernel(x.data_ptr(), gate.data_ptr(), residual.data_ptr(), x.numel() // size, size, threads)
+        return residual
+
     def activate(self, x: Tensor, activation: Activation) -> Tensor:
         kernel = self.library.activate.get(x.dtype)
         if kernel is None:

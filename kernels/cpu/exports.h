@@ -58,13 +58,21 @@ struct LinearBlocks {
   int passed;  // numbers behind each one's inputs, which follow its outputs as they are
 };
 
+// How a row's experts follow from their scores (decoder/routing.h); kernels/routing.py explains the fields.
+struct Routing {
+  const float* correction;  // [experts]; may be null
+  int chosen, weights, normalized, groups, groups_kept, group_best;
+  float added, scale, softcap, jitter;  // softcap 0: there is none
+};
+
 // A mixture of experts (experts.cpp): gated MLPs, of which the router chooses some for each row.
 struct Experts {
   const PackedLinear* router;          // wide
   const PackedLinear *gate_up, *down;  // [count]
-  int count, chosen;                   // of all; and for each row
-  int normalized;                      // whether the shares of a row's experts sum to 1, else those of all experts do
-  float alpha, limit;                  // of clamped_mul; limit 0: the gate is SiLU
+  Routing routing;
+  int count;
+  int float_router;    // whether the router's weights are float32, whatever the others' are
+  float alpha, limit;  // of clamped_mul; limit 0: the gate is SiLU
 };
 
 // What an adapter adds to some consecutive outputs of a linear.
@@ -130,6 +138,7 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
   EXPORTED void layer_norm_##suffix(const T* x, T* residual, const float* weight, const float* bias, T* out,           \
                                     long rows, int size, float eps, int threads);                                      \
   EXPORTED void add_##suffix(const T* x, T* residual, long size, int threads);                                         \
+  EXPORTED void add_gated_##suffix(const T* x, const T* gate, T* residual, long rows, int size, int threads);          \
   EXPORTED void activate_##suffix(T* x, long size, int kind, float positive, float negative, float slope,              \
                                   int threads);                                                                        \
   EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads);                         \
@@ -179,6 +188,7 @@ struct Kernels;
     static constexpr auto add_rms_norm = add_rms_norm_##suffix;                                                        \
     static constexpr auto layer_norm = layer_norm_##suffix;                                                            \
     static constexpr auto add = add_##suffix;                                                                          \
+    static constexpr auto add_gated = add_gated_##suffix;                                                              \
     static constexpr auto activate = activate_##suffix;                                                                \
     static constexpr auto silu_mul = silu_mul_##suffix;                                                                \
     static constexpr auto gelu_mul = gelu_mul_##suffix;                                                                \

@@ -66,10 +66,19 @@ class LinearBlocks(ctypes.Structure):
     _fields_ = [("linears", ctypes.POINTER(PackedLinear)), *[(name, _INT) for name in ("count", "passed")]]
 
 
+class Routing(ctypes.Structure):
+    _fields_ = [
+        ("correction", _POINTER),
+        *[(name, _INT) for name in ("chosen", "weights", "normalized", "groups", "groups_kept", "group_best")],
+        *[(name, _FLOAT) for name in ("added", "scale", "softcap", "jitter")],
+    ]
+
+
 class Experts(ctypes.Structure):
     _fields_ = [
         *[(name, ctypes.POINTER(PackedLinear)) for name in ("router", "gate_up", "down")],
-        *[(name, _INT) for name in ("count", "chosen", "normalized")],
+        ("routing", Routing),
+        *[(name, _INT) for name in ("count", "float_router")],
         *[(name, _FLOAT) for name in ("alpha", "limit")],
     ]
 
@@ -174,6 +183,7 @@ SIGNATURES = {
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "layer_norm": [*[_POINTER] * 5, _LONG, _INT, _FLOAT, _INT],
     "add": [*[_POINTER] * 2, _LONG, _INT],
+    "add_gated": [*[_POINTER] * 3, _LONG, *[_INT] * 2],
     "activate": [_POINTER, _LONG, _INT, *[_FLOAT] * 3, _INT],
     "silu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],
     "gelu_mul": [*[_POINTER] * 2, _LONG, _INT, _INT],

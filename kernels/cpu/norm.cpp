@@ -112,6 +112,22 @@ void add(const T* x, T* residual, long size, int threads) {
   });
 }
 
+// residual += sigmoid(gate) * x, with one gate for each row.
+template <class T>
+void add_gated(const T* x, const T* gate, T* residual, long rows, int size, int threads) {
+  parallel_rows(threads, rows, rows * size, [&](long begin, long end) {
+    for (long r = begin; r < end; ++r) {
+      float score;
+      vstore_first(&score, vload_first(gate + r, 1), 1);
+      const Vec share = vset(1.0f / (1.0f + __builtin_expf(-score)));
+      for (long i = r * size; i < (r + 1) * size; i += 16) {
+        const int count = (r + 1) * size - i < 16 ? static_cast<int>((r + 1) * size - i) : 16;
+        vstore_first(residual + i, vfma(vload_first(x + i, count), share, vload_first(residual + i, count)), count);
+      }
+    }
+  });
+}
+
 template <bool gelu, class T>
 void gate_mul(const T* gate_up, T* out, long rows, int size, int threads) {
   parallel_rows(threads, rows, rows * size * 6, [&](long begin, long end) {
@@ -157,6 +173,9 @@ void clamped_mul(const T* gate_up, T* out, long rows, int size, float alpha, flo
     layer_norm(x, residual, weight, bias, out, rows, size, eps, threads);                                              \
   }                                                                                                                    \
   EXPORTED void add_##suffix(const T* x, T* residual, long size, int threads) { add(x, residual, size, threads); }     \
+  EXPORTED void add_gated_##suffix(const T* x, const T* gate, T* residual, long rows, int size, int threads) {         \
+    add_gated(x, gate, residual, rows, size, threads);                                                                 \
+  }                                                                                                                    \
   EXPORTED void activate_##suffix(T* x, long size, int kind, float positive, float negative, float slope,              \
                                   int threads) {                                                                       \
     activate(x, size, kind, positive, negative, slope, threads);                                                       \

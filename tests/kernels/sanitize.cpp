@@ -281,8 +281,20 @@ void mixes() {
   }
   Array<T> memory;
   const PackedLinear router = linear(memory, hidden, count, 1);
-  const Experts experts = {&router,    linears.get(), linears.get() + count, count, draw(1, count),
-                           draw(0, 1), 1.702f,        draw(0, 1) * 7.0f};
+  const auto correction = numbers<float>(count);
+  const int groups = count % 2 || draw(0, 1) ? 1 : count / 2, kept = draw(1, groups), best = groups > 1 ? 2 : 1;
+  const Routing routing = {draw(0, 1) ? correction.get() : nullptr,
+                           draw(1, kept * (count / groups)),
+                           draw(0, 2),
+                           draw(0, 1),
+                           groups,
+                           kept,
+                           best,
+                           1e-6f,
+                           2.5f,
+                           draw(0, 1) * 9.0f,
+                           0.1f};
+  const Experts experts = {&router, linears.get(), linears.get() + count, routing, count, 0, 1.702f, draw(0, 1) * 7.0f};
   auto x = numbers<T>(rows * hidden);
   Kernels<T>::mix_experts(&experts, x.get(), x.get(), rows, threads);
   expect_finite(x, rows * hidden, "experts");

@@ -14,6 +14,7 @@ from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.quantized import GroupedWeight
 from quire.kernels.reference import Reference
+from quire.kernels.routing import Routing
 from tests.kernels.ragged import error
 
 HIDDEN, INNER, COUNT, CHOSEN = 64, 96, 7, 3
@@ -51,7 +52,7 @@ def experts(
 
     router = backend.pack_linear(given["router"], given["router_bias"], wide=True)
     parts = [[linear(name, expert) for expert in range(COUNT)] for name in ("gate_up", "down")]
-    return Experts(router, *parts, CHOSEN, normalized, clamp)
+    return Experts(router, *parts, Routing(CHOSEN, normalized=normalized), clamp)
 
 
 def wanted(x: Tensor, given: dict[str, Tensor], *, normalized: bool, clamp: Clamp | None) -> Tensor:
@@ -133,7 +134,7 @@ def test_other_shapes_and_linears_are_told_apart(cpu: Cpu, generator: torch.Gene
         with pytest.raises(TypeError, match="cannot take"):
             mixture(x)
     made = experts(cpu, given := weights(torch.bfloat16, generator))
-    plain = Experts(lambda x, context: made.router(x, NO_ADAPTERS), made.gate_up, made.down, CHOSEN, True, CLAMP)
+    plain = Experts(lambda x, context: made.router(x, NO_ADAPTERS), made.gate_up, made.down, Routing(CHOSEN), CLAMP)
     x = torch.randn((9, HIDDEN), generator=generator).bfloat16()
     assert not isinstance(cpu.mixture(plain), CompiledMixture)
     assert error(cpu.mixture(plain)(x), wanted(x, given, normalized=True, clamp=CLAMP)) < TOLERANCE[torch.bfloat16]

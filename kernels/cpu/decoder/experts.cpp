@@ -4,6 +4,7 @@
 // A row's bits depend on nothing but the row: linears promise it, its choice and its shares are computed alone, and
 // what its experts give is added in the order of the experts, whatever the other rows chose.
 #include "../kernels.h"
+#include "routing.h"
 
 namespace {
 
@@ -11,7 +12,8 @@ namespace {
 template <class T>
 struct Workspace {
   std::vector<float> scores, shares, sums;  // [rows, experts], [rows, chosen], [rows, hidden]
-  std::vector<int> chosen;                  // [rows, chosen]
+  std::vector<float> wide, memory;          // x for a router in float32; what `route` needs of each row
+  std::vector<int> chosen, numbers;         // [rows, chosen]; the same
   std::vector<long> starts, order;          // per expert, the first of its entries in `order`: row * chosen + rank
   std::vector<T> x, gate_up, gated, y;      // of one expert's rows
 };
@@ -21,29 +23,37 @@ void fit(std::vector<V>& memory, long size) {
   if (static_cast<long>(memory.size()) < size) memory.resize(size);
 }
 
-// The experts of a row: those of its largest scores, of equal ones the first; and their shares, a softmax of the scores
-// of all experts, or of the chosen ones.
-void choose(const Experts& experts, const float* scores, int* chosen, float* shares) {
-  int found = 0;
-  for (int e = 0; e < experts.count; ++e) {
-    int at = found < experts.chosen ? found++ : experts.chosen;
-    for (; at > 0 && scores[e] > scores[chosen[at - 1]]; --at)
-      if (at < experts.chosen) chosen[at] = chosen[at - 1];
-    if (at < experts.chosen) chosen[at] = e;
-  }
-  const float peak = scores[chosen[0]];
-  float total = 0;
-  for (int i = 0; i < experts.chosen; ++i) total += shares[i] = __builtin_expf(scores[chosen[i]] - peak);
-  if (!experts.normalized) {
-    total = 0;
-    for (int e = 0; e < experts.count; ++e) total += __builtin_expf(scores[e] - peak);
-  }
-  for (int i = 0; i < experts.chosen; ++i) shares[i] /= total;
+// Scores of all experts [rows, count], in float32 arithmetic.
+template <class T>
+void score(const Experts& experts, const T* x, long rows, Workspace<T>& work, int threads) {
+  const int hidden = experts.router->in;
+  if (!experts.float_router)
+    return static_cast<void>(Kernels<T>::linear(experts.router, x, work.scores.data(), rows, threads, nullptr));
+  fit(work.wide, rows * hidden);
+  parallel_rows(threads, rows, rows * hidden, [&](long begin, long end) {
+    for (long i = begin * hidden; i < end * hidden; i += 16) {
+      const int n = end * hidden - i < 16 ? static_cast<int>(end * hidden - i) : 16;
+      vstore_first(&work.wide[i], vload_first(x + i, n), n);
+    }
+  });
+  Kernels<float>::linear(experts.router, work.wide.data(), work.scores.data(), rows, threads, nullptr);
+}
+
+template <class T>
+void choose(const Experts& experts, long rows, Workspace<T>& work, int threads) {
+  const int count = experts.count, chosen = experts.routing.chosen;
+  fit(work.memory, 2 * rows * count);
+  fit(work.numbers, rows * count);
+  parallel_rows(threads, rows, rows * count * 8, [&](long begin, long end) {
+    for (long r = begin; r < end; ++r)
+      routing::route(experts.routing, &work.scores[r * count], count, &work.chosen[r * chosen],
+                     &work.shares[r * chosen], &work.memory[2 * r * count], &work.numbers[r * count]);
+  });
 }
 
 template <class T>
 void sort_by_expert(const Experts& experts, long rows, Workspace<T>& work) {
-  const long entries = rows * experts.chosen;
+  const long entries = rows * experts.routing.chosen;
   work.starts.assign(experts.count + 1, 0);
   fit(work.order, entries);
   for (long i = 0; i < entries; ++i) ++work.starts[work.chosen[i] + 1];
@@ -65,7 +75,7 @@ void run_expert(const Experts& experts, int e, const T* x, const long* order, lo
   fit(work.y, count * hidden);
   parallel_rows(threads, count, count * hidden, [&](long begin, long end) {
     for (long r = begin; r < end; ++r)
-      __builtin_memcpy(&work.x[r * hidden], x + order[r] / experts.chosen * hidden, hidden * sizeof(T));
+      __builtin_memcpy(&work.x[r * hidden], x + order[r] / experts.routing.chosen * hidden, hidden * sizeof(T));
   });
   K::linear(&gate_up, work.x.data(), work.gate_up.data(), count, threads, nullptr);
   if (experts.limit > 0)
@@ -75,7 +85,7 @@ void run_expert(const Experts& experts, int e, const T* x, const long* order, lo
   K::linear(&down, work.gated.data(), work.y.data(), count, threads, nullptr);
   parallel_rows(threads, count, count * hidden, [&](long begin, long end) {
     for (long r = begin; r < end; ++r) {
-      float* sum = &work.sums[order[r] / experts.chosen * hidden];
+      float* sum = &work.sums[order[r] / experts.routing.chosen * hidden];
       const Vec share = vset(work.shares[order[r]]);
       for (int i = 0; i < hidden; i += 16) {
         const int n = hidden - i;
@@ -87,14 +97,13 @@ void run_expert(const Experts& experts, int e, const T* x, const long* order, lo
 
 template <class T>
 void mix(const Experts& experts, const T* x, T* out, long rows, Workspace<T>& work, int threads) {
-  const int hidden = experts.router->in, count = experts.count, chosen = experts.chosen;
+  const int hidden = experts.router->in, count = experts.count, chosen = experts.routing.chosen;
   fit(work.scores, rows * count);
   fit(work.shares, rows * chosen);
   fit(work.chosen, rows * chosen);
   work.sums.assign(rows * hidden, 0.0f);
-  Kernels<T>::linear(experts.router, x, work.scores.data(), rows, threads, nullptr);
-  for (long r = 0; r < rows; ++r)
-    choose(experts, &work.scores[r * count], &work.chosen[r * chosen], &work.shares[r * chosen]);
+  score(experts, x, rows, work, threads);
+  choose(experts, rows, work, threads);
   sort_by_expert(experts, rows, work);
   for (int e = 0; e < count; ++e)
     if (const long some = work.starts[e + 1] - work.starts[e])

@@ -10,6 +10,7 @@ from torch import Tensor
 from quire.kernels.backend import NO_ADAPTERS, Experts, Linear, LinearContext
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import CompiledLinear
+from quire.kernels.routing import WEIGHTS, Routing
 
 
 def compiled_mixture(library: native.Native, experts: Experts) -> Linear | None:
@@ -17,6 +18,15 @@ def compiled_mixture(library: native.Native, experts: Experts) -> Linear | None:
     linears = [experts.router, *experts.gate_up, *experts.down]
     ours = [each for each in linears if isinstance(each, CompiledLinear)]
     return CompiledMixture(library, experts, *ours) if len(ours) == len(linears) else None
+
+
+def _native(rule: Routing, correction: Tensor | None) -> native.Routing:
+    if correction is not None and (correction.dtype != torch.float32 or not correction.is_contiguous()):
+        raise TypeError("a router's correction must be float32 and contiguous")
+    counts = (rule.per_token, WEIGHTS.index(rule.weights), rule.normalized)
+    groups = (rule.groups, rule.groups_kept, rule.group_best)
+    numbers = (rule.added, rule.scale, rule.softcap or 0.0, rule.jitter)
+    return native.Routing(None if correction is None else correction.data_ptr(), *counts, *groups, *numbers)
 
 
 class CompiledMixture:
@@ -27,14 +37,14 @@ class CompiledMixture:
     ) -> None:
         """`linears`: each expert's gate_up, then each one's down."""
         self._keeps = experts  # alive: what the pointers below point to
-        self._hidden, self._dtype, count = router.inner, router.dtype, len(experts.down)
+        self._hidden, self._dtype, count = router.inner, linears[0].dtype, len(experts.down)
         self._gate_up, self._down = (
             (native.PackedLinear * count)(*(each.native for each in some))
             for some in (linears[:count], linears[count:])
         )
-        counts = (count, experts.per_token, experts.normalized)
         clamp = (0.0, 0.0) if experts.clamp is None else (experts.clamp.alpha, experts.clamp.limit)
-        self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *counts, *clamp)
+        rules = (_native(experts.routing, experts.correction), count, experts.float_router)
+        self.native = native.Experts(ctypes.pointer(router.native), self._gate_up, self._down, *rules, *clamp)
         self._kernel = library.mix_experts[self._dtype]
 
     def __call__(self, x: Tensor, context: LinearContext = NO_ADAPTERS) -> Tensor:

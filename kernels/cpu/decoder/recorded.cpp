@@ -140,6 +140,7 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(rms_norm_##suffix)                                                                                            \
   CALLED(add_rms_norm_##suffix)                                                                                        \
   CALLED(add_##suffix)                                                                                                 \
+  CALLED(add_gated_##suffix)                                                                                           \
   CALLED(layer_norm_##suffix)                                                                                          \
   CALLED(activate_##suffix)                                                                                            \
   CALLED(silu_mul_##suffix)                                                                                            \

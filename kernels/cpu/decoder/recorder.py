@@ -136,6 +136,9 @@ class _Recorder(Operations):
     def add(self, x: Any, residual: Any) -> Any:
         return self._call("add", residual, x, residual, _Given(_PER_TOKEN, x.width), _THREADS)
 
+    def add_gated(self, x: Any, gate: Any, residual: Any) -> Any:
+        return self._call("add_gated", residual, x, gate, residual, _TOKENS, x.width, _THREADS)
+
     def activate(self, x: Any, activation: Activation) -> Any:
         size, numbers = _Given(_PER_TOKEN, x.width), native.activation_numbers(activation)
         return self._call("activate", x, x, size, *numbers, _THREADS)

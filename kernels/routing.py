@@ -1,0 +1,97 @@
+"""How a mixture's experts are chosen by their scores, in plain PyTorch: the judge of kernels/cpu/decoder/routing.h."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+WEIGHTS = ("softmax", "sigmoid", "mixer")
+"""By the numbers that kernels/cpu/decoder/routing.h gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How many experts a token has, which, and what part each has of what they give together. Of equal ones the first
+    are chosen."""
+
+    per_token: int
+    weights: Literal["softmax", "sigmoid", "mixer"] = "softmax"
+    """What a score weighs: its part of a softmax of all; its own sigmoid; or, in the order of the choice, its part of a
+    softmax of those that are not chosen before it and not much smaller (SparseMixer: Liu et al., 2024)."""
+    normalized: bool = True
+    """The weights of those that are chosen are divided by their sum. SparseMixer's never are."""
+    added: float = 0.0
+    """To that sum, so that it is not 0."""
+    scale: float = 1.0
+    """Factor of all weights, in the end."""
+    groups: int = 1
+    """Experts are in so many groups of equal size, side by side,"""
+    groups_kept: int = 1
+    """of which so many are chosen first, and experts among theirs alone (DeepSeek-V2, 2024):"""
+    group_best: Literal[1, 2] = 1
+    """those with the largest sums of so many of their best experts."""
+    softcap: float | None = None
+    """Scores s become c * tanh(s / c)."""
+    jitter: float = 0.0
+    """Of SparseMixer: (largest - s) / max(|s|, largest) is at most twice this where s is not much smaller."""
+
+    def impossible(self, count: int) -> str | None:
+        """Why so many experts cannot be chosen from like this; None: they can."""
+        if self.per_token > count:
+            return f"{self.per_token} of {count} experts"
+        if count % self.groups:
+            return f"{count} experts in {self.groups} groups"
+        if self.groups_kept > self.groups or self.group_best > count // self.groups:
+            return f"{self.groups_kept} of {self.groups} groups by their {self.group_best} best experts"
+        if self.per_token > self.groups_kept * (count // self.groups):
+            return f"{self.per_token} experts of {self.groups_kept} groups of {count // self.groups}"
+        return None
+
+
+def route(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The experts of each token [T, per_token] int64, and their weights, for scores [T, experts]. correction [experts]:
+    added to each expert's weight where they are chosen, and nowhere else (DeepSeek-V3, 2024)."""
+    if routing.softcap is not None:
+        scores = (scores / routing.softcap).tanh() * routing.softcap
+    if routing.weights == "mixer":
+        return _mixed(scores, routing)
+    weights = scores.sigmoid() if routing.weights == "sigmoid" else scores.softmax(-1)
+    # Scores have the order of the weights, and no equal ones where weights are too near to 0 or 1.
+    wanted = scores if correction is None and routing.group_best == 1 else weights
+    wanted = wanted if correction is None else wanted + correction
+    chosen = _first(_of_best_groups(wanted, routing), routing.per_token)
+    parts = weights.gather(1, chosen)
+    if routing.normalized:
+        softmax = routing.weights == "softmax" and not routing.added
+        parts = (
+            scores.gather(1, chosen).softmax(-1) if softmax else parts / (parts.sum(-1, keepdim=True) + routing.added)
+        )
+    return chosen, parts if routing.scale == 1 else parts * routing.scale
+
+
+def _first(wanted: Tensor, count: int) -> Tensor:
+    """The places [T, count] of the largest of each row, the largest first."""
+    return wanted.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _of_best_groups(wanted: Tensor, routing: Routing) -> Tensor:
+    if routing.groups == 1:
+        return wanted
+    grouped = wanted.unflatten(1, (routing.groups, -1))
+    kept = _first(grouped.topk(routing.group_best, dim=-1).values.sum(-1), routing.groups_kept)
+    is_kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=wanted.device).scatter_(1, kept, True)
+    return grouped.masked_fill(~is_kept[:, :, None], -torch.inf).flatten(1)
+
+
+def _mixed(scores: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    left, chosen, weights = scores, list[Tensor](), list[Tensor]()
+    for _ in range(routing.per_token):
+        chosen.append(_first(left, 1))
+        largest = left.gather(1, chosen[-1])
+        far = (largest - scores) / scores.abs().maximum(largest) > 2 * routing.jitter
+        weights.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, chosen[-1]))
+        left = left.scatter(1, chosen[-1], -torch.inf)
+    return torch.cat(chosen, 1), torch.cat(weights, 1) * routing.scale

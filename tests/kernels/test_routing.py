@@ -1,0 +1,138 @@
+"""How experts are chosen and weighed: each rule against a row-by-row one in Python's own floats, in the reference and in
+the compiled mixture; and that a row's bits depend on nothing but the row."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import Experts
+from quire.kernels.cpu.backend import Cpu
+from quire.kernels.cpu.decoder.experts import CompiledMixture
+from quire.kernels.reference import Reference
+from quire.kernels.routing import Routing, route
+from tests.kernels.ragged import error
+
+COUNT, HIDDEN, INNER = 12, 64, 32
+RULES = {
+    "softmax": Routing(3),
+    "of-all": Routing(3, normalized=False, scale=2.5),
+    "sigmoid": Routing(4, "sigmoid", added=1e-20, scale=1.5),
+    "sigmoid-itself": Routing(2, "sigmoid", normalized=False),
+    "best-groups": Routing(3, normalized=False, groups=4, groups_kept=2, scale=16.0),
+    "sums-of-two": Routing(5, "sigmoid", groups=3, groups_kept=2, group_best=2, added=1e-20),
+    "softcapped": Routing(3, "sigmoid", softcap=0.7),
+    "mixer": Routing(2, "mixer", jitter=0.2),
+}
+CORRECTED = {"softmax", "sigmoid", "sums-of-two", "softcapped"}
+
+
+def judge(scores: list[float], rule: Routing, correction: list[float] | None) -> dict[int, float]:
+    """What each expert of a row weighs, by its number."""
+    if rule.softcap is not None:
+        scores = [rule.softcap * math.tanh(s / rule.softcap) for s in scores]
+    if rule.weights == "mixer":
+        return mixed(scores, rule)
+    total = sum(math.exp(s) for s in scores)
+    weights = [1 / (1 + math.exp(-s)) if rule.weights == "sigmoid" else math.exp(s) / total for s in scores]
+    wanted = [w + c for w, c in zip(weights, correction or [0.0] * len(weights), strict=True)]
+    size = len(scores) // rule.groups
+    groups = [range(first, first + size) for first in range(0, len(scores), size)]
+    best = sorted(groups, key=lambda group: -sum(sorted((wanted[e] for e in group), reverse=True)[: rule.group_best]))
+    among = [e for group in best[: rule.groups_kept] for e in group]
+    chosen = sorted(among, key=lambda e: -wanted[e])[: rule.per_token]
+    divisor = sum(weights[e] for e in chosen) if rule.normalized else 1.0
+    return {e: weights[e] / divisor * rule.scale for e in chosen}
+
+
+def mixed(scores: list[float], rule: Routing) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for _ in range(rule.per_token):
+        left = [e for e in range(len(scores)) if e not in found]
+        best = max(left, key=lambda e: scores[e])
+        top = scores[best]
+        near = [e for e in left if (top - scores[e]) / max(abs(scores[e]), top) <= 2 * rule.jitter]
+        found[best] = math.exp(top) / sum(math.exp(scores[e]) for e in near)
+    return found
+
+
+def drawn(generator: torch.Generator, rows: int, name: str) -> tuple[Tensor, Tensor | None]:
+    scores = torch.randn((rows, COUNT), generator=generator) * 2
+    return scores, torch.randn(COUNT, generator=generator) * 0.3 if name in CORRECTED else None
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_reference_chooses_and_weighs_by_the_rule(name: str, generator: torch.Generator) -> None:
+    scores, correction = drawn(generator, 60, name)
+    chosen, weights = route(scores, RULES[name], correction)
+    for row, experts, parts in zip(scores.tolist(), chosen.tolist(), weights.tolist(), strict=True):
+        wanted = judge(row, RULES[name], None if correction is None else correction.tolist())
+        assert dict(zip(experts, parts, strict=True)) == pytest.approx(wanted, rel=1e-5)
+
+
+def made(backend: Cpu | Reference, rule: Routing, correction: Tensor | None, given: dict[str, Tensor]) -> Experts:
+    linears = [[backend.pack_linear(each, None) for each in given[name]] for name in ("gate_up", "down")]
+    router = backend.pack_linear(given["router"], None, wide=True)
+    wide = given["router"].dtype != given["down"].dtype
+    return Experts(router, *linears, rule, correction=correction, float_router=wide)
+
+
+@pytest.mark.usefixtures("keep_threads")
+@pytest.mark.parametrize("float_router", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RULES)
+def test_compiled_mixtures_do_the_same_for_each_row(
+    cpu: Cpu, name: str, dtype: torch.dtype, float_router: bool, generator: torch.Generator
+) -> None:
+    rule, (_, correction) = RULES[name], drawn(generator, 1, name)
+    shapes = {"router": (COUNT, HIDDEN), "gate_up": (COUNT, 2 * INNER, HIDDEN), "down": (COUNT, HIDDEN, INNER)}
+    given = {key: torch.randn(shape, generator=generator) * 2 / shape[-1] ** 0.5 for key, shape in shapes.items()}
+    given = {key: each if key == "router" and float_router else each.to(dtype) for key, each in given.items()}
+    x = torch.randn((70, HIDDEN), generator=generator).to(dtype)
+    mixture = cpu.mixture(made(cpu, rule, correction, given))
+    assert isinstance(mixture, CompiledMixture)
+    got, w = mixture(x), {key: each.double() for key, each in given.items()}
+    total = torch.zeros((70, HIDDEN), dtype=torch.float64)
+    for at, row in enumerate(x.double()):
+        scores = (w["router"] @ row).tolist()
+        for expert, part in judge(scores, rule, None if correction is None else correction.tolist()).items():
+            gate, up = (w["gate_up"][expert] @ row).chunk(2)
+            total[at] += part * (w["down"][expert] @ (torch.nn.functional.silu(gate) * up))
+    tolerance = 3e-6 if dtype == torch.float32 else 1.5e-2
+    assert error(got, total) < tolerance
+    if dtype == torch.float32:  # the reference rounds bf16 scores on some machines, so that it may choose otherwise
+        assert error(Reference().mixture(made(Reference(), rule, correction, given))(x), total) < tolerance
+    for rows in ([0], [69, 3], list(range(20, 51))):
+        assert torch.equal(mixture(x[rows]), got[rows])
+    torch.set_num_threads(3)
+    assert torch.equal(mixture(x), got)
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (Routing(13), "13 of 12 experts"),
+        (Routing(2, groups=5), "12 experts in 5 groups"),
+        (Routing(2, groups=3, groups_kept=4), "4 of 3 groups"),
+        (Routing(2, groups=12, groups_kept=2, group_best=2), "by their 2 best"),
+        (Routing(5, groups=3, groups_kept=1), "5 experts of 1 groups of 4"),
+    ],
+)
+def test_what_cannot_be_chosen_is_said(rule: Routing, says: str) -> None:
+    reason = rule.impossible(COUNT)
+    assert reason is not None
+    assert says in reason
+
+
+def test_a_gate_of_each_row(cpu: Cpu, generator: torch.Generator) -> None:
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        x, residual = (torch.randn((9, 83), generator=generator).to(dtype) for _ in range(2))
+        gate = torch.randn((9, 1), generator=generator).to(dtype)
+        wanted = x.double() * gate.double().sigmoid() + residual.double()
+        whole = cpu.add_gated(x, gate, residual.clone())
+        for got in (whole, Reference().add_gated(x, gate, residual)):
+            assert error(got, wanted) < tolerance
+        assert torch.equal(cpu.add_gated(x[3:4], gate[3:4], residual[3:4].clone()), whole[3:4])
