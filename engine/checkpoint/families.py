@@ -58,7 +58,9 @@ FAMILIES = {
 }
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
 LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "youtu")
-"""Those with latent attention in all layers."""
+"""Those with latent attention in all layers,"""
+LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""and what config.json calls its sizes."""
 WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (

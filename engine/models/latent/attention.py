@@ -1,5 +1,6 @@
 """What config.json says of latent attention, in the names of all families."""
 
+from quire.engine.checkpoint.families import LATENT_SIZES
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.latent_attention import LatentAttentionSpec
@@ -8,7 +9,6 @@ from quire.engine.layers.rope import yarn_scale
 from quire.engine.models.decoder import DecoderSpec
 from quire.kernels.latent import MOST_ROTATED
 
-_NEEDED = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 LATENT_EPS = 1e-6
 """Of latents' norms in all families, whatever rms_norm_eps is."""
 _PLACES = ("partial_rotary_factor", "rotary_dim")
@@ -18,8 +18,8 @@ _PLACES = ("partial_rotary_factor", "rotary_dim")
 def in_latents(spec: DecoderSpec, config: ModelConfig, *, neighbours: bool = True) -> DecoderSpec:
     """With latent attention in all layers. Raises ModelError."""
     raw = config.raw
-    latent, rotated, plain, value = (raw.get(name) or 0 for name in _NEEDED)
-    sizes = dict(zip(_NEEDED, (latent, rotated, plain, value), strict=True))
+    latent, rotated, plain, value = (int(raw.get(name) or 0) for name in LATENT_SIZES)
+    sizes = dict(zip(LATENT_SIZES, (latent, rotated, plain, value), strict=True))
     for name, size in sizes.items():
         if not size:
             raise ModelError(f"model: config.json of a {config.model_type!r} lacks {name}, needed for its attention")

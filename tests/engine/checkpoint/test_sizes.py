@@ -57,8 +57,11 @@ def test_latent_attention_caches_the_latent() -> None:
 
 
 def test_latent_attention_by_transformers_class_caches_what_it_makes_of_the_latent() -> None:
-    found = read_sizes(AutoConfig.for_model("deepseek_v3").to_dict())
+    config = AutoConfig.for_model("deepseek_v3").to_dict()
+    found = read_sizes({**config, "model_type": "axk1"})
     assert (found.kv_numbers, found.kv_heads) == (2 * 128 * (128 + 64) * 61, 128)
+    ours = read_sizes(config)
+    assert (ours.kv_numbers, ours.kv_heads) == ((512 + 64) * 61, 1)
 
 
 def test_only_the_text_part_of_a_model_with_images_is_counted() -> None:
