@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.engine.checkpoint import latents
 from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 from quire.engine.errors import ModelError
 
@@ -222,8 +223,8 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 """By model_type: fields of config.json that have other names there."""
 
 _GPT2_LEFT_OUT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
-_DEEPSEEK_HEADS = {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    **latents.LEFT_OUT,
     "apertus": {
         "rms_norm_eps": 1e-5,
         "hidden_act": "xielu",
@@ -240,9 +241,6 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "bloom": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_new"},
     "cohere": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500_000.0},
     "cohere2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625},
-    "deepseek_v2": {"kv_lora_rank": 512, **_DEEPSEEK_HEADS},
-    "deepseek_v3": {"kv_lora_rank": 512, **_DEEPSEEK_HEADS},
-    "kimi_k2": {"kv_lora_rank": 512, **_DEEPSEEK_HEADS},
     "ernie4_5": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "head_dim": 128},
     "exaone4": {"rms_norm_eps": 1e-5},
     "falcon": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "multi_query": True, "parallel_attn": True},
@@ -263,16 +261,6 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "helium": {"rms_norm_eps": 1e-8, "head_dim": 128},
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
     "lfm2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "conv_L_cache": 3},
-    "minicpm3": {
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-5,
-        "kv_lora_rank": 256,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "scale_emb": 12.0,
-        "scale_depth": 1.4,
-        "dim_model_base": 256,
-    },
     "ministral3": {
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
@@ -298,7 +286,6 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
     "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
-    "youtu": {"tie_word_embeddings": True, "kv_lora_rank": 512, **_DEEPSEEK_HEADS},
     "starcoder2": {
         "tie_word_embeddings": True,
         "rms_norm_eps": 1e-5,
@@ -330,8 +317,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
     if kind == "lfm2":
         _complete_lfm2(found)
-    if found.get("kv_lora_rank") and isinstance(found.get("qk_rope_head_dim"), int):
-        found["head_dim"] = found["qk_rope_head_dim"]  # as transformers has it: what is rotated
+    if found.get("kv_lora_rank"):
+        latents.complete(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1
     return found

@@ -254,6 +254,7 @@ def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[
         query = heads * (rope + nope)
         parameters = hidden * low + low + low * query if low else hidden * query
         parameters += hidden * (latent + rope) + latent + latent * heads * (nope + value) + heads * value * hidden
+        parameters += int(low or 0) + latent + rope + hidden if text.get("attention_bias") else 0
         width = heads * (rope + nope + value) // 2
         if not latents:
             widest = max(rope + nope, value)
