@@ -17,7 +17,7 @@ from torch import Tensor
 from quire.kernels.activation import Activation
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
-from quire.kernels.latent import Latent
+from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Routing
@@ -207,7 +207,7 @@ class Operations(ABC):
 
     @abstractmethod
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
-        """What a linear, or a mixture of experts, gives. A mixture may overwrite x."""
+        """What a linear, or a mixture of experts, gives. x stays."""
 
     @abstractmethod
     def sum(self, x: Tensor, group: Collective | None) -> Tensor:
@@ -274,8 +274,8 @@ class Operations(ABC):
 
     @abstractmethod
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Norm and rotate kv [T, L + R], and store it as one key (kernels/latent.py). Returns q [T, H * (L + R)] as
-        [T, H, L + R], the last R numbers of each head rotated. May overwrite q."""
+        """Norm and rotate kv [T, L + R], store it as one key: kernels/latents/latent.py. Returns q as [T, H, L + R], the
+        last R numbers of each head rotated; may overwrite it."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:

@@ -29,12 +29,12 @@ from quire.kernels.backend import (
     Softmax,
     Table,
 )
-from quire.kernels.blocks import ReferenceBlocks
 from quire.kernels.collective import Collective
 from quire.kernels.experts import ReferenceMixture
 from quire.kernels.fit import fit_int4
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
-from quire.kernels.latent import Latent, latent_key, rotated_queries
+from quire.kernels.latents.blocks import ReferenceBlocks
+from quire.kernels.latents.latent import Latent, latent_key, rotated_queries
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
 from quire.kernels.short_conv import Columns, Rows, ShortConv, short_conv

@@ -65,10 +65,7 @@ def route(scores: Tensor, routing: Routing, correction: Tensor | None) -> tuple[
     chosen = _first(_of_best_groups(wanted, routing), routing.per_token)
     parts = weights.gather(1, chosen)
     if routing.normalized:
-        softmax = routing.weights == "softmax" and not routing.added
-        parts = (
-            scores.gather(1, chosen).softmax(-1) if softmax else parts / (parts.sum(-1, keepdim=True) + routing.added)
-        )
+        parts = parts / (parts.sum(-1, keepdim=True) + routing.added)
     return chosen, parts if routing.scale == 1 else parts * routing.scale
 
 

@@ -42,6 +42,18 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 128,
 }
+GROUPED = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
+FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
+ERNIE_MOE = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 48}
 EXPERTS = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 
 GEMMA = {
@@ -127,6 +139,76 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "rope_parameters": YARN,
     },
+    "qwen2-moe": {
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 80,
+        "decoder_sparse_step": 2,
+        "norm_topk_prob": True,
+    },
+    "qwen2-moe-window": {
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "shared_expert_intermediate_size": 80,
+        "mlp_only_layers": [1],
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "olmoe": {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+    "flex_olmo": {"model_type": "flex_olmo", "num_experts": 5, "num_experts_per_tok": 2},
+    "glm4_moe": {"model_type": "glm4_moe", **GROUPED, "attention_bias": True, "use_qk_norm": True, "head_dim": 32},
+    "glm4_moe-plain": {"model_type": "glm4_moe", **GROUPED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+    "dots1": {
+        "model_type": "dots1",
+        **GROUPED,
+        "norm_topk_prob": True,
+        "sliding_window": 24,
+        "max_window_layers": 2,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        **ERNIE_MOE,
+        "moe_layer_end_index": 1,
+        "moe_layer_start_index": 0,
+        "moe_num_shared_experts": 1,
+    },
+    "ernie4_5_moe-alone": {"model_type": "ernie4_5_moe", **ERNIE_MOE, "moe_num_shared_experts": 0},
+    "granitemoe": {"model_type": "granitemoe", **GRANITE, **FIVE},
+    "granitemoeshared": {"model_type": "granitemoeshared", **GRANITE, **FIVE, "shared_intermediate_size": 96},
+    "granitemoe_swa": {
+        "model_type": "granitemoe_swa",
+        **GRANITE,
+        **FIVE,
+        "shared_intermediate_size": 96,
+        "sliding_window": 24,
+        "layer_types": SLIDES,
+        "layer_rope_theta": [10000.0, 0, 500.0],
+    },
+    "hunyuan_v1_moe": {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 32,
+        "num_experts": 5,
+        "moe_topk": 2,
+        "rope_parameters": ALPHA,
+    },
+    "minimax_m2": {"model_type": "minimax_m2", "head_dim": 32, **FIVE, "rotary_dim": 16},
+    "phimoe": {
+        "model_type": "phimoe",
+        "num_local_experts": 5,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.3,
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "num_dense_layers": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "tie_word_embeddings": True,
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layer_interval": 2},
     "gemma": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
     "gemma2": {
@@ -179,15 +261,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "full_attn_idxs": [0],
     },
-    "deepseek_v2": {**LATENTS, "model_type": "deepseek_v2", "first_k_dense_replace": 3, "rope_parameters": MSCALE},
+    "deepseek_v2": {
+        **LATENTS,
+        **GROUPED,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "rope_parameters": MSCALE,
+    },
     "deepseek_v2-lite": {
         **LATENTS,
+        **GROUPED,
         "model_type": "deepseek_v2",
         "q_lora_rank": None,
-        "first_k_dense_replace": 3,
+        "n_shared_experts": 2,
         "attention_bias": True,
     },
-    "deepseek_v3": {**LATENTS, "model_type": "deepseek_v3", "first_k_dense_replace": 3, "rope_parameters": MSCALE},
+    "deepseek_v2-dense": {**LATENTS, "model_type": "deepseek_v2", "first_k_dense_replace": 3},
+    "deepseek_v3": {**LATENTS, **GROUPED, "model_type": "deepseek_v3", "rope_parameters": MSCALE},
+    "glm4_moe_lite": {**LATENTS, **GROUPED, "model_type": "glm4_moe_lite", "norm_topk_prob": True},
     "youtu": {
         **LATENTS,
         "model_type": "youtu",
@@ -265,5 +356,8 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             # norms that multiply by 1 + weight
             offset = name.endswith("bias") or family.startswith(("gemma", "nemotron"))
             torch.nn.init.normal_(parameter, mean=0.0 if offset else 1.0, std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):  # which corrects the choice of experts
+            torch.nn.init.normal_(buffer, std=0.2)
     model.to(dtype).save_pretrained(path)
     return path

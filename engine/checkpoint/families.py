@@ -16,40 +16,54 @@ FAMILIES = {
     "cohere2": "classic.cohere2",
     "deepseek_v2": "latent.deepseek_v2",
     "deepseek_v3": "latent.deepseek_v3",
+    "dots1": "sparse.dots1",
     "ernie4_5": "dense.ernie4_5",
+    "ernie4_5_moe": "sparse.ernie4_5_moe",
     "exaone4": "dense.exaone4",
     "falcon": "classic.falcon",
+    "flex_olmo": "sparse.flex_olmo",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
     "glm": "dense.glm",
     "glm4": "dense.glm4",
+    "glm4_moe": "sparse.glm4_moe",
+    "glm4_moe_lite": "latent.deepseek_v3",
     "gpt2": "classic.gpt2",
     "gpt_bigcode": "classic.gpt2",
     "gpt_neox": "classic.gpt_neox",
-    "gpt_oss": "gpt_oss",
+    "gpt_oss": "sparse.gpt_oss",
     "gptj": "classic.gptj",
     "granite": "dense.granite",
     "granite_swa": "dense.granite_swa",
+    "granitemoe": "sparse.granitemoe",
+    "granitemoe_swa": "sparse.granitemoe",
+    "granitemoeshared": "sparse.granitemoe",
     "helium": "dense.helium",
     "hunyuan_v1_dense": "dense.hunyuan_v1_dense",
+    "hunyuan_v1_moe": "sparse.hunyuan_v1_moe",
     "kimi_k2": "latent.deepseek_v3",
     "lfm2": "lfm2",
+    "lfm2_moe": "sparse.lfm2_moe",
     "llama": "llama",
     "minicpm3": "latent.minicpm3",
+    "minimax_m2": "sparse.minimax_m2",
     "ministral3": "dense.ministral3",
     "mistral": "mistral",
-    "mixtral": "mixtral",
+    "mixtral": "sparse.mixtral",
     "mpt": "classic.mpt",
     "nemotron": "classic.nemotron",
     "olmo2": "dense.olmo2",
     "olmo3": "dense.olmo3",
+    "olmoe": "sparse.olmoe",
     "opt": "classic.opt",
     "phi": "classic.phi",
     "phi3": "dense.phi3",
+    "phimoe": "sparse.phimoe",
     "qwen2": "qwen2",
+    "qwen2_moe": "sparse.qwen2_moe",
     "qwen3": "qwen3",
-    "qwen3_moe": "qwen3_moe",
+    "qwen3_moe": "sparse.qwen3_moe",
     "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
     "stablelm": "classic.stablelm",
@@ -57,11 +71,14 @@ FAMILIES = {
     "youtu": "latent.youtu",
 }
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
-LATENT = ("deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "youtu")
-"""Those with latent attention in all layers,"""
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "youtu")
+"""Those of them with latent attention in all layers,"""
 LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 """and what config.json calls its sizes."""
-WITH_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+WITH_EXPERTS = (
+    *(kind for kind, module in FAMILIES.items() if module.startswith("sparse.")),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+)
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (
     *(
@@ -81,9 +98,12 @@ WITHOUT_GATES = (
     "starcoder2",
 )
 """Those whose MLPs have two matrices, not three."""
-STATES = {"lfm2": "conv"}
+STATES = {"lfm2": "conv", "lfm2_moe": "conv"}
 """Families some of whose layers keep a state in attention's place, and what layer_types calls these."""
-STACKED = ("gpt_oss",)
+_SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp", "qwen2_moe": "mlp.shared_expert"} | dict.fromkeys(
+    ("granitemoe", "granitemoe_swa", "granitemoeshared"), "shared_mlp"
+)
+STACKED = ("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared")
 """Those whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {
     "bert": "bert",
@@ -104,7 +124,9 @@ ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 
 _SLIDING = dict.fromkeys(("cohere2", "exaone4", "gemma2", "gemma3_text", "mistral", "olmo3"), 4096) | {
-    "granite_swa": 128
+    "dots1": 4096,
+    "granite_swa": 128,
+    "granitemoe_swa": 128,
 }
 """Families whose layers have a sliding window where config.json does not say how long it is: how long, then."""
 _FULL_EVERY = {"cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4}
@@ -121,16 +143,31 @@ def stored_dtype(text: Mapping[str, Any]) -> str:
 
 def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
     """Per layer, whether it has experts in the place of an MLP, where a config.json has experts at all."""
+    if kinds := text.get("mlp_layer_types"):
+        return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(layers)]
     every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
     dense = {*(text.get("mlp_only_layers") or ()), *range(int(text.get("first_k_dense_replace") or 0))}
-    return [(layer + 1) % every == 0 and layer not in dense for layer in range(layers)]
+    end = text.get("moe_layer_end_index")
+    last = layers - 1 if end in (None, -1) else int(end)
+    return [(layer + 1) % every == 0 and layer not in dense and layer <= last for layer in range(layers)]
+
+
+def shared_experts(text: Mapping[str, Any]) -> tuple[str, int]:
+    """What the MLP beside a layer's experts is called there, and how wide it is; 0: there is none."""
+    kind = str(text.get("model_type"))
+    name, count = _SHARED.get(kind, "mlp.shared_experts"), int(text.get("n_shared_experts") or 0)
+    each = text.get("moe_intermediate_size") or text.get("intermediate_size")
+    if kind == "hunyuan_v1_moe":
+        return name, int(text.get("intermediate_size") or 0)
+    given = text.get("shared_expert_intermediate_size") or text.get("shared_intermediate_size")
+    return name, int(given or (count * each if isinstance(each, int) else 0))
 
 
 def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     """By layer that has attention, in the families that have windows: tokens that a token sees; None: all."""
     kind = str(text.get("model_type"))
     window = text.get("sliding_window", _SLIDING.get(kind))
-    if not text.get("use_sliding_window", not kind.startswith(("qwen", "smollm"))):
+    if not text.get("use_sliding_window", not kind.startswith(("qwen", "smollm"))) or not window:
         window = None
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if kinds:
@@ -141,7 +178,7 @@ def layer_windows(text: Mapping[str, Any], layers: int) -> tuple[int | None, ...
         return tuple(window if every[layer % len(every)] == "L" else None for layer in range(layers))
     if isinstance(every, int):
         return tuple(window if layer % every else None for layer in range(1, layers + 1))
-    first = text.get("max_window_layers") if kind.startswith(("qwen", "smollm")) else 0
+    first = text.get("max_window_layers") if kind.startswith(("qwen", "smollm", "dots")) else 0
     first = layers if first is None else int(first)
     return tuple(window if layer >= first else None for layer in range(layers))
 
@@ -183,6 +220,6 @@ def why_not_served(raw: Mapping[str, Any]) -> list[str]:
 def _unserved_rope(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> str:
     """Its rope_type, where it is not computed; else ""."""
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
-    of_phi, dynamic = raw.get("model_type") == "phi3", bool(rope.get("alpha"))
+    of_phi, dynamic = raw.get("model_type") in ("phi3", "phimoe"), bool(rope.get("alpha"))
     served = {"dynamic": dynamic, "longrope": of_phi, "su": of_phi}.get(kind, kind in ROPE_TYPES)
     return "" if served else kind

@@ -68,6 +68,8 @@ class OneRope(TypedDict, total=False):
     short_factor: Annotated[list[_Above0], Meta(max_length=2**16)] | None
     long_factor: Annotated[list[_Above0], Meta(max_length=2**16)] | None
     partial_rotary_factor: _Part | None
+    short_mscale: _Above0 | None
+    long_mscale: _Above0 | None
     llama_4_scaling_beta: Annotated[float, Meta(ge=0, le=1e3)] | None
     alpha: Annotated[float, Meta(gt=0, le=1e6)] | None
 
@@ -154,12 +156,14 @@ class SharedFields(TypedDict, total=False):
     block_multiple_of: _Width | None
     block_ffn_dim_multiplier: _Above0 | None
     block_auto_adjust_ff_dim: bool | None
+    lm_head_bias: bool | None
     tie_embedding: bool | None
     kv_lora_rank: _Width | None
     q_lora_rank: _Width | None
     qk_rope_head_dim: _Width0 | None
     qk_nope_head_dim: _Width0 | None
     v_head_dim: _Width | None
+    mlp_layer_types: Annotated[list[_Text], Meta(max_length=MAX_LAYERS)] | None
 
 
 class CrossEncoder(TypedDict, total=False):
@@ -198,7 +202,7 @@ class ServedFields(SharedFields, total=False):
     rope_parameters: Ropes | None
     rope_scaling: Ropes | None
     rope_local_base_freq: _Theta | None
-    sliding_window: _Positions | None
+    sliding_window: Annotated[int, Meta(ge=0, le=MAX_POSITIONS)] | None
     no_rope_layers: list[int] | None
     no_rope_layer_interval: _Layers | None
     query_pre_attn_scalar: _Above0 | None
@@ -209,9 +213,23 @@ class ServedFields(SharedFields, total=False):
     num_experts: _Experts | None
     num_experts_per_tok: _Experts | None
     moe_intermediate_size: _Width | None
+    shared_expert_intermediate_size: _Width | None
+    shared_intermediate_size: _Width0 | None
+    n_shared_experts: Annotated[int, Meta(ge=0, le=4096)] | None
     norm_topk_prob: bool | None
+    moe_norm_min: _Epsilon | None
+    n_group: _Experts | None
+    topk_group: _Experts | None
+    routed_scaling_factor: _Above0 | None
+    use_expert_bias: bool | None
+    router_jitter_noise: _Epsilon | None
     decoder_sparse_step: _Layers | None
     mlp_only_layers: list[int] | None
+    first_k_dense_replace: _LayerCount | None
+    moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
+    num_nextn_predict_layers: _LayerCount | None
+    qkv_bias: bool | None
+    clip_qkv: float | None
     attention_out_bias: bool | None
     use_bias: bool | None
     use_qkv_bias: bool | None
@@ -229,6 +247,7 @@ class ServedFields(SharedFields, total=False):
     scale_depth: _Above0 | None
     dim_model_base: _Width | None
     rope_interleave: bool | None
+    topk_method: _Text | None
     use_parallel_residual: bool | None
     parallel_attn: bool | None
     new_decoder_architecture: bool | None
@@ -319,11 +338,13 @@ class PlannedFields(SharedFields, total=False):
     moe_topk: _Width0 | list[Any] | None
     moe_intermediate_size: _Width | list[Any] | None
     shared_expert_intermediate_size: _Width0 | None
+    shared_intermediate_size: _Width0 | None
     n_shared_experts: _Width0 | None
     decoder_sparse_step: _LayerCount | None
     interleave_moe_layer_step: _LayerCount | None
     mlp_only_layers: list[int] | None
     first_k_dense_replace: _LayerCount | None
+    moe_layer_end_index: Annotated[int, Meta(ge=-1, le=MAX_LAYERS)] | None
 
 
 class AdaptedFields(PlannedFields, total=False):

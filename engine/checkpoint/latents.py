@@ -6,11 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_DEEPSEEK_3 = _DEEPSEEK | {
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 3,
+}
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _DEEPSEEK,
-    "glm4_moe_lite": _DEEPSEEK | {"qk_nope_head_dim": 192, "v_head_dim": 256, "rms_norm_eps": 1e-5},
-    "kimi_k2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK_3,
+    "glm4_moe_lite": _DEEPSEEK
+    | {
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "rms_norm_eps": 1e-5,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 1.8,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+    },
+    "kimi_k2": _DEEPSEEK_3,
     "minicpm3": {
         "tie_word_embeddings": True,
         "rms_norm_eps": 1e-5,

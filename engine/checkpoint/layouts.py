@@ -61,6 +61,30 @@ _MEGATRON_INSIDE: _Inside = {
     "ln_attn": "input_layernorm",
     "ln_mlp": "post_attention_layernorm",
 }
+_GRANITE_MOE = Layout(
+    inside={
+        "shared_mlp.input_linear": ("shared_mlp.gate_proj", "shared_mlp.up_proj"),
+        "shared_mlp.output_linear": "shared_mlp.down_proj",
+        "block_sparse_moe.router": "block_sparse_moe.router.layer",
+    }
+)
+_HUNYUAN = Layout(
+    inside={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
+)
+_LFM2 = Layout(
+    outside={"embedding_norm": "norm"},
+    inside={
+        "operator_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm",
+        "self_attn.out_proj": "self_attn.o_proj",
+        "conv.in_proj": _BCX,
+        "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj",
+        "feed_forward.w2": "mlp.down_proj",
+    },
+)
 
 LAYOUTS: Mapping[str, Layout] = {
     "apertus": Layout(
@@ -75,6 +99,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "cohere": Layout(neighbours=True),
     "cohere2": Layout(neighbours=True),
     "ernie4_5": Layout(neighbours=True),
+    "ernie4_5_moe": Layout(neighbours=True),
     "falcon": Layout(
         outside={"word_embeddings": "embed_tokens", "ln_f": "norm"}, inside=_MEGATRON_INSIDE, by_groups=True
     ),
@@ -114,23 +139,13 @@ LAYOUTS: Mapping[str, Layout] = {
         unused=(*_GPT2_BUFFERS, "attn.embed_positions"),
     ),
     "helium": Layout(neighbours=True),
-    "hunyuan_v1_dense": Layout(
-        inside={"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_layernorm": "self_attn.k_norm"}
-    ),
-    "lfm2": Layout(
-        outside={"embedding_norm": "norm"},
-        inside={
-            "operator_norm": "input_layernorm",
-            "ffn_norm": "post_attention_layernorm",
-            "self_attn.q_layernorm": "self_attn.q_norm",
-            "self_attn.k_layernorm": "self_attn.k_norm",
-            "self_attn.out_proj": "self_attn.o_proj",
-            "conv.in_proj": _BCX,
-            "feed_forward.w1": "mlp.gate_proj",
-            "feed_forward.w3": "mlp.up_proj",
-            "feed_forward.w2": "mlp.down_proj",
-        },
-    ),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": _HUNYUAN,
+    "granitemoe": _GRANITE_MOE,
+    "granitemoe_swa": _GRANITE_MOE,
+    "granitemoeshared": _GRANITE_MOE,
+    "lfm2": _LFM2,
+    "lfm2_moe": _LFM2,
     "mpt": Layout(
         outside={"wte": "embed_tokens", "norm_f": "norm"},
         inside={
@@ -172,6 +187,7 @@ _GPT2_FIELDS = {
     "layer_norm_epsilon": "rms_norm_eps",
 }
 _CENTRED = {"layer_norm_eps": "rms_norm_eps"}
+_ROUTED = {"n_routed_experts": "num_local_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 _MEGATRON_FIELDS = {
     **_GPT2_FIELDS,
     "n_embed": "hidden_size",
@@ -184,21 +200,40 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     "bloom": _MEGATRON_FIELDS,
     "cohere": _CENTRED,
     "cohere2": _CENTRED,
+    "deepseek_v2": _ROUTED,
+    "deepseek_v3": _ROUTED,
     "distilbert": {
         "dim": "hidden_size",
         "hidden_dim": "intermediate_size",
         "n_heads": "num_attention_heads",
         "n_layers": "num_hidden_layers",
     },
+    "dots1": _ROUTED,
+    "ernie4_5_moe": {
+        "moe_num_experts": "num_experts",
+        "moe_k": "num_experts_per_tok",
+        "moe_num_shared_experts": "n_shared_experts",
+        "moe_layer_start_index": "first_k_dense_replace",
+        "moe_layer_interval": "decoder_sparse_step",
+    },
     "falcon": _MEGATRON_FIELDS,
+    "glm4_moe": _ROUTED,
+    "glm4_moe_lite": _ROUTED,
+    "kimi_k2": _ROUTED,
     "gpt2": _GPT2_FIELDS,
     "gpt_bigcode": _GPT2_FIELDS,
     "gpt_neox": {**_CENTRED, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
     "gptj": _GPT2_FIELDS,
+    "hunyuan_v1_moe": {"moe_topk": "num_experts_per_tok"},
     "lfm2": {
         "norm_eps": "rms_norm_eps",
         "tie_embedding": "tie_word_embeddings",
         "block_ff_dim": "intermediate_size",
+    },
+    "lfm2_moe": {
+        "norm_eps": "rms_norm_eps",
+        "tie_embedding": "tie_word_embeddings",
+        "num_dense_layers": "first_k_dense_replace",
     },
     "mpt": {
         "d_model": "hidden_size",
@@ -242,6 +277,14 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "cohere": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500_000.0},
     "cohere2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625},
     "ernie4_5": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "head_dim": 128},
+    "ernie4_5_moe": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "moe_norm_min": 1e-12,
+    },
     "exaone4": {"rms_norm_eps": 1e-5},
     "falcon": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "multi_query": True, "parallel_attn": True},
     "gemma3_text": {
@@ -253,6 +296,13 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     },
     "glm": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
     "gpt2": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_new", "max_position_embeddings": 1024},
     "gpt_bigcode": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_pytorch_tanh", "multi_query": True},
     "gpt_neox": {"rms_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25},
@@ -260,7 +310,16 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "granite_swa": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     "helium": {"rms_norm_eps": 1e-8, "head_dim": 128},
     "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
+    "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
     "lfm2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "conv_L_cache": 3},
+    "lfm2_moe": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "conv_L_cache": 3,
+        "first_k_dense_replace": 2,
+    },
+    "minimax_m2": {"rope_theta": 5_000_000.0, "head_dim": 128},
     "ministral3": {
         "rms_norm_eps": 1e-5,
         "head_dim": 128,
@@ -281,9 +340,11 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "nemotron": {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
     "olmo2": {"rms_norm_eps": 1e-5},
     "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    "olmoe": {"rms_norm_eps": 1e-5},
     "opt": {**_GPT2_LEFT_OUT, "hidden_act": "relu", "enable_bias": True},
     "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    "phimoe": {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
     "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
     "starcoder2": {
@@ -296,6 +357,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
 """By model_type: what a config.json means that leaves a field out, where it is not what it means of a Llama."""
 _FOUR_TIMES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
 """Families whose MLPs are four times as wide as the hidden states, where config.json does not say."""
+_BY_LAYER = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _ONE_KEY = ("falcon", "gpt_bigcode")
 """Those with a key and a value for all heads, where multi_query says so."""
 
@@ -311,17 +373,24 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("rope_scaling"):
         left_out.pop("rope_parameters", None)
     found |= left_out
+    if kind == "hunyuan_v1_moe":  # some of its fields are lists, by layer
+        found |= {name: each[0] for name, each in found.items() if name in _BY_LAYER and _is_of_one(each)}
     hidden = found.get("hidden_size")
     if kind in _FOUR_TIMES and found.get("intermediate_size") is None and isinstance(hidden, int):
         times = found.get("expansion_ratio", 4)
         found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
-    if kind == "lfm2":
+    if kind in ("lfm2", "lfm2_moe"):
         _complete_lfm2(found)
     if found.get("kv_lora_rank"):
         latents.complete(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1
     return found
+
+
+def _is_of_one(value: Any) -> bool:
+    """Whether it is a list of equal numbers."""
+    return isinstance(value, list) and len(value) > 0 and all(each == value[0] for each in value)
 
 
 def _complete_lfm2(found: dict[str, Any]) -> None:
@@ -335,7 +404,7 @@ def _complete_lfm2(found: dict[str, Any]) -> None:
     factor = found.get("block_ffn_dim_multiplier") or 1.0
     if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
         return
-    if found.get("block_auto_adjust_ff_dim") is False:
+    if found.get("block_auto_adjust_ff_dim") is False or found["model_type"] == "lfm2_moe":
         return
     if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
         found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit

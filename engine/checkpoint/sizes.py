@@ -20,6 +20,7 @@ from quire.engine.checkpoint.families import (
     family_not_served,
     has_file,
     layer_windows,
+    shared_experts,
     sparse_layers,
     stored_dtype,
     why_not_served,
@@ -33,23 +34,28 @@ _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
 _TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_BERTS}
 """Families whose MLP has two matrices instead of three."""
 _NORM_BIASES = {"bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nemotron", "opt"}
-_NORM_BIASES |= {"phi", "stablelm", "starcoder2", *_BERTS}
+_NORM_BIASES |= {"phi", "phimoe", "stablelm", "starcoder2", *_BERTS}
 """Families whose norms have biases."""
 _FOUR_NORMS, _ONE_NORM = {"gemma2", "gemma3", "gemma3_text", "glm4"}, {"cohere", "cohere2", "gptj", "phi"}
 """Families whose layers have another number of norms than two."""
 _TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
-_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "lfm2", "minicpm3", "youtu", *ENCODERS}
+_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "lfm2", "lfm2_moe", "minicpm3", "youtu", *ENCODERS}
 """Families whose output head is the embedding unless config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
 """Families whose linear layers have biases."""
 _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """The same of MLPs and of heads that are not tied."""
-_NO_OUT_BIAS = {"glm", "glm4", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
+_NO_OUT_BIAS = {"glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
 _HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe"}
+_HEAD_NORMS |= {"dots1", "hunyuan_v1_moe", "lfm2_moe"}
 """Families with norms of query and key heads,"""
-_WHOLE_NORMS = {"olmo2", "olmo3"}
+_WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
 """and of all of them together."""
+_CORRECTED = {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "lfm2_moe", "minimax_m2"}
+"""Families whose choice of experts a number of each expert corrects."""
+_GATED_SHARED = {"qwen2_moe", "qwen3_5_moe_text", "qwen3_next"}
+"""Families whose shared experts have a gate."""
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", *_BERTS}
 """Families with a table of positions."""
 
@@ -169,8 +175,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
         notes.append("state-space layers are not known here: their parameters are a guess")
-    latents = _keeps_latents(raw, text)
-    attention, kv, formula, width = _attention(text, hidden, latents=latents)
+    attention, kv, formula, width = _attention(text, hidden, latents=(latents := _keeps_latents(raw, text)))
     if attending < 1:
         raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
     dense, expert, router, shared, sparse = _mlp(text, hidden, layers)
@@ -271,9 +276,9 @@ def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[
         parameters += heads * size + 2 * shared * size + (0 if kind in _NO_OUT_BIAS else hidden)
     parameters += hidden if text.get("attention_out_bias") else 0
     parameters += heads if kind in ("gpt_oss", "granite_swa") else 0  # their sinks
-    if kind in _HEAD_NORMS:
+    if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
         parameters += 2 * size
-    elif kind in _WHOLE_NORMS or text.get("use_qk_norm"):
+    elif kind in _WHOLE_NORMS or (kind != "glm4_moe" and text.get("use_qk_norm")):
         parameters += (heads + shared) * size
     return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
 
@@ -310,12 +315,12 @@ def _mlp(text: Mapping[str, Any], hidden: int, layers: int) -> tuple[int, int, i
         return dense, 0, 0, 0, 0
     width = text.get("moe_intermediate_size")
     width = width if isinstance(width, int) else inner
-    shared_width = int(text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * width)
-    if kind in ("llama4", "llama4_text"):
-        shared_width = width
+    shared_width = width if kind in ("llama4", "llama4_text") else shared_experts(text)[1]
+    shared = 3 * hidden * shared_width + (hidden if kind in _GATED_SHARED and shared_width else 0)
+    shared += 2 * shared_width + hidden if biased and shared_width else 0
     biases = 2 * width + hidden if kind == "gpt_oss" else 0
-    router = hidden + (kind == "gpt_oss")
-    return dense, 3 * hidden * width + biases, router, 3 * hidden * shared_width, sum(sparse_layers(text, layers))
+    router = hidden + (kind == "gpt_oss" or kind in _CORRECTED)
+    return dense, 3 * hidden * width + biases, router, shared, sum(sparse_layers(text, layers))
 
 
 def _norms(text: Mapping[str, Any], hidden: int) -> int:
@@ -336,7 +341,8 @@ def _ends(text: Mapping[str, Any], hidden: int, vocab: int, *, tied: bool) -> in
     """Parameters beside the layers, the embedding and the head: norms, and biases of the head."""
     kind = str(text.get("model_type"))
     norm = hidden * (2 if kind in _NORM_BIASES - _BERTS else 1)
-    return norm * (2 if kind == "bloom" else 1) + (vocab if kind in _BIASED_HEAD and not tied else 0)
+    biased = kind in _BIASED_HEAD or text.get("lm_head_bias")
+    return norm * (2 if kind == "bloom" else 1) + (vocab if biased and not tied else 0)
 
 
 def _quantization(text: Mapping[str, Any]) -> tuple[str | None, float]:

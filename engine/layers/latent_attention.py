@@ -18,7 +18,7 @@ from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
 from quire.kernels.backend import Linear, Operations, Softmax
 from quire.kernels.kv_codes import UNSCALED, scale_elements
-from quire.kernels.latent import Latent
+from quire.kernels.latents.latent import Latent
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,10 +23,11 @@ class SharedSpec:
     """A gated MLP beside the experts, which every token has."""
 
     intermediate_size: int
-    name: str = "mlp.shared_experts"
+    name: str
     """In a checkpoint, behind the layer's."""
     gate: str | None = None
     """A linear of one output, behind the layer's name: what the MLP gives is multiplied with its sigmoid."""
+    bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,17 @@ class ExpertsSpec(PartSpec):
     """Of one expert."""
     norm: NormSpec
     shared: SharedSpec | None = None
+    input_norm: bool = True
+    """Norm of what is read."""
+    output_norm: bool = False
+    """Norm of what the experts give together, before it joins the residual stream."""
     router_bias: bool = False
     float_router: bool = False
     """The router's weights are float32, whatever the model's type."""
     correction: str | None = None
     """The name, below the experts', of what is added to weights for the choice alone; None: nothing is."""
+    correction_row: bool = False
+    """It is stored as [1, experts]."""
     bias: bool = False
     """Of the experts' linears."""
     clamp: Clamp | None = None
@@ -83,7 +90,9 @@ class Moe(Part):
         self._gate_up, self._down = [up for up, _ in linears], [down for _, down in linears]
         self._correction: Tensor | None = None
         self._input_norm = f"{layer}.post_attention_layernorm"
-        self._norms = NormWeights({self._input_norm: hidden}, making.dtype, spec.norm)
+        self._output_norm = f"{layer}.post_feedforward_layernorm"
+        norms = [self._input_norm] * spec.input_norm + [self._output_norm] * spec.output_norm
+        self._norms = NormWeights(dict.fromkeys(norms, hidden), making.dtype, spec.norm)
         self._shared = None if spec.shared is None else _Shared(spec.shared, making, layer)
 
     def parameters(self) -> ParameterTable:
@@ -91,12 +100,13 @@ class Moe(Part):
         for linear in (self._router, *self._gate_up, *self._down):
             table |= linear.parameters()
         if self._spec.correction is not None:
-            correction = Parameter((self._spec.count,), torch.float32, self._put_correction)
+            shape = (1,) * self._spec.correction_row + (self._spec.count,)
+            correction = Parameter(shape, torch.float32, self._put_correction)
             table[f"{self._prefix}.{self._spec.correction}"] = correction
         return table
 
     def _put_correction(self, tensor: Tensor) -> None:
-        self._correction = tensor.contiguous()
+        self._correction = tensor.flatten().contiguous()
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._input_norm, x, residual)
@@ -104,7 +114,7 @@ class Moe(Part):
         x = run.apply(self._mixture, x, step.context)
         if beside is not None:
             x = run.add(beside[0], x) if beside[1] is None else run.add_gated(*beside, x)
-        return run.sum(x, self._shard.group), residual
+        return self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group)), residual
 
     @cached_property
     def _mixture(self) -> Linear:
@@ -127,7 +137,7 @@ class _Shared:
     def __init__(self, spec: SharedSpec, making: Making, layer: str) -> None:
         names = ("gate_proj", "up_proj", "down_proj")
         where, size = f"{layer}.{spec.name}", spec.intermediate_size
-        self._up, self._down = _gated(making, size, where, names, bias=False, adapters=making.adapters)
+        self._up, self._down = _gated(making, size, where, names, bias=spec.bias, adapters=making.adapters)
         gate = None if spec.gate is None else {f"{layer}.{spec.gate}": 1}
         self._gate = None if gate is None else _whole(making, making.hidden_size, gate, making.dtype)
 

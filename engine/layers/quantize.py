@@ -50,8 +50,7 @@ class AtLoad(Scheme):
 
     def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
         """As it is stored: nothing would be saved by few bits that are expanded at once."""
-        weight: Tensor = cut.late("outputs").form(tensors["weight"], linear)
-        return weight
+        return self._unquantized.dense(linear, tensors, cut)
 
     def table(self, vocab_size: int, hidden_size: int) -> Stored:
         return self._unquantized.table(vocab_size, hidden_size)

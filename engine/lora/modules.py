@@ -11,6 +11,7 @@ from quire.engine.checkpoint.families import (
     STATES,
     WITH_EXPERTS,
     WITHOUT_GATES,
+    shared_experts,
     sparse_layers,
 )
 from quire.engine.checkpoint.files import ModelConfig
@@ -36,7 +37,8 @@ def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
     attention = _attention(model.raw, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
     sizes = (model.hidden_size, model.intermediate_size, model.vocab_size)
-    return _modules(model.model_type, _layers(model.raw, model.num_layers), attention, *sizes)
+    layers = _layers(model.raw, model.num_layers)
+    return _modules(model.model_type, layers, attention, *sizes, _shared(model.raw, model.hidden_size))
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -50,7 +52,19 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
     attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), attention, hidden, inner, vocab)
+    sizes = (hidden, inner, vocab)
+    return _modules(str(raw.get("model_type")), _layers(raw, layers), attention, *sizes, _shared(raw, hidden))
+
+
+def _shared(raw: Mapping[str, Any], hidden: int) -> Modules:
+    """Of the MLP beside a layer's experts, by its name in a layer."""
+    name, width = shared_experts(raw)
+    return _gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {}
+
+
+def _gated_mlp(name: str, hidden: int, inner: int) -> Modules:
+    reads = {f"{name}.{each}_proj": (hidden, inner) for each in ("gate", "up")}
+    return reads | {f"{name}.down_proj": (inner, hidden)}
 
 
 def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
@@ -75,20 +89,22 @@ def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, d
 
 
 def _modules(
-    kind: str, layers: list[tuple[bool, bool]], attention: Modules, hidden: int, inner: int, vocab: int
+    kind: str,
+    layers: list[tuple[bool, bool]],
+    attention: Modules,
+    hidden: int,
+    inner: int,
+    vocab: int,
+    shared: Modules,
 ) -> Modules:
     conv = {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
-    mlp = {
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
+    mlp = dict(_gated_mlp("mlp", hidden, inner))
     if kind in WITHOUT_GATES:
         del mlp["mlp.gate_proj"]
     found = {
         f"model.layers.{index}.{name}": shape
         for index, (attends, has_mlp) in enumerate(layers)
-        for name, shape in (dict(attention if attends else conv) | (mlp if has_mlp else {})).items()
+        for name, shape in (dict(attention if attends else conv) | dict(mlp if has_mlp else shared)).items()
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

@@ -3,10 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-from quire.engine.checkpoint.families import sparse_layers
+from quire.engine.checkpoint.families import shared_experts, sparse_layers
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.errors import ModelError
-from quire.engine.layers.moe import ExpertsSpec
+from quire.engine.layers.moe import ExpertsSpec, SharedSpec
+from quire.engine.layers.norm import NormSpec
 from quire.engine.models.decoder import DecoderSpec
 from quire.kernels.routing import Routing
 
@@ -29,9 +30,20 @@ def routed(config: ModelConfig, **rules: Any) -> tuple[int, Routing]:
     return count, routing
 
 
-def group_rules(config: ModelConfig) -> dict[str, Any]:
-    """DeepSeek-V3's rules, which others have taken over: groups by their two best experts, of weights that are sigmoids
-    and normalized as config.json says it."""
+def grouped_experts(config: ModelConfig) -> ExpertsSpec:
+    """DeepSeek-V3's (2024), as others have taken them over. Raises ModelError."""
+    name, width = shared_experts(config.raw)
+    return ExpertsSpec(
+        *routed(config, **_group_rules(config)),
+        expert_size(config),
+        NormSpec(config.norm_eps),
+        SharedSpec(width, name) if width else None,
+        correction="gate.e_score_correction_bias",
+    )
+
+
+def _group_rules(config: ModelConfig) -> dict[str, Any]:
+    """Of weights that are sigmoids, normalized where config.json says so; groups by their two best experts."""
     raw = config.raw
     groups = raw.get("n_group") or 1
     return {

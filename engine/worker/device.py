@@ -185,7 +185,7 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
 
 def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
     """The attention that asks most of a backend."""
-    parts = [*spec.parts(AttentionSpec), *spec.parts(LatentAttentionSpec)]
+    parts: list[AttentionSpec | LatentAttentionSpec] = [*spec.parts(AttentionSpec), *spec.parts(LatentAttentionSpec)]
     return max(parts, key=lambda each: each.head_dim)
 
 

@@ -27,17 +27,17 @@ from quire.kernels.backend import (
     Softmax,
     Table,
 )
-from quire.kernels.blocks import ReferenceBlocks
 from quire.kernels.collective import Collective
-from quire.kernels.cpu import latent as latents
 from quire.kernels.cpu import linear, lora, native, quantized
 from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.decoder.short_conv import convolved
+from quire.kernels.cpu.latents import latent as latents
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
-from quire.kernels.latent import Latent
+from quire.kernels.latents.blocks import ReferenceBlocks
+from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.kv_codes import UNSCALED, KVScales
-from quire.kernels.latent import Latent
+from quire.kernels.latents.latent import Latent
 from quire.kernels.reference import Reference
 from tests.kernels.ragged import Part, attend, empty_cache, error, random_part
 

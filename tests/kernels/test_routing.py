@@ -1,5 +1,5 @@
-"""How experts are chosen and weighed: each rule against a row-by-row one in Python's own floats, in the reference and in
-the compiled mixture; and that a row's bits depend on nothing but the row."""
+"""How experts are chosen and weighed: each rule against one in Python's own floats, row by row, in the reference and in
+compiled mixtures; and that a row's bits depend on nothing but the row."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from quire.engine.models.latent.attention import in_latents
 def spec(config: ModelConfig) -> DecoderSpec:
     """The residual stream is held divided by the multiplier of what joins it, as Granite's."""
     raw = config.raw
-    unit = raw["scale_depth"] / config.num_layers**0.5 if raw.get("scale_depth") else 1.0
+    unit = (raw.get("scale_depth") or config.num_layers**0.5) / config.num_layers**0.5
     norm = NormSpec(config.norm_eps / unit**2)
-    scales = {"embedding_scale": (raw.get("scale_emb") or 12.0) / unit, "stream_unit": unit}
-    base = replace(base_spec(config).normed(norm), **scales)
-    if model := raw.get("dim_model_base"):
-        base = replace(base, logit_scale=model / config.hidden_size)
+    logit_scale = (raw.get("dim_model_base") or config.hidden_size) / config.hidden_size
+    embedding_scale = (raw.get("scale_emb") or 12.0) / unit
+    base = base_spec(config).normed(norm)
+    base = replace(base, embedding_scale=embedding_scale, stream_unit=unit, logit_scale=logit_scale)
     return in_latents(base, replace(config, norm_eps=norm.eps), neighbours=False)

@@ -1,5 +1,5 @@
-"""gpt-oss' experts, of which its checkpoints hold all of a layer in one tensor, each as tensors of its own, named as in
-other families. MXFP4 becomes what compressed-tensors calls mxfp4-pack-quantized."""
+"""Experts of families whose checkpoints hold all of a layer in one tensor, gpt-oss and Granite, each as tensors of its
+own, named as in other families. MXFP4 becomes what compressed-tensors calls mxfp4-pack-quantized."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from quire.engine.worker.loading.loader import TensorStream
 
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)$")
 _NAMES = {"": "weight", "_bias": "bias", "_blocks": "weight_packed", "_scales": "weight_scale"}
+_GRANITE = re.compile(
+    r"(.*\.block_sparse_moe)\.(?:experts\.(?:gate_up|(down))_proj|(?:input|(output))_linear\.weight)$"
+)
 _AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 
 def experts_apart(stream: TensorStream) -> TensorStream:
     """The tensors of the stream, those of stacked experts as views of them."""
     for name, tensor in stream:
+        if (granite := _GRANITE.match(name)) is not None and tensor.ndim == 3:
+            yield from _of_granite(granite[1], tensor, down=bool(granite[2] or granite[3]))
+            continue
         match = _STACKED.match(name)
         if match is None or tensor.ndim != _AXES[match[3]]:
             yield name, tensor
@@ -26,6 +32,14 @@ def experts_apart(stream: TensorStream) -> TensorStream:
             prefix = f"{match[1]}.{expert}"
             for linear, part in _linears(match[2], _rows(own, match[3])):
                 yield f"{prefix}.{linear}_proj.{_NAMES[match[3]]}", part
+
+
+def _of_granite(prefix: str, tensor: Tensor, *, down: bool) -> TensorStream:
+    """Gate and up are the halves of the outputs."""
+    for expert, rows in enumerate(tensor):
+        parts = [("down", rows)] if down else zip(("gate", "up"), rows.chunk(2), strict=True)
+        for linear, part in parts:
+            yield f"{prefix}.experts.{expert}.{linear}_proj.weight", part
 
 
 def _rows(tensor: Tensor, kind: str) -> Tensor:

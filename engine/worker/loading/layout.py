@@ -48,7 +48,8 @@ class Arrangement:
     def __init__(self, config: ModelConfig, *, gguf: bool = False) -> None:
         self._config, self._layout = config, layout_of(config.model_type, gguf=gguf)
         self._order = head_order(config.rope, config.head_dim, neighbours=self._layout.neighbours)
-        self._is_ours = self._layout == Layout() and self._order is None
+        self._has_more = bool(config.raw.get("num_nextn_predict_layers"))
+        self._is_ours = self._layout == Layout() and self._order is None and not self._has_more
         self._pieces: dict[str, list[_Piece | None]] = {}
         """By the stored name of a layer's module, of each linear that it is; None: all of it."""
 
@@ -84,6 +85,8 @@ class Arrangement:
         if place is None:
             skipped = self._layout.before_positions if modules == ("model.embed_positions",) else 0
             yield f"{modules[0]}.{kind}", tensor[skipped:] if skipped else tensor
+        elif int(place[1]) >= self._config.num_layers and self._has_more:
+            return  # those that draft tokens
         elif f"{place[2]}.{kind}" not in self._layout.unused:
             if kind == "weight" and place[2] in self._layout.transposed:
                 tensor = tensor.t()
@@ -116,7 +119,9 @@ class Arrangement:
             every = torch.arange(count * config.head_dim)
             return [_Piece(self._turned(every), len(every))]
         if len(own) == 2:
-            every = torch.arange(2 * config.intermediate_size)
+            shared = own[0].startswith("shared_mlp.")
+            width = config.raw.get("shared_intermediate_size") if shared else config.intermediate_size
+            every = torch.arange(2 * (width or 0))
             return [_Piece(half, len(every)) for half in every.chunk(2)]
         if own[0].startswith("conv."):
             every = torch.arange(3 * config.hidden_size)

@@ -19,12 +19,12 @@ from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.cpu.decoder.short_conv import check_columns
-from quire.kernels.cpu.latent import CompiledBlocks, check_latent
+from quire.kernels.cpu.latents.latent import CompiledBlocks, check_latent
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
 from quire.kernels.kv_codes import KV_CODES
-from quire.kernels.latent import Latent
+from quire.kernels.latents.latent import Latent
 from quire.kernels.rotation import NORMS, Rope
 from quire.kernels.short_conv import Columns, ShortConv
 
@@ -109,7 +109,8 @@ class _Recorder(Operations):
                 out = self._buffer(linear.outs)
                 return self._call("linear_blocks", out, linear.native, x, out, _TOKENS, _THREADS)
             case CompiledMixture():
-                return self._call("mix_experts", x, linear.native, x, x, _TOKENS, _THREADS)
+                out = self._buffer(x.width)
+                return self._call("mix_experts", out, linear.native, x, out, _TOKENS, _THREADS)
         raise _NotOurs
 
     def sum(self, x: Any, group: Any) -> Any:

@@ -1,8 +1,8 @@
 // Linears of which each has inputs and outputs of its own: what latent attention does to each head. A thread multiplies
 // some rows with one of them; a row's bits depend on nothing else, as linear.cpp promises.
-#include "kernels.h"
+#include "../kernels.h"
 
-#include "panels.h"
+#include "../panels.h"
 
 namespace {
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.backend import Linear, LinearContext
 from quire.kernels.cpu import native
 from quire.kernels.cpu.linear import CompiledLinear
-from quire.kernels.latent import MOST_ROTATED, Latent
+from quire.kernels.latents.latent import MOST_ROTATED, Latent
 
 
 def check_latent(latent: Latent) -> None:

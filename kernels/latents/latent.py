@@ -17,7 +17,7 @@ from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.rotation import rms_norm
 
 MOST_ROTATED = 512
-"""Numbers of a rotated key, as kernels/cpu/latent_store.cpp has room for."""
+"""Numbers of a rotated key, as kernels/cpu/latents/latent_store.cpp has room for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Families with mixtures of experts in an MLP's place."""
