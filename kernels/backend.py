@@ -274,8 +274,7 @@ class Operations(ABC):
 
     @abstractmethod
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Norm and rotate kv [T, L + R], store it as one key: kernels/latents/latent.py. Returns q as [T, H, L + R], the
-        last R numbers of each head rotated; may overwrite it."""
+        """Norm, rotate and store kv [T, L + R] (kernels/latents/latent.py). Returns q as [T, H, L + R], rotated, in place."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
@@ -342,8 +341,7 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        """B weights [out, in], each for numbers of its own: [T, B * (in + passed)] to [T, B * (out + passed)]. The
-        `passed` numbers behind a block's inputs follow its outputs as they are."""
+        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]; kernels/latents/blocks.py says how."""
 
     @abstractmethod
     def pack_quantized(
