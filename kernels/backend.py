@@ -274,7 +274,7 @@ class Operations(ABC):
 
     @abstractmethod
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Norm, rotate and store kv [T, L + R] (kernels/latents/latent.py). Returns q as [T, H, L + R], rotated, in place."""
+        """Norm, rotate, store kv [T, L + R] as kernels/latents/latent.py says. Returns q [T, H, L + R], turned in place."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
@@ -341,7 +341,7 @@ class Backend(Operations):
 
     @abstractmethod
     def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
-        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]; kernels/latents/blocks.py says how."""
+        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]: see kernels/latents/blocks.py."""
 
     @abstractmethod
     def pack_quantized(

@@ -50,6 +50,7 @@ SHARED = {
     "quire.engine.checkpoint.files",
     "quire.engine.checkpoint.kv_plan",
     "quire.engine.checkpoint.layouts",
+    "quire.engine.checkpoint.left_out",
     "quire.engine.checkpoint.page_groups",
     "quire.engine.checkpoint.pooling",
     "quire.engine.checkpoint.quantization",

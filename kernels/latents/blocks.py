@@ -11,8 +11,8 @@ from quire.kernels.backend import Linear, LinearContext
 
 
 class ReferenceBlocks:
-    """`Backend.pack_blocks`, block by block: each has its own inputs; the `passed` numbers behind these follow its outputs
-    as they are."""
+    """`Backend.pack_blocks`, block by block: each has its own inputs, and the `passed` numbers behind these follow its
+    outputs as they are."""
 
     def __init__(self, linears: Sequence[Linear], passed: int) -> None:
         self._linears, self._passed = linears, passed
