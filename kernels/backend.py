@@ -274,7 +274,7 @@ class Operations(ABC):
 
     @abstractmethod
     def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Norm, rotate, store kv [T, L + R]: see kernels/latents/latent.py. Returns q [T, H, L + R], turned in place."""
+        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, L + R], turned in place."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
