@@ -276,7 +276,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "attention_bias": True,
     },
-    "deepseek_v2-dense": {**LATENTS, "model_type": "deepseek_v2", "first_k_dense_replace": 3},
+    "deepseek_v2-dense": {**LATENTS, "model_type": "deepseek_v2", "q_lora_rank": None, "first_k_dense_replace": 3},
     "deepseek_v3": {**LATENTS, **GROUPED, "model_type": "deepseek_v3", "rope_parameters": MSCALE},
     "glm4_moe_lite": {**LATENTS, **GROUPED, "model_type": "glm4_moe_lite", "norm_topk_prob": True},
     "youtu": {

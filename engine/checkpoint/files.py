@@ -15,6 +15,7 @@ from typing import Any
 
 from quire.engine.advice import nearest
 from quire.engine.checkpoint.adapted import class_config, first_position, text_fields
+from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.catalog import known_models
 from quire.engine.checkpoint.download import download, download_some, fetch_config, is_cached
 from quire.engine.checkpoint.families import (
@@ -34,7 +35,6 @@ from quire.engine.checkpoint.fields import (
     PlannedFields,
     ServedFields,
 )
-from quire.engine.checkpoint.layouts import named_alike
 from quire.engine.checkpoint.names import HubName, hub_name
 from quire.engine.checkpoint.quantization import weight_formats
 from quire.engine.config import EngineConfig

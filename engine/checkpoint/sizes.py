@@ -275,7 +275,7 @@ def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[
     if asked or kind in _BIASED or kind in ("qwen2", "qwen2_moe"):
         parameters += heads * size + 2 * shared * size + (0 if kind in _NO_OUT_BIAS else hidden)
     parameters += hidden if text.get("attention_out_bias") else 0
-    parameters += heads if kind in ("gpt_oss", "granite_swa") else 0  # their sinks
+    parameters += heads if kind in ("gpt_oss", "granite_swa", "granitemoe_swa") else 0  # their sinks
     if kind in _HEAD_NORMS or (kind == "glm4_moe" and text.get("use_qk_norm")):
         parameters += 2 * size
     elif kind in _WHOLE_NORMS or (kind != "glm4_moe" and text.get("use_qk_norm")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.families import (
     LATENT,
     LATENT_SIZES,
@@ -15,7 +16,7 @@ from quire.engine.checkpoint.families import (
     sparse_layers,
 )
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.layouts import layout_of, named_alike, stored_module
+from quire.engine.checkpoint.layouts import layout_of, stored_module
 from quire.engine.errors import ConfigError
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"

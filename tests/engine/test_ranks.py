@@ -49,7 +49,9 @@ SMALL = {"num_kv_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 24
 
 
 SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "phi3", "gptj", "gpt2", "bloom", "granite_swa"]
-SHAPES += ["hunyuan_v1_dense", "apertus", "cohere", "falcon-newer", "lfm2", "deepseek_v2-lite", "deepseek_v3"]
+SHAPES += ["hunyuan_v1_dense", "apertus", "cohere", "falcon-newer", "lfm2"]
+SHAPES += ["gpt_oss", "mixtral", "qwen2-moe", "glm4_moe", "dots1", "ernie4_5_moe", "granitemoeshared", "hunyuan_v1_moe"]
+SHAPES += ["phimoe", "lfm2_moe", "deepseek_v2-lite", "deepseek_v3"]
 """More key-value heads than ranks, as many, and fewer."""
 
 
@@ -295,9 +297,11 @@ def test_other_refusals(tmp_path: Path) -> None:
         engine(heads, 4)
     with pytest.raises(ConfigError, match="tensor_parallel_size: weights given as tensors"):
         Engine(EngineConfig(model=str(odd), tensor_parallel_size=2, **BASE), tensors=iter([]))
-    experts = save_tiny_model(tmp_path / "experts", "mixtral")
-    with pytest.raises(ConfigError, match="tensor_parallel_size: mixtures of experts are not divided"):
-        engine(experts, 2)
+    experts = save_tiny_model(tmp_path / "experts", "qwen2-moe", moe_intermediate_size=50)
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size: the model's experts' width 50 cannot be divided among 4"
+    ):
+        engine(experts, 4)
     with pytest.raises(ConfigError, match="kv_offload_memory: pages of several ranks") as found:
         engine(odd, 2, kv_offload_memory=1)
     assert found.value.param == "kv_offload_memory"

@@ -195,8 +195,6 @@ def unserved(made: Estimate) -> list[str]:
         found.append("Quire serves mixtures of experts on CPUs alone so far")
     if made.machine.stages > 1 and made.machine.gpu:
         found.append("Quire has pipelines on CPUs alone so far; --tensor-parallel-size is for GPUs too")
-    elif made.machine.count > made.machine.stages and made.sizes.model_type in WITH_EXPERTS:
-        found.append("Quire does not divide mixtures of experts among ranks yet")
     if made.machine.count > 1 and made.tiers:
         found.append("Quire keeps no pages of several ranks beside their cache yet")
     return found

@@ -94,8 +94,8 @@ JOINED = {
     "stablelm": ALL,
     "arcee": ("k_proj", "up_proj", "down_proj"),
     "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
-    "deepseek_v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"),
-    "deepseek_v2-lite": ("q_proj", "o_proj"),
+    "youtu": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"),
+    "deepseek_v2-dense": ("q_proj", "o_proj"),
 }
 
 

@@ -363,14 +363,11 @@ def test_machines_each_have_a_memory(capsys: pytest.CaptureFixture[str]) -> None
             divided(machine, nodes=2, **wrong)
 
 
-def test_mixtures_of_experts_are_not_planned_on_ranks(tmp_path: Path) -> None:
+def test_mixtures_of_experts_are_planned_on_ranks_and_in_stages(tmp_path: Path) -> None:
     path = tiny_models.save_tiny_model(tmp_path, "mixtral")
-    made = estimate(
-        read_sizes(read_raw_config(str(path))[0]), divided(Machine("test", 4 * GIB, gpu=False), 2), Wishes()
-    )
-    assert unserved(made) == ["Quire does not divide mixtures of experts among ranks yet"]
     sizes = read_sizes(read_raw_config(str(path))[0])
-    assert not unserved(estimate(sizes, divided(Machine("test", 4 * GIB, gpu=False), 1, 1, 2), Wishes()))
+    for parts in ((2,), (1, 1, 2)):
+        assert not unserved(estimate(sizes, divided(Machine("test", 4 * GIB, gpu=False), *parts), Wishes()))
 
 
 def test_drafts_are_planned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

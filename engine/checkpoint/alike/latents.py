@@ -41,7 +41,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     },
     "youtu": _DEEPSEEK | {"tie_word_embeddings": True},
 }
-"""By model_type, as the folder's own table has it."""
+"""By model_type, as LEFT_OUT of fields.py has it."""
 
 
 def complete(found: dict[str, Any]) -> None:

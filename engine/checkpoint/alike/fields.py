@@ -1,0 +1,242 @@
+"""Fields of config.json that have other names than Llama's, or mean something else where they are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.checkpoint.alike import latents
+from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
+
+_GPT2_FIELDS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "rms_norm_eps",
+}
+_CENTRED = {"layer_norm_eps": "rms_norm_eps"}
+_ROUTED = {"n_routed_experts": "num_local_experts", "num_mtp_layers": "num_nextn_predict_layers"}
+_MEGATRON_FIELDS = {
+    **_GPT2_FIELDS,
+    "n_embed": "hidden_size",
+    "num_kv_heads": "num_key_value_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "activation": "hidden_act",
+    "bias": "use_bias",
+}
+OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "bloom": _MEGATRON_FIELDS,
+    "cohere": _CENTRED,
+    "cohere2": _CENTRED,
+    "deepseek_v2": _ROUTED,
+    "deepseek_v3": _ROUTED,
+    "distilbert": {
+        "dim": "hidden_size",
+        "hidden_dim": "intermediate_size",
+        "n_heads": "num_attention_heads",
+        "n_layers": "num_hidden_layers",
+    },
+    "dots1": _ROUTED,
+    "ernie4_5_moe": {
+        "moe_num_experts": "num_experts",
+        "moe_k": "num_experts_per_tok",
+        "moe_num_shared_experts": "n_shared_experts",
+        "moe_layer_start_index": "first_k_dense_replace",
+        "moe_layer_interval": "decoder_sparse_step",
+    },
+    "falcon": _MEGATRON_FIELDS,
+    "glm4_moe": _ROUTED,
+    "glm4_moe_lite": _ROUTED,
+    "kimi_k2": _ROUTED,
+    "gpt2": _GPT2_FIELDS,
+    "gpt_bigcode": _GPT2_FIELDS,
+    "gpt_neox": {**_CENTRED, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
+    "gptj": _GPT2_FIELDS,
+    "hunyuan_v1_moe": {"moe_topk": "num_experts_per_tok"},
+    "lfm2": {
+        "norm_eps": "rms_norm_eps",
+        "tie_embedding": "tie_word_embeddings",
+        "block_ff_dim": "intermediate_size",
+    },
+    "lfm2_moe": {
+        "norm_eps": "rms_norm_eps",
+        "tie_embedding": "tie_word_embeddings",
+        "num_dense_layers": "first_k_dense_replace",
+    },
+    "mpt": {
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "max_seq_len": "max_position_embeddings",
+        "layer_norm_epsilon": "rms_norm_eps",
+    },
+    "nemotron": {"norm_eps": "rms_norm_eps"},
+    "nomic_bert": {
+        "n_embd": "hidden_size",
+        "n_inner": "intermediate_size",
+        "n_head": "num_attention_heads",
+        "n_layer": "num_hidden_layers",
+        "n_positions": "max_position_embeddings",
+    },
+    "opt": {"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+    "phi": _CENTRED,
+    "stablelm": _CENTRED,
+    "starcoder2": {"norm_epsilon": "rms_norm_eps"},
+}
+"""By model_type: fields of config.json that have other names there."""
+
+_GPT2_LEFT_OUT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    **latents.LEFT_OUT,
+    "apertus": {
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "xielu",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 12_000_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
+    "arcee": {"rms_norm_eps": 1e-5, "hidden_act": "relu2"},
+    "bloom": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_new"},
+    "cohere": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625, "rope_theta": 500_000.0},
+    "cohere2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "logit_scale": 0.0625},
+    "ernie4_5": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "head_dim": 128},
+    "ernie4_5_moe": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "moe_norm_min": 1e-12,
+    },
+    "exaone4": {"rms_norm_eps": 1e-5},
+    "falcon": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "multi_query": True, "parallel_attn": True},
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+    "glm": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4": {"rms_norm_eps": 1.5625e-7, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4_moe": {
+        "rms_norm_eps": 1e-5,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "gpt2": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_new", "max_position_embeddings": 1024},
+    "gpt_bigcode": {**_GPT2_LEFT_OUT, "hidden_act": "gelu_pytorch_tanh", "multi_query": True},
+    "gpt_neox": {"rms_norm_eps": 1e-5, "hidden_act": "gelu", "attention_bias": True, "partial_rotary_factor": 0.25},
+    "gptj": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "rotary_dim": 64},
+    "granite_swa": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5},
+    "helium": {"rms_norm_eps": 1e-8, "head_dim": 128},
+    "hunyuan_v1_dense": {"rms_norm_eps": 1e-5},
+    "hunyuan_v1_moe": {"rms_norm_eps": 1e-5},
+    "lfm2": {"tie_word_embeddings": True, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "conv_L_cache": 3},
+    "lfm2_moe": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "conv_L_cache": 3,
+        "first_k_dense_replace": 2,
+    },
+    "minimax_m2": {"rope_theta": 5_000_000.0, "head_dim": 128},
+    "ministral3": {
+        "rms_norm_eps": 1e-5,
+        "head_dim": 128,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    "mpt": {**_GPT2_LEFT_OUT, "hidden_act": "gelu", "expansion_ratio": 4},
+    "nemotron": {"rms_norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5},
+    "olmo2": {"rms_norm_eps": 1e-5},
+    "olmo3": {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
+    "olmoe": {"rms_norm_eps": 1e-5},
+    "opt": {**_GPT2_LEFT_OUT, "hidden_act": "relu", "enable_bias": True},
+    "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    "phimoe": {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    "seed_oss": {"attention_bias": True, "head_dim": 128},
+    "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+    "starcoder2": {
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+    },
+}
+"""By model_type: what a config.json means that leaves a field out, where it is not what it means of a Llama."""
+_FOUR_TIMES = ("bloom", "falcon", "gpt2", "gpt_bigcode", "gptj", "mpt")
+"""Families whose MLPs are four times as wide as the hidden states, where config.json does not say."""
+_BY_LAYER = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+_ONE_KEY = ("falcon", "gpt_bigcode")
+"""Those with a key and a value for all heads, where multi_query says so."""
+
+
+def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a config.json, or of its text part, by Llama's names, with what it leaves out."""
+    kind = str(raw.get("model_type"))
+    found = dict(raw)
+    for other, name in OTHER_NAMES.get(kind, {}).items():
+        if found.get(other) is not None:
+            found[name] = found[other]
+    left_out = {name: value for name, value in LEFT_OUT.get(kind, {}).items() if found.get(name) is None}
+    if found.get("rope_scaling"):
+        left_out.pop("rope_parameters", None)
+    found |= left_out
+    if kind == "hunyuan_v1_moe":  # some of its fields are lists, by layer
+        found |= {name: each[0] for name, each in found.items() if name in _BY_LAYER and _is_of_one(each)}
+    hidden = found.get("hidden_size")
+    if kind in _FOUR_TIMES and found.get("intermediate_size") is None and isinstance(hidden, int):
+        times = found.get("expansion_ratio", 4)
+        found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
+    if kind in ("lfm2", "lfm2_moe"):
+        _complete_lfm2(found)
+    if found.get("kv_lora_rank"):
+        latents.complete(found)
+    if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
+        found["num_key_value_heads"] = 1
+    return found
+
+
+def _is_of_one(value: Any) -> bool:
+    """Whether it is a list of equal numbers."""
+    return isinstance(value, list) and len(value) > 0 and all(each == value[0] for each in value)
+
+
+def _complete_lfm2(found: dict[str, Any]) -> None:
+    """What an LFM2's fields say of its layers and of its MLPs, by the names of other families."""
+    layers, attending = found.get("num_hidden_layers"), found.get("full_attn_idxs")
+    if not found.get("layer_types") and isinstance(layers, int) and 1 <= layers <= MAX_LAYERS:
+        attending = range(layers) if attending is None else attending
+        if isinstance(attending, list | range):
+            found["layer_types"] = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
+    width, unit = found.get("intermediate_size"), found.get("block_multiple_of") or 256
+    factor = found.get("block_ffn_dim_multiplier") or 1.0
+    if not isinstance(width, int) or not isinstance(unit, int) or not isinstance(factor, int | float):
+        return
+    if found.get("block_auto_adjust_ff_dim") is False or found["model_type"] == "lfm2_moe":
+        return
+    if 1 <= width <= MAX_WIDTH and 1 <= unit <= MAX_WIDTH and 0 < factor < 1e6:
+        found["intermediate_size"] = -(-int(factor * int(2 * width / 3)) // unit) * unit
+        found["block_auto_adjust_ff_dim"] = False
