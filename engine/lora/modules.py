@@ -53,8 +53,8 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
     attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
-    sizes = (hidden, inner, vocab)
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), attention, *sizes, _shared(raw, hidden))
+    kind = str(raw.get("model_type"))
+    return _modules(kind, _layers(raw, layers), attention, hidden, inner, vocab, _shared(raw, hidden))
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> Modules:
