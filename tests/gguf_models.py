@@ -41,16 +41,29 @@ _ARCHS = {
     "mistral": "llama",
     "mixtral": "llama",
     "qwen3_moe": "qwen3moe",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "glm4_moe": "glm4moe",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "lfm2_moe": "lfm2moe",
+    "minimax_m2": "minimax-m2",
+    "qwen2_moe": "qwen2moe",
 }
-_PERMUTED = ("arcee", "granite", "llama", "smollm3")
-_PARTLY_ROTATED = ("glm4", "gptneox", "nemotron", "phi3", "stablelm")
+_SPARSE = {
+    *("dots1", "ernie4_5-moe", "glm4moe", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe", "phimoe"),
+    "qwen2moe",
+}
+_PERMUTED = ("arcee", "granite", "granitemoe", "llama", "smollm3")
+_PARTLY_ROTATED = ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi3", "stablelm")
 _GPT2 = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
 _GPT2 |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size"}
 _EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
+_JOINED = "shared_mlp.input_linear"
 _BY_PACKAGE = {
     *("arcee", "cohere2", "command-r", "ernie4_5", "exaone4", "glm4", "gpt2", "gptneox", "granite", "hunyuan-dense"),
     *("lfm2", "nemotron", "olmo2", "phi3", "seed_oss", "stablelm", "starcoder2"),
+    *_SPARSE,
 }
 """Architectures whose tensors are named by the package's own table."""
 _EXPERTS = {
@@ -67,6 +80,8 @@ def stored_name(name: str, model_type: str) -> str:
     arch = _ARCHS.get(model_type, model_type)
     if arch in _BY_PACKAGE:
         table = gguf.get_tensor_name_map(next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), 8)
+        if name.endswith(("_correction_bias", "expert_bias")):  # which the converter calls .bias
+            return f"blk.{name.split('.')[2]}.exp_probs_b.bias"
         return table.get_name(name, try_suffixes=(".weight", ".bias"))
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"
@@ -92,9 +107,16 @@ def stacked_experts(tensors: dict[str, Tensor]) -> dict[str, list[tuple[str, Ten
     """By GGUF name, each expert's part of what files have in one tensor: its name in the checkpoint, and the part,
     which is a view of the checkpoint's tensor."""
     found: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, tensor in tensors.items():
+    by_number = {name: int(match[2]) if (match := _EXPERT.fullmatch(name)) else 0 for name in tensors}
+    for name, tensor in sorted(tensors.items(), key=lambda each: by_number[each[0]]):
         if match := _EXPERT.fullmatch(name):
             found.setdefault(f"blk.{match[1]}.{_EXPERTS[match[3]]}.weight", []).append((name, tensor))
+        elif match := re.search(r"(\d+)\.block_sparse_moe\.(in|out)put_linear", name):  # Granite's: halves
+            halves = zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True)
+            parts = dict(halves) if match[2] == "in" else {"down": tensor}
+            found |= {
+                f"blk.{match[1]}.ffn_{part}_exps.weight": [(name, e) for e in each] for part, each in parts.items()
+            }
         elif ".experts." in name:  # gpt-oss', of which gate and up are in turns
             prefix, kind = f"blk.{name.split('.')[2]}.ffn", "bias" if name.endswith("_bias") else "weight"
             rows = tensor if kind == "bias" else tensor.transpose(1, 2)
@@ -147,6 +169,10 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     if config.get("tie_word_embeddings", True):
         tensors.pop("lm_head.weight", None)
+    halves: dict[str, list[str]] = {}  # Granite's shared gate and up, which files have apart
+    for name in [name for name in tensors if _JOINED in name]:
+        halves[name] = [name.replace(_JOINED, f"mlp.shared_experts.{part}_proj") for part in ("gate", "up")]
+        tensors |= dict(zip(halves[name], tensors.pop(name).chunk(2), strict=True))
     experts = stacked_experts(tensors)
     for stored, parts in experts.items():
         rows = torch.stack([part.float() for _, part in parts])
@@ -165,13 +191,16 @@ def write_gguf(folder: Path, out: Path, type_of: TypeOf = lambda _: "F32", **cha
             rows = rows.t().contiguous()
         rows = rows.squeeze(1) if stored.endswith("shortconv.conv.weight") else rows
         rows = rows + 1 if arch.startswith(("gemma", "nemotron")) and stored.endswith("norm.weight") else rows
-        whole = tensor.ndim == 1 or "ffn_gate_inp" in stored or "shortconv.conv" in stored
+        rows = rows.flatten() if stored.endswith(("exp_probs_b.bias", "inp_shexp.weight")) else rows
+        small = ("ffn_gate_inp", "shortconv.conv", "exp_probs_b")
+        whole = tensor.ndim == 1 or any(each in stored for each in small)
         back = add_tensor(writer, stored, rows, "F32" if whole else type_of(stored))
         if not whole and arch not in ("gptneox", "gpt2"):
             tensor.copy_(back if count is None else back.unflatten(0, (count, -1, 2)).transpose(1, 2).flatten(0, 2))
     if (config.get("rope_parameters") or {}).get("rope_type") == "llama3":
         size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         writer.add_tensor("rope_freqs.weight", llama3_factors(config["rope_parameters"], size))
+    tensors |= {name: torch.cat([tensors.pop(each) for each in parts]) for name, parts in halves.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -204,9 +233,11 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
         unit = config["block_multiple_of"]
         inner = -(-int(config["block_ffn_dim_multiplier"] * int(2 * inner / 3)) // unit) * unit
     writer.add_feed_forward_length(inner)
-    if experts := config.get("num_local_experts") or config.get("num_experts"):
+    names = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if experts := next((config[name] for name in names if config.get(name)), None):
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
+        chosen = ("num_experts_per_tok", "moe_topk", "moe_k")
+        writer.add_expert_used_count(next(config[name] for name in chosen if config.get(name)))
         if arch != "llama":
             writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
@@ -232,6 +263,8 @@ def write_shape(writer: Any, arch: str, config: Mapping[str, Any]) -> None:
         writer.add_rope_scaling_yarn_beta_fast(full["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(full["beta_slow"])
     write_own(writer, arch, config, full)
+    if arch in _SPARSE:
+        write_sparse(writer, config)
     if config.get("sliding_window") and arch.startswith(
         ("gemma", "gpt-oss", "cohere2", "exaone4", "starcoder2", "phi3")
     ):
@@ -247,7 +280,7 @@ def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[s
     """What only some architectures have."""
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     if arch in _PARTLY_ROTATED:
-        writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_dimension_count(config.get("rotary_dim") or int(size * rope.get("partial_rotary_factor", 1.0)))
     if arch == "phi3":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
     if rope.get("rope_type") == "longrope":
@@ -256,14 +289,14 @@ def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[s
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(rope["factor"]) / math.log(old)))
         for kind in ("long", "short"):
             writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], dtype=np.float32))
-    if arch == "granite":
+    if arch in ("granite", "granitemoe"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
     if "logit_scale" in config:
         writer.add_logit_scale(config["logit_scale"])
-    if arch == "lfm2":
+    if arch.startswith("lfm2"):
         writer.add_shortconv_l_cache(config["conv_L_cache"])
     if arch == "gptneox":
         writer.add_parallel_residual(config["use_parallel_residual"])
@@ -271,6 +304,26 @@ def write_own(writer: Any, arch: str, config: Mapping[str, Any], rope: Mapping[s
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
     if rope.get("alpha"):  # HunYuan's base is stretched in the file
         writer.add_rope_freq_base(rope["rope_theta"] * rope["alpha"] ** (size / (size - 2)))
+
+
+def write_sparse(writer: Any, config: Mapping[str, Any]) -> None:
+    """Of experts."""
+    if config.get("n_group"):
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    if config.get("routed_scaling_factor"):
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(bool(config.get("norm_topk_prob")))
+    if (shared := config.get("n_shared_experts") or config.get("moe_num_shared_experts")) is not None:
+        writer.add_expert_shared_count(shared)
+    if width := config.get("shared_expert_intermediate_size") or config.get("shared_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(width)
+    dense = next((config[name] for name in _DENSE if name in config), None)
+    if dense is not None:
+        writer.add_leading_dense_block_count(dense)
+
+
+_DENSE = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
 
 
 def write_bytes_tokenizer(writer: Any, vocab_size: int, **roles: int) -> None:

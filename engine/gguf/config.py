@@ -16,23 +16,33 @@ FAMILIES = {
     "arcee": "arcee",
     "cohere2": "cohere2",
     "command-r": "cohere",
+    "dots1": "dots1",
     "ernie4_5": "ernie4_5",
+    "ernie4_5-moe": "ernie4_5_moe",
     "exaone4": "exaone4",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "glm4": "glm4",
+    "glm4moe": "glm4_moe",
     "gpt-oss": "gpt_oss",
     "gpt2": "gpt2",
     "gptneox": "gpt_neox",
     "granite": "granite",
+    "granitemoe": "granitemoe",
     "hunyuan-dense": "hunyuan_v1_dense",
+    "hunyuan-moe": "hunyuan_v1_moe",
     "lfm2": "lfm2",
+    "lfm2moe": "lfm2_moe",
     "llama": "llama",
+    "minimax-m2": "minimax_m2",
     "nemotron": "nemotron",
     "olmo2": "olmo2",
+    "olmoe": "olmoe",
     "phi3": "phi3",
+    "phimoe": "phimoe",
     "qwen2": "qwen2",
+    "qwen2moe": "qwen2_moe",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
     "seed_oss": "seed_oss",
@@ -41,7 +51,7 @@ FAMILIES = {
     "starcoder2": "starcoder2",
 }
 """general.architecture to config.json's model_type. Mixtral's files call themselves llama, OLMo 3's olmo2."""
-_PARTLY_ROTATED = ("glm4", "gptneox", "nemotron", "phi3", "stablelm")
+_PARTLY_ROTATED = ("glm4", "glm4moe", "gptneox", "minimax-m2", "nemotron", "phi3", "stablelm")
 """Architectures that rotate a part of each head."""
 _MAY_SLIDE = ("cohere2", "exaone4", "olmo2", "phi3", "starcoder2")
 _SCALES = {
@@ -51,8 +61,11 @@ _SCALES = {
     "logits_scaling": "logit_scale",
 }
 """Granite's."""
-_WITH_EXPERTS = ("gpt-oss", "qwen3moe")
-PERMUTED = ("arcee", "granite", "llama", "mixtral", "smollm3")
+_SPARSE = ("dots1", "ernie4_5-moe", "glm4moe", "granitemoe", "hunyuan-moe", "lfm2moe", "minimax-m2", "olmoe", "phimoe")
+_WITH_EXPERTS = ("gpt-oss", "qwen3moe", "qwen2moe", *_SPARSE)
+_OF_DENSE_WIDTH = ("granitemoe", "hunyuan-moe", "minimax-m2", "olmoe", "phimoe")
+"""Architectures whose experts are as wide as intermediate_size says."""
+PERMUTED = ("arcee", "granite", "granitemoe", "llama", "mixtral", "smollm3")
 """The model types whose queries and keys are stored for rotations of neighbours; see `undone` in the loader."""
 _SAMPLING = {
     "temperature": "general.sampling.temp",
@@ -81,7 +94,7 @@ def config_json(header: Header) -> dict[str, Any]:
         "vocab_size": _vocabulary(header),
         "hidden_size": hidden,
         "intermediate_size": _uniform(header, f"{arch}.feed_forward_length"),
-        "num_hidden_layers": header.integer(f"{arch}.block_count"),
+        "num_hidden_layers": _layers(header, arch),
         "num_attention_heads": heads,
         "num_key_value_heads": _key_value_heads(header, arch),
         "head_dim": head_dim,
@@ -151,7 +164,7 @@ def _uniform(header: Header, key: str) -> int | None:
 def _key_value_heads(header: Header, arch: str) -> int | None:
     """Layers of an LFM2 that have no attention have none."""
     key = f"{arch}.attention.head_count_kv"
-    if arch != "lfm2" or not isinstance(header.metadata.get(key), list):
+    if not arch.startswith("lfm2") or not isinstance(header.metadata.get(key), list):
         return _uniform(header, key)
     attending = set(header.integers(key)) - {0}
     if len(attending) != 1:
@@ -197,8 +210,8 @@ def _ropes(header: Header, arch: str) -> dict[str, Any]:
         rope |= {"rope_type": kind, "factor": factor or 1.0}
     if kind == "yarn":
         rope |= _yarn(header, arch)
-    if arch == "phi3" and (long := header.tensors.get("rope_factors_long.weight")) is not None:
-        return {"rope_parameters": _longrope(header, rope, long)}
+    if arch in ("phi3", "phimoe") and (long := header.tensors.get("rope_factors_long.weight")) is not None:
+        return {"rope_parameters": _longrope(header, rope, long, arch)}
     if (factors := header.tensors.get(_FACTORS)) is not None:
         if rope["rope_type"] != "default":
             raise _wrong(header, f"{arch}.rope.scaling.type", f"{kind!r} beside {_FACTORS} is not computed")
@@ -209,15 +222,15 @@ def _ropes(header: Header, arch: str) -> dict[str, Any]:
     return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
 
 
-def _longrope(header: Header, rope: dict[str, Any], long: StoredTensor) -> dict[str, Any]:
+def _longrope(header: Header, rope: dict[str, Any], long: StoredTensor, arch: str) -> dict[str, Any]:
     """Phi-3's, whose factors are tensors."""
     name = "rope_factors_short.weight"
     if (short := header.tensors.get(name)) is None:
         raise ModelError(f"model: {header.name} lacks {name}")
     factors = {"long_factor": _numbers(header, "rope_factors_long.weight", long)}
     factors |= {"short_factor": _numbers(header, name, short)}
-    old = header.integer("phi3.rope.scaling.original_context_length")
-    size = header.number("phi3.rope.scaling.attn_factor")
+    old = header.integer(f"{arch}.rope.scaling.original_context_length")
+    size = header.number(f"{arch}.rope.scaling.attn_factor")
     given = {"original_max_position_embeddings": old, "attention_factor": size}
     return (
         rope | factors | {"rope_type": "longrope"} | {key: value for key, value in given.items() if value is not None}
@@ -248,8 +261,44 @@ def _of_experts(header: Header, arch: str) -> dict[str, Any]:
     inner = header.integer(f"{arch}.expert_feed_forward_length")
     if arch == "qwen3moe":
         fields |= {"moe_intermediate_size": inner, "norm_topk_prob": True}
+    elif arch in ("qwen2moe", *_SPARSE):
+        fields |= _of_sparse(header, arch, inner)
     elif arch == "gpt-oss":
         fields |= {"intermediate_size": inner, "sliding_window": header.integer("gpt-oss.attention.sliding_window")}
+    return fields
+
+
+def _layers(header: Header, arch: str) -> int | None:
+    """Without those that draft tokens."""
+    layers, more = header.integer(f"{arch}.block_count"), header.integer(f"{arch}.nextn_predict_layers") or 0
+    return None if layers is None else layers - more
+
+
+def _of_sparse(header: Header, arch: str, inner: int | None) -> dict[str, Any]:
+    """What keys say alike of the families with experts. inner: an expert's width."""
+    shared, norm = header.integer(f"{arch}.expert_shared_count"), header.flag(f"{arch}.expert_weights_norm")
+    width = header.integer(f"{arch}.expert_shared_feed_forward_length")
+    fields: dict[str, Any] = {
+        "n_shared_experts": shared or 0,
+        "norm_topk_prob": bool(norm),
+        "routed_scaling_factor": header.number(f"{arch}.expert_weights_scale") or None,
+        "n_group": header.integer(f"{arch}.expert_group_count") or None,
+        "topk_group": header.integer(f"{arch}.expert_group_used_count") or None,
+        "first_k_dense_replace": header.integer(f"{arch}.leading_dense_block_count") or 0,
+        "num_nextn_predict_layers": header.integer(f"{arch}.nextn_predict_layers"),
+        "use_qk_norm": arch == "glm4moe" and "blk.0.attn_q_norm.weight" in header.tensors,
+        "lm_head_bias": "output.bias" in header.tensors,
+    }
+    fields |= {"intermediate_size": inner} if arch in _OF_DENSE_WIDTH and inner else {}
+    fields |= {} if arch in _OF_DENSE_WIDTH else {"moe_intermediate_size": inner}
+    match arch:
+        case "granitemoe":
+            fields |= {name: header.number(f"granitemoe.{key}") for name, key in _SCALES.items()}
+            fields["shared_intermediate_size"] = width
+        case "qwen2moe":
+            fields["shared_expert_intermediate_size"] = width
+        case "lfm2moe":
+            fields["norm_topk_prob"] = True
     return fields
 
 
@@ -292,9 +341,9 @@ def _of_others(header: Header, arch: str) -> dict[str, Any]:
             fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in header.tensors
         case "gptneox":
             fields["use_parallel_residual"] = header.flag("gptneox.use_parallel_residual")
-        case "lfm2":
-            fields = {"conv_L_cache": header.integer("lfm2.shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
-            if isinstance(header.metadata.get(key := "lfm2.attention.head_count_kv"), list):
+        case "lfm2" | "lfm2moe":
+            fields = {"conv_L_cache": header.integer(f"{arch}.shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
+            if isinstance(header.metadata.get(key := f"{arch}.attention.head_count_kv"), list):
                 fields["layer_types"] = ["full_attention" if each else "conv" for each in header.integers(key)]
         case "stablelm":
             fields["qk_layernorm"] = "blk.0.attn_q_norm.weight" in header.tensors

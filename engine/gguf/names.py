@@ -31,6 +31,12 @@ _OF_QWEN3_MOE = _INSIDE | {
     "ffn_up_exps": "mlp.experts.*.up_proj",
     "ffn_down_exps": "mlp.experts.*.down_proj",
 }
+_SHARED = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+_WITH_SHARED = _OF_QWEN3_MOE | _SHARED
+_OF_QWEN2_MOE = _OF_QWEN3_MOE | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_OF_QWEN2_MOE |= {name: own.replace("shared_experts", "shared_expert") for name, own in _SHARED.items()}
+_OF_HUNYUAN = _OF_QWEN3_MOE | {"ffn_gate_inp": "mlp.gate.wg"}
+_OF_HUNYUAN |= {name: own.replace("shared_experts", "shared_mlp") for name, own in _SHARED.items()}
 _OF_GPT_OSS = _OF_QWEN3_MOE | {"ffn_gate_inp": "mlp.router", "post_attention_norm": "post_attention_layernorm"}
 _OF_MIXTRAL = _INSIDE | {
     "ffn_gate_inp": "block_sparse_moe.gate",
@@ -38,17 +44,40 @@ _OF_MIXTRAL = _INSIDE | {
     "ffn_up_exps": "block_sparse_moe.experts.*.w3",
     "ffn_down_exps": "block_sparse_moe.experts.*.w2",
 }
+_OF_GRANITE = {
+    name: own.replace("mlp.", "block_sparse_moe.") if "exps" in name else own for name, own in _OF_QWEN3_MOE.items()
+} | {"ffn_gate_inp": "block_sparse_moe.router.layer"}
+_OF_GRANITE |= {name: own.replace("mlp.shared_experts", "shared_mlp") for name, own in _SHARED.items()}
 _OF_LFM2 = _INSIDE | {f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")}
+_OF_LFM2_MOE = _OF_LFM2 | {
+    name: own.replace("block_sparse_moe", "feed_forward") for name, own in _OF_MIXTRAL.items() if name not in _INSIDE
+}
+_CORRECTIONS = {
+    "ernie4_5_moe": "mlp.moe_statics.e_score_correction_bias",
+    "lfm2_moe": "feed_forward.expert_bias",
+    "minimax_m2": "block_sparse_moe.e_score_correction_bias",
+}
+"""What corrects the choice of experts, where it is not DeepSeek-V3's name."""
 _OF_SEED_OSS = _INSIDE | {"post_attention_norm": "post_attention_layernorm"}
 _BY_FAMILY = {
+    "dots1": _WITH_SHARED,
+    "ernie4_5_moe": _WITH_SHARED,
     "exaone4": _INSIDE_WITH_OUTPUT_NORMS,
     "gemma2": _INSIDE_WITH_OUTPUT_NORMS,
     "gemma3_text": _INSIDE_WITH_OUTPUT_NORMS,
     "glm4": _INSIDE_WITH_OUTPUT_NORMS | {"ffn_up": "mlp.gate_up_proj"},
+    "glm4_moe": _WITH_SHARED | {"post_attention_norm": "post_attention_layernorm"},
     "gpt_oss": _OF_GPT_OSS,
+    "granitemoe": _OF_GRANITE,
+    "hunyuan_v1_moe": _OF_HUNYUAN,
     "lfm2": _OF_LFM2,
+    "lfm2_moe": _OF_LFM2_MOE,
+    "minimax_m2": _OF_MIXTRAL,
     "mixtral": _OF_MIXTRAL,
     "olmo2": _INSIDE_WITH_OUTPUT_NORMS,
+    "olmoe": _OF_QWEN3_MOE,
+    "phimoe": _OF_MIXTRAL,
+    "qwen2_moe": _OF_QWEN2_MOE,
     "phi3": _INSIDE | {"ffn_up": "mlp.gate_up_proj"},
     "qwen3_moe": _OF_QWEN3_MOE,
     "seed_oss": _OF_SEED_OSS,
@@ -64,13 +93,15 @@ def checkpoint_name(name: str, model_type: str, count: int) -> str | list[str] |
     stem, _, kind = name.rpartition(".")
     if stem in ("rope_freqs", "rope_factors_long", "rope_factors_short"):
         return None
-    if stem == "token_embd_norm" and model_type == "lfm2":  # named wrongly there: it is behind all layers
+    if stem == "token_embd_norm" and model_type.startswith("lfm2"):  # named wrongly there: it is behind all layers
         return f"model.norm.{kind}"
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"
     layer = _LAYER.fullmatch(stem)
     if layer is not None and layer[2] == "attn_sinks":
         return f"model.layers.{layer[1]}.self_attn.sinks"
+    if layer is not None and layer[2] == "exp_probs_b":
+        return f"model.layers.{layer[1]}.{_CORRECTIONS.get(model_type, 'mlp.gate.e_score_correction_bias')}"
     inside = _BY_FAMILY.get(model_type, _INSIDE)
     if layer is None or layer[2] not in inside:
         return name

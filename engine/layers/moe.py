@@ -110,10 +110,8 @@ class Moe(Part):
 
     def forward(self, run: Operations, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         x, residual = self._norms.add(run, self._input_norm, x, residual)
-        beside = None if self._shared is None else self._shared.forward(run, x, step)
-        x = run.apply(self._mixture, x, step.context)
-        if beside is not None:
-            x = run.add(beside[0], x) if beside[1] is None else run.add_gated(*beside, x)
+        mixed = run.apply(self._mixture, x, step.context)
+        x = mixed if self._shared is None else self._shared.added(run, x, mixed, step)
         return self._norms.norm(run, self._output_norm, run.sum(x, self._shard.group)), residual
 
     @cached_property
@@ -145,11 +143,13 @@ class _Shared:
         table = self._up.parameters() | self._down.parameters()
         return table | ({} if self._gate is None else self._gate.parameters())
 
-    def forward(self, run: Operations, x: Tensor, step: Step) -> tuple[Tensor, Tensor | None]:
-        """What they give for x [T, hidden], and each token's gate [T, 1]."""
-        gate = None if self._gate is None else run.apply(self._gate.packed, x, step.context)
+    def added(self, run: Operations, x: Tensor, mixed: Tensor, step: Step) -> Tensor:
+        """What they give for x [T, hidden], and what the experts have given. May overwrite the latter."""
         gated = run.silu_mul(run.apply(self._up.packed, x, step.context))
-        return run.apply(self._down.packed, gated, step.context), gate
+        own = run.apply(self._down.packed, gated, step.context)
+        if self._gate is None:
+            return run.add(own, mixed)
+        return run.add_gated(own, run.apply(self._gate.packed, x, step.context), mixed)
 
 
 def _whole(

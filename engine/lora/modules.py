@@ -57,13 +57,13 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     return _modules(kind, _layers(raw, layers), attention, hidden, inner, vocab, _shared(raw, hidden))
 
 
-def _shared(raw: Mapping[str, Any], hidden: int) -> Modules:
+def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
     """Of the MLP beside a layer's experts, by its name in a layer."""
     name, width = shared_experts(raw)
     return _gated_mlp(name, hidden, width) if str(raw.get("model_type")) in WITH_EXPERTS and width else {}
 
 
-def _gated_mlp(name: str, hidden: int, inner: int) -> Modules:
+def _gated_mlp(name: str, hidden: int, inner: int) -> dict[str, tuple[int, int]]:
     reads = {f"{name}.{each}_proj": (hidden, inner) for each in ("gate", "up")}
     return reads | {f"{name}.down_proj": (inner, hidden)}
 
@@ -96,10 +96,10 @@ def _modules(
     hidden: int,
     inner: int,
     vocab: int,
-    shared: Modules,
+    shared: dict[str, tuple[int, int]],
 ) -> Modules:
     conv = {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
-    mlp = dict(_gated_mlp("mlp", hidden, inner))
+    mlp = _gated_mlp("mlp", hidden, inner)
     if kind in WITHOUT_GATES:
         del mlp["mlp.gate_proj"]
     found = {

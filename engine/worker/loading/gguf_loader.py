@@ -21,6 +21,15 @@ from quire.engine.worker.loading.loader import TensorStream
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+_ROWS = ("mlp.shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
+"""Which files may have as one axis, and a checkpoint has as two."""
+
+
+def _drafts(stored: str, config: ModelConfig) -> bool:
+    """Whether it is of the layers behind the model's, which guess tokens."""
+    layer = stored.split(".")[1] if stored.startswith("blk.") else ""
+    return bool(config.raw.get("num_nextn_predict_layers")) and layer.isdecimal() and int(layer) >= config.num_layers
+
 
 def linear_types(header: Header, config: ModelConfig) -> Mapping[str, TensorType]:
     """The types of the weights of linears and the embedding, by their names in a checkpoint."""
@@ -41,6 +50,8 @@ def _names(stored: str, tensor: StoredTensor, config: ModelConfig) -> tuple[list
     if tensor.shape[:1] != (count,):
         raise ModelError(f"model: {stored} has the shape {list(tensor.shape)}, which is not of {count} experts")
     # Each such tensor, of however few bytes, has many names.
+    if _drafts(stored, config):
+        return [], False
     if int(stored.split(".")[1]) >= config.num_layers or not stored.endswith((".weight", ".bias")):
         raise ModelError(f"model: the weights hold what the model does not have: {stored[:100]}")
     return found, True
@@ -52,11 +63,13 @@ def gguf_stream(header: Header, config: ModelConfig) -> TensorStream:
     one = 1.0 if config.model_type.startswith(("gemma", "nemotron")) else 0.0
     for stored_name, stored in header.tensors.items():
         names, stacked = _names(stored_name, stored, config)
-        if not names:
+        if not names or _drafts(stored_name, config):
             continue
         rows = _read(stored_name, stored)
         if stacked:
             yield from zip(names, rows, strict=True)
+        elif names[0].endswith(_ROWS):
+            yield names[0], rows.view(1, -1)
         elif names[0].endswith("conv.conv.weight"):
             yield names[0], rows.unsqueeze(1)
         elif names[0].endswith("norm.weight"):

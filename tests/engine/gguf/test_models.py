@@ -13,7 +13,7 @@ from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
-from quire.engine.models import mixtral
+from quire.engine.models.sparse import mixtral
 from tests.engine.harness import Answer, request, run
 from tests.gguf_models import write_gguf
 from tests.tiny_models import VOCAB, YARN, save_tiny_model
@@ -56,12 +56,24 @@ FAMILIES = {
     "gpt_neox-serial": {},
     "lfm2": {},
     "lfm2-biased": {"conv_bias": False},
+    "qwen2-moe": {"decoder_sparse_step": 1, "norm_topk_prob": False},
+    "olmoe": {},
+    "glm4_moe": {},
+    "dots1": {"sliding_window": None},
+    "ernie4_5_moe": {"moe_layer_end_index": -1, "moe_layer_start_index": 1},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "minimax_m2": {},
+    "phimoe": {"router_jitter_noise": 0.01},
+    "lfm2_moe": {},
     "gpt2": {"scale_attn_by_inverse_layer_idx": False},
 }
 """What the format can say of a family: what it cannot, llama.cpp knows from the real models."""
 
 
 ROUNDED = ("llama3-rope", "phi3-longrope", "granite", "hunyuan_v1_dense")
+ROUNDED += ("granitemoe", "granitemoeshared", "hunyuan_v1_moe")
 """Files have 32 bits of what their rotations and multipliers are."""
 
 

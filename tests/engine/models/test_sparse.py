@@ -1,0 +1,154 @@
+"""Families with experts: log probabilities against transformers in float64, promise 2, few bits, adapters of shared
+experts, and what config.json may not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.layers.moe import ExpertsSpec
+from quire.engine.loop import Engine
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.spool import Spool
+from quire.engine.models import decoder_spec
+from quire.engine.types import Request, SamplingParams
+from quire.kernels.cpu.backend import Cpu
+from tests.adapters import merge, save_adapter
+from tests.engine.harness import Answer, request, run
+from tests.tiny_models import VOCAB, save_tiny_model
+
+MISSING = Cpu().missing
+compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+FAMILIES = ["glm4_moe", "qwen2-moe", "phimoe", "ernie4_5_moe", "flex_olmo", "granitemoe_swa", "hunyuan_v1_moe"]
+FAMILIES += ["lfm2_moe", "minimax_m2", "dots1", "olmoe"]
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 96} | options))
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40, 77, 33)]
+
+
+def told(answer: Answer) -> tuple[list[int], list[float]]:
+    return answer.ids, [each.logprob for each in answer.logprobs]
+
+
+def row(answer: Answer) -> torch.Tensor:
+    assert answer.prompt_logprobs is not None
+    return torch.tensor([each.logprob for each in answer.prompt_logprobs if each is not None])
+
+
+def theirs(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    return logprobs[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0].float()
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_those_of_float64(family: str, tmp_path: Path) -> None:
+    path, prompt = save_tiny_model(tmp_path, family), prompts()[4]
+    judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    made = engine(path, dtype="float32")
+    assert row(run(made, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"]) == pytest.approx(
+        theirs(judge, prompt), abs=5e-5
+    )
+
+
+@compiled
+@pytest.mark.few(2)
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "float32"}, {"quantization": "int4"}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone_together_chunked_cached_and_preempted_are_the_same(
+    family: str, settings: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_model(tmp_path, family, dtype=torch.bfloat16)
+    asked = [request(str(i), prompt, max_tokens=24, logprobs=0) for i, prompt in enumerate(prompts())]
+
+    def answers(some: Engine) -> dict[str, tuple[list[int], list[float]]]:
+        return {name: told(each) for name, each in run(some, asked).items()}
+
+    together = engine(path, **settings)
+    wanted = answers(together)
+    assert together.runner._model._recording[1] is not None
+    again = run(together, asked)
+    assert any(each.cached_tokens for each in again.values())
+    assert {name: told(each) for name, each in again.items()} == wanted
+    alone = engine(path, **settings, enable_prefix_caching=False)
+    for each in asked:
+        assert told(run(alone, [each])[each.id]) == wanted[each.id]
+    assert answers(engine(path, **settings, max_num_batched_tokens=7)) == wanted
+    few = engine(path, **settings, num_kv_blocks=12, max_model_len=128)
+    assert answers(few) == wanted
+    assert few.stats.preemptions > 0
+    monkeypatch.setattr(Cpu, "recorded", lambda *_, **__: None)
+    assert answers(engine(path, **settings)) == wanted
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["qwen2-moe", "glm4_moe", "granitemoeshared", "hunyuan_v1_moe"])
+def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> None:
+    path, prompt = save_tiny_model(tmp_path / "model", family), prompts()[3]
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    modules = adaptable_modules(read_model_config(path))
+    targets = sorted({name.rpartition(".")[2] for name in modules if ".shared" in name})
+    assert targets
+    folder = save_adapter(tmp_path / "a", base, 4, targets=tuple(targets), seed=4)
+    (tmp_path / "spool").mkdir()
+    adapter = Spool(tmp_path / "spool", modules, 8).add("a", str(folder))
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0)
+    asked = [Request(id=str(of), prompt_ids=prompt, params=params, seed=0, adapter=of) for of in (None, adapter)]
+    plain, adapted = run(engine(path, dtype="float32", enable_lora=True, max_lora_rank=8), asked).values()
+    assert row(plain) == pytest.approx(theirs(base, prompt), abs=1e-4)
+    assert row(adapted) == pytest.approx(theirs(merge(base, folder), prompt), abs=1e-4)
+    assert (row(adapted) - row(plain)).abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "says"),
+    [
+        ("glm4_moe", {"n_group": 5}, "num_experts_per_tok: 12 experts in 5 groups"),
+        ("glm4_moe", {"topk_group": 1, "num_experts_per_tok": 4}, "4 experts of 1 groups of 3"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate_size"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of an 'olmoe' is not supported"),
+        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok: 3, where a 'phimoe' has 2"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 1, 2]}, "num_experts_per_tok"),
+    ],
+)
+def test_what_is_not_served_is_named(family: str, change: dict, says: str, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, family)
+    content = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(content | change))
+    with pytest.raises(ModelError, match=says):
+        engine(path)
+
+
+def test_a_list_of_equal_numbers_is_that_number(tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "hunyuan_v1_moe")
+    content = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(content | {"moe_topk": [2, 2, 2], "moe_intermediate_size": [160] * 3}))
+    spec = decoder_spec(read_model_config(path))
+    assert [each.routing.per_token for each in spec.parts(ExpertsSpec)] == [2, 2, 2]
+
+
+def test_layers_that_draft_are_left_out(tmp_path: Path) -> None:
+    path, prompt = save_tiny_model(tmp_path, "glm4_moe", num_mtp_layers=1), prompts()[1]
+    tensors = load_file(path / "model.safetensors")
+    more = {
+        name.replace("layers.2.", "layers.3."): each.clone() for name, each in tensors.items() if "layers.2." in name
+    }
+    asked = request("a", prompt, max_tokens=2, prompt_logprobs=0)
+    before = row(run(engine(path), [asked])["a"])
+    save_file(tensors | more | {"model.layers.3.eh_proj.weight": torch.zeros(4, 4)}, path / "model.safetensors")
+    assert torch.equal(row(run(engine(path), [asked])["a"]), before)
