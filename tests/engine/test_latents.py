@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,24 +13,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.drafting.adaptive import Adaptive
-from quire.engine.errors import ConfigError
+from quire.engine.errors import AdapterError, ConfigError
 from quire.engine.loop import Engine
+from quire.engine.lora.files import read_adapter
+from quire.engine.lora.modules import adaptable_modules
 from quire.engine.models import decoder_spec
 from quire.engine.worker.device import check_attention
 from quire.server.cli.plan.configured import predicted_tokens
 from quire.server.cli.plan.machine import Machine
-from tests.engine.harness import run
+from tests.adapters import save_adapter
+from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import CHEAP, Garbage
 from tests.engine.test_states import PARAMS, PROMPT, SHAPES, SMALL, asked, known
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import save_tiny_model
 from tests.variants import examples
+
+FAMILIES = ["deepseek_v2", "deepseek_v2-lite", "deepseek_v2-dense", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"]
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,42 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
     for _ in range(2):
         assert known(run(made, requests)) == wanted
     made.scheduler._drafter = plain
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_those_of_float64(family: str, backend: str, folder: Path) -> None:
+    path, prompt = model(folder, family), [3 + (at * at) % 300 for at in range(77)]
+    judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    made = Engine(EngineConfig(model=str(path), dtype="float32", attention_backend=backend, num_kv_blocks=96))
+    found = told(run(made, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"])
+    with torch.inference_mode():
+        logprobs = judge(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    wanted = logprobs[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+    assert found == pytest.approx(wanted.tolist(), abs=5e-5)
+
+
+def told(answer: Answer) -> list[float]:
+    assert answer.prompt_logprobs is not None
+    return [each.logprob for each in answer.prompt_logprobs if each is not None]
+
+
+def test_kimi_is_deepseek_by_another_name(folder: Path, tmp_path: Path) -> None:
+    path, asked = model(folder, "deepseek_v3"), request("a", [3, 40, 7, 99, 5], max_tokens=2, prompt_logprobs=0)
+    copy = shutil.copytree(path, tmp_path / "kimi")
+    content = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(content | {"model_type": "kimi_k2"}))
+    wanted, found = (run(Engine(EngineConfig(model=str(each), **SMALL)), [asked])["a"] for each in (path, copy))
+    assert (found.ids, told(found)) == (wanted.ids, told(wanted))
+
+
+def test_an_adapter_of_what_expands_latents_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = model(folder, "youtu")
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    adapter = save_adapter(tmp_path / "a", base, 4, targets=("kv_b_proj",), seed=4)
+    with pytest.raises(AdapterError, match=r"kv_b_proj.*adapters of what expands latents are not served"):
+        read_adapter(adapter, adaptable_modules(read_model_config(path)), 8)
 
 
 @pytest.mark.parametrize(("kv", "beside"), [("auto", 0), ("int8", 2), ("fp8", 0)])
