@@ -357,7 +357,7 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             offset = name.endswith("bias") or family.startswith(("gemma", "nemotron"))
             torch.nn.init.normal_(parameter, mean=0.0 if offset else 1.0, std=0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("bias"):  # which corrects the choice of experts
+        if name.endswith("bias") and buffer.is_floating_point():  # which corrects the choice of experts
             torch.nn.init.normal_(buffer, std=0.2)
     model.to(dtype).save_pretrained(path)
     return path
