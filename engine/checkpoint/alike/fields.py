@@ -175,7 +175,7 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "opt": {**_GPT2_LEFT_OUT, "hidden_act": "relu", "enable_bias": True},
     "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    "phimoe": {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0},
+    "phimoe": {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_experts_per_tok": 2},
     "seed_oss": {"attention_bias": True, "head_dim": 128},
     "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
     "starcoder2": {

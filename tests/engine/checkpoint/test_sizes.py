@@ -15,15 +15,21 @@ from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.errors import ModelError
 from tests import tiny_models
 
-OTHERS = ("qwen2_moe", "olmoe", "axk1", "llama4_text")
-UNSAID = {"hunyuan_v1_dense": {"head_dim": 128}, "nemotron": {"num_key_value_heads": 48}}
+OTHERS = ("axk1", "llama4_text")
+UNSAID: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 4, "moe_topk": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "nemotron": {"num_key_value_heads": 48},
+}
 """What transformers cannot do without, and has no default of."""
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Shared parameters count once; and what corrects a choice of experts, which transformers has as a buffer."""
-    learned = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    return sum({id(each): each.numel() for each in (*model.parameters(), *learned)}.values())
+    """Shared parameters count once; what corrects the choice of experts is a buffer."""
+    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]
+    return sum({id(each): each.numel() for each in (*model.parameters(), *corrections)}.values())
 
 
 @pytest.mark.few(24)
