@@ -28,7 +28,8 @@ UNSAID: dict[str, dict[str, Any]] = {
 
 def count_parameters(model: torch.nn.Module) -> int:
     """Shared parameters count once; what corrects the choice of experts is a buffer."""
-    corrections = [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]
+    found = [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]
+    corrections = [buffer for buffer in found if buffer.is_floating_point()]
     return sum({id(each): each.numel() for each in (*model.parameters(), *corrections)}.values())
 
 
