@@ -17,6 +17,7 @@ from torch import Tensor
 from quire.kernels.activation import Activation
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
+from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Routing
@@ -165,6 +166,8 @@ class Softmax:
     sinks: Tensor | None = None
     """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025). Only the
     CPU backends take them."""
+    values: int | None = None
+    """A key's first numbers that are its value, where the values' cache is that of keys. Only CPU backends take it."""
 
     def window_in(self, longest: int) -> int | None:
         """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
@@ -221,14 +224,13 @@ class Operations(ABC):
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al., 2016). Weight and bias are
-        float32, and the arithmetic, rounded to the dtype of x at the end."""
+        """The same with (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016)."""
 
     @abstractmethod
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(layer_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+        """The same with layer_norm."""
 
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -254,16 +256,14 @@ class Operations(ABC):
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
-
-        K follows from the caches' shape. May overwrite qkv.
-        """
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D]. K follows from the
+        caches' shape. May overwrite qkv."""
 
     @abstractmethod
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
+        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, Softmax.values].
 
         The query at position p sees keys max(0, p - window + 1) to p.
         What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
@@ -271,6 +271,10 @@ class Operations(ABC):
         A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
         change a bit of it (except on a GPU where the backend was not made deterministic).
         """
+
+    @abstractmethod
+    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, L + R], turned in place."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
@@ -286,8 +290,6 @@ Recorded = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Ten
 
 
 class Backend(Operations):
-    """Tensors in, tensors out. Shapes as above."""
-
     name: str
     block_size: int
     """Tokens in a page."""
@@ -331,12 +333,15 @@ class Backend(Operations):
 
     @abstractmethod
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
-        """The same as Clamp says it."""
+        """silu_mul as Clamp says it."""
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards.
-        wide: the result is float32, of the same sums, whatever the dtype of x."""
+        """x @ weight.T + bias, weight [out, in]; `weight` may be dropped afterwards. wide: the result is float32."""
+
+    @abstractmethod
+    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]: see kernels/latents/blocks.py."""
 
     @abstractmethod
     def pack_quantized(
@@ -351,8 +356,7 @@ class Backend(Operations):
 
     @abstractmethod
     def mixture(self, experts: Experts) -> Linear:
-        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give. It reads
-        the weights of those that some token chose, once."""
+        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give."""
 
     @abstractmethod
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
@@ -369,14 +373,13 @@ class Backend(Operations):
     def recorded(
         self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> Recorded | None:
-        """Consecutive layers as one call, with the bits of their operations one by one; None where the backend has no
-        such call, or not for these. hidden, dtype: of the stream. starts: it begins in the first of them. groups: as
-        many block tables has their metadata."""
+        """Consecutive layers as one call, with the bits of their operations one by one; None where there is no such.
+        hidden, dtype: of the stream. starts: it begins in the first of them. groups: their metadata's block tables."""
 
     @abstractmethod
     def ranks_memory(self, count: int, row_bytes: int) -> int | None:
-        """What so many processes on one machine need to compute together in its memory: a descriptor that each must
-        get. row_bytes: of the longest row that they will put side by side. None where the backend has no such way."""
+        """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
+        of the longest row that they will put side by side. None where the backend has no such way."""
 
     @abstractmethod
     def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:

@@ -45,6 +45,7 @@ SHARED = {
     "quire.engine.config",
     "quire.engine.replicas.cores",
     "quire.engine.checkpoint.adapted",
+    "quire.engine.checkpoint.alike",
     "quire.engine.checkpoint.families",
     "quire.engine.checkpoint.fields",
     "quire.engine.checkpoint.files",

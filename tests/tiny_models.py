@@ -100,6 +100,16 @@ GPT2 = {**HEADS, "n_inner": 96, "tie_word_embeddings": True}
 SHORT_YARN = {name: value for name, value in YARN.items() if name != "truncate"}
 NEWER_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 160}
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+MSCALE = SHORT_YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied-biased": {
@@ -251,6 +261,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "full_attn_idxs": [0],
     },
+    "deepseek_v2": {
+        **LATENTS,
+        **GROUPED,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "rope_parameters": MSCALE,
+    },
+    "deepseek_v2-lite": {
+        **LATENTS,
+        **GROUPED,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "attention_bias": True,
+    },
+    "deepseek_v2-dense": {**LATENTS, "model_type": "deepseek_v2", "q_lora_rank": None, "first_k_dense_replace": 3},
+    "deepseek_v3": {**LATENTS, **GROUPED, "model_type": "deepseek_v3", "rope_parameters": MSCALE},
+    "glm4_moe_lite": {**LATENTS, **GROUPED, "model_type": "glm4_moe_lite", "norm_topk_prob": True},
+    "youtu": {
+        **LATENTS,
+        "model_type": "youtu",
+        "kv_lora_rank": 30,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "pad_token_id": None,  # whose embedding transformers makes zero when it loads one
+    },
+    "minicpm3": {**LATENTS, "model_type": "minicpm3", "dim_model_base": 32, "tie_word_embeddings": True},
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},
     "exaone4": {"model_type": "exaone4", "sliding_window": 24, "layer_types": SLIDES},
@@ -320,7 +357,7 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             offset = name.endswith("bias") or family.startswith(("gemma", "nemotron"))
             torch.nn.init.normal_(parameter, mean=0.0 if offset else 1.0, std=0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("bias"):  # which corrects the choice of experts
+        if name.endswith("bias") and buffer.is_floating_point():  # which corrects the choice of experts
             torch.nn.init.normal_(buffer, std=0.2)
     model.to(dtype).save_pretrained(path)
     return path

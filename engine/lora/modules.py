@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.checkpoint.alike.fields import named_alike
-from quire.engine.checkpoint.families import STATES, WITH_EXPERTS, WITHOUT_GATES, shared_experts, sparse_layers
+from quire.engine.checkpoint.families import (
+    LATENT,
+    LATENT_SIZES,
+    STATES,
+    WITH_EXPERTS,
+    WITHOUT_GATES,
+    shared_experts,
+    sparse_layers,
+)
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import layout_of, stored_module
 from quire.engine.errors import ConfigError
@@ -28,10 +36,10 @@ def adaptable_modules(model: ModelConfig) -> Modules:
 
 def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
-    heads = (model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim)
+    attention = _attention(model.raw, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
+    sizes = (model.hidden_size, model.intermediate_size, model.vocab_size)
     layers = _layers(model.raw, model.num_layers)
-    sizes = (model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
-    return _modules(model.model_type, layers, *sizes, _shared(model.raw, model.hidden_size))
+    return _modules(model.model_type, layers, attention, *sizes, _shared(model.raw, model.hidden_size))
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -44,9 +52,9 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
         raise ConfigError(f"max_loras: config.json does not say {wrong[0]}", param="max_loras")
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
-    keys = int(raw.get("num_key_value_heads") or heads) * dim
-    widths = (hidden, inner, heads * dim, keys, vocab)
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), *widths, _shared(raw, hidden))
+    attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
+    kind = str(raw.get("model_type"))
+    return _modules(kind, _layers(raw, layers), attention, hidden, inner, vocab, _shared(raw, hidden))
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
@@ -68,22 +76,28 @@ def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
     return [(kinds is None or kinds[layer] != STATES[kind], not sparse[layer]) for layer in range(layers)]
 
 
+def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, dim: int) -> Modules:
+    """The linears of a layer's attention. What makes keys and values of latents is none: it becomes others."""
+    if raw.get("model_type") not in LATENT:
+        queries, keys = heads * dim, kv_heads * dim
+        found = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+        return {f"self_attn.{name}_proj": shape for name, shape in found.items()}
+    latent, rotated, plain, value = (int(raw.get(name) or 0) for name in LATENT_SIZES)
+    low, queries = raw.get("q_lora_rank"), heads * (plain + rotated)
+    found = {"q_a_proj": (hidden, low), "q_b_proj": (low, queries)} if low else {"q_proj": (hidden, queries)}
+    found |= {"kv_a_proj_with_mqa": (hidden, latent + rotated), "o_proj": (heads * value, hidden)}
+    return {f"self_attn.{name}": shape for name, shape in found.items()}
+
+
 def _modules(
     kind: str,
     layers: list[tuple[bool, bool]],
+    attention: Modules,
     hidden: int,
     inner: int,
-    queries: int,
-    keys: int,
     vocab: int,
     shared: dict[str, tuple[int, int]],
 ) -> Modules:
-    attention = {
-        "self_attn.q_proj": (hidden, queries),
-        "self_attn.k_proj": (hidden, keys),
-        "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (queries, hidden),
-    }
     conv = {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
     mlp = _gated_mlp("mlp", hidden, inner)
     if kind in WITHOUT_GATES:
@@ -91,7 +105,7 @@ def _modules(
     found = {
         f"model.layers.{index}.{name}": shape
         for index, (attends, has_mlp) in enumerate(layers)
-        for name, shape in ((attention if attends else conv) | (mlp if has_mlp else shared)).items()
+        for name, shape in (dict(attention if attends else conv) | dict(mlp if has_mlp else shared)).items()
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

@@ -19,6 +19,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
@@ -44,6 +45,9 @@ def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec)
         if has and device.type != "cpu":
             why = f"{kind} of attention ({model.model_type}) are served on CPUs alone so far: --device cpu"
             raise ConfigError(f"device: {why}", param="device")
+    if spec.parts(LatentAttentionSpec) and device.type != "cpu":
+        why = f"latent attention ({model.model_type}) is served on CPUs alone so far: --device cpu, or --model-impl "
+        raise ConfigError(f"device: {why}transformers, which keeps the keys and values of all heads", param="device")
 
 
 def set_up_cpu(config: EngineConfig) -> None:
@@ -179,9 +183,10 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     return Chosen(spec, device, dtype, changed, *choose_backend(config, device, dtype, spec, tried=tried))
 
 
-def widest(spec: DecoderSpec) -> AttentionSpec:
+def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
     """The attention that asks most of a backend."""
-    return max(spec.parts(AttentionSpec), key=lambda each: each.head_dim)
+    parts: list[AttentionSpec | LatentAttentionSpec] = [*spec.parts(AttentionSpec), *spec.parts(LatentAttentionSpec)]
+    return max(parts, key=lambda each: each.head_dim)
 
 
 def choose_backend(

@@ -32,9 +32,12 @@ from quire.kernels.cpu import linear, lora, native, quantized
 from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.decoder.short_conv import convolved
+from quire.kernels.cpu.latents import latent as latents
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
+from quire.kernels.latents.blocks import ReferenceBlocks
+from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
@@ -115,7 +118,7 @@ class Cpu(Reference):
     ) -> Tensor:
         _check_cache(q, k_cache, v_cache)
         q = q.contiguous()
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], softmax.values or q.shape[2]))
         table, pages = metadata.block_table, k_cache.shape[0]
         _, heads, head_dim = q.shape
         lengths = (metadata.query_start, metadata.context_lens)
@@ -137,10 +140,10 @@ class Cpu(Reference):
             ahead,
             *native.bias_arguments(softmax.bias),
         )
-        sinks = _sinks(softmax.sinks, heads)
+        beside = (_sinks(softmax.sinks, heads), softmax.values or 0)
         held = native.kv_format(k_cache, softmax.kv_scales)
         pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]
-        outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, sinks, torch.get_num_threads())
+        outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, *beside, torch.get_num_threads())
         if outside:
             raise IndexError(f"block table names a page outside the {pages} pages of the cache")
         return out
@@ -253,6 +256,10 @@ class Cpu(Reference):
             raise IndexError(f"slots outside the {pages} pages of the cache")
         return q
 
+    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        _check_cache(q, cache, cache)
+        return latents.stored(self.library, q, kv, latent, cache, (metadata.positions, metadata.slots))
+
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         if bcx.dtype not in self.library.short_conv:
             return super().short_conv(bcx, conv, columns, metadata)
@@ -268,6 +275,10 @@ class Cpu(Reference):
         if not self.multiplies(weight.dtype) or weight.shape[1] * weight.element_size() % 4:
             return super().pack_linear(weight, bias, wide=wide)
         return linear.PackedLinear(self.library, weight, bias, wide=wide)
+
+    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        made = [self.pack_linear(each, None) for each in weights]
+        return latents.compiled_blocks(self.library, made, passed) or ReferenceBlocks(made, passed)
 
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Whether unquantized linears of this type are our own kernel's, which layers run in one call need."""

@@ -67,6 +67,10 @@ class PackedLinear(ctypes.Structure):
     ]
 
 
+class LinearBlocks(ctypes.Structure):
+    _fields_ = [("linears", ctypes.POINTER(PackedLinear)), *[(name, _INT) for name in ("count", "passed")]]
+
+
 class Routing(ctypes.Structure):
     _fields_ = [
         ("correction", _POINTER),
@@ -173,8 +177,10 @@ def _map(size: int) -> Tensor:
 SIGNATURES = {
     "paged_attention": [
         *[*[_POINTER] * 8, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
-        *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
+        *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
     ],
+    "latent_store": [*[_POINTER] * 4, _INT, *[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3, _FLOAT, _INT],
+    "linear_blocks": [*[_POINTER] * 3, _LONG, _INT],
     "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
     "rope_store": [*[_POINTER] * 5, _INT, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
     "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 5],

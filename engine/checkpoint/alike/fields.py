@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.checkpoint.alike import latents
 from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 
 _GPT2_FIELDS = {
@@ -48,6 +49,8 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "falcon": _MEGATRON_FIELDS,
     "glm4_moe": _ROUTED,
+    "glm4_moe_lite": _ROUTED,
+    "kimi_k2": _ROUTED,
     "gpt2": _GPT2_FIELDS,
     "gpt_bigcode": _GPT2_FIELDS,
     "gpt_neox": {**_CENTRED, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
@@ -87,6 +90,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 
 _GPT2_LEFT_OUT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    **latents.LEFT_OUT,
     "apertus": {
         "rms_norm_eps": 1e-5,
         "hidden_act": "xielu",
@@ -208,6 +212,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
     if kind in ("lfm2", "lfm2_moe"):
         _complete_lfm2(found)
+    if found.get("kv_lora_rank"):
+        latents.complete(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1
     return found

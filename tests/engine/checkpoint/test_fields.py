@@ -63,6 +63,8 @@ READERS = (
     "granite_swa",
     "olmo3",
     "lfm2",
+    "deepseek_v3",
+    "minicpm3",
     "hunyuan_v1_dense",
     "cohere-norms",
     "gptj",
