@@ -105,7 +105,7 @@ def serve(port: int, ready: Connection, hub: str | None = None, identity: str = 
             ready.send(os.getpid())
 
         async with app.router.lifespan_context(app):
-            server = HttpServer(app, config, announce, lambda: [app])
+            server = HttpServer(app, config, announce)
             with socket.create_server(("127.0.0.1", port), backlog=2048, reuse_port=hub is not None) as listener:
                 await server.serve(sockets=[listener])
 

@@ -116,6 +116,11 @@ class EngineConfig(BaseModel):
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] = Field(
         "auto", description="Type of keys and values; auto: that of the model; int8, fp8: 8 bits, half the memory"
     )
+    activation_bits: Literal["auto", "8", "16"] = Field(
+        "auto",
+        description="Bits to which a CPU rounds what it multiplies with integer weights; auto: 8, and 16 where inputs "
+        "are many times the others",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if there is one")
     attention_backend: str = Field(
         "auto", description="Attention kernels: auto, flash3, flash4, flash, torch_varlen, triton, cpu, reference"

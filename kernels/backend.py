@@ -17,11 +17,13 @@ from torch import Tensor
 from quire.kernels.activation import Activation, Clamp
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
+from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates, Guesses
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Routing
+from quire.kernels.softmax import Softmax
 
 Pages = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: tensors whose first axis is the page, then those whose
@@ -148,32 +150,6 @@ class AttentionMetadata:
 
 
 @dataclass(frozen=True, slots=True)
-class Softmax:
-    """How a query weighs the keys of its sequence."""
-
-    scale: float
-    """Factor of the scores."""
-    window: int | None = None
-    """Keys that a query sees, itself included; None: all."""
-    softcap: float | None = None
-    """c replaces a score s by c * tanh(s / c)."""
-    ahead: int | None = 0
-    """Keys behind its own position that a query sees; None: all. Only the CPU backends take other values."""
-    bias: Tensor | None = None
-    """[H, 2 L + 15] float32, for contexts of up to L tokens: added to the score of a key that stands d tokens behind
-    the query (before it: d < 0) is column L - 1 + d. The last 16 columns are never used."""
-    kv_scales: KVScales = UNSCALED
-    """Of pages that hold 8-bit floats."""
-    sinks: Tensor | None = None
-    """[H] float32: a score of each head that takes a part of the weights (gpt-oss). CPU backends alone take it."""
-
-    def window_in(self, longest: int) -> int | None:
-        """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
-        without. Not for deterministic backends: `longest` depends on the batch."""
-        return None if self.window is None or self.window >= longest else self.window
-
-
-@dataclass(frozen=True, slots=True)
 class Experts:
     """Gated MLPs, of which a router chooses some for each token (Shazeer et al., 2017)."""
 
@@ -213,14 +189,13 @@ class Operations(ABC):
 
     @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """(x - mean) / sqrt(variance + eps) * weight + bias over the last axis (Ba et al., 2016). Weight and bias are
-        float32, and the arithmetic, rounded to the dtype of x at the end."""
+        """The same with (x - mean) / sqrt(variance + eps) * weight + bias (Ba et al., 2016)."""
 
     @abstractmethod
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(layer_norm(x + residual), x + residual), all [T, hidden]. May overwrite x and residual."""
+        """The same with layer_norm."""
 
     @abstractmethod
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
@@ -246,16 +221,14 @@ class Operations(ABC):
     def rope_store(
         self, qkv: Tensor, rope: Rope, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D].
-
-        K follows from the caches' shape. May overwrite qkv.
-        """
+        """Split qkv [T, (H + 2K) * D], norm and rotate q and k, store k and v. Returns q [T, H, D]. K follows from the
+        caches' shape. May overwrite qkv."""
 
     @abstractmethod
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D].
+        """Causal attention of q [T, H, D] over its sequences' pages, [T, H, D], or [T, H, Softmax.values].
 
         The query at position p sees keys max(0, p - window + 1) to p.
         What is read is always what the pages hold: of codes the rounded numbers, of the step's own tokens too.
@@ -263,6 +236,10 @@ class Operations(ABC):
         A row's result depends on nothing but its own query and keys: the batch, the chunking and the page ids do not
         change a bit of it (except on a GPU where the backend was not made deterministic).
         """
+
+    @abstractmethod
+    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Norm, rotate, store kv [T, L + R]: kernels/latents/latent.py. Returns q [T, H, L + R], turned in place."""
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
@@ -289,8 +266,6 @@ Recorded = Callable[[Tensor, Tensor | None, AttentionMetadata, range], tuple[Ten
 
 
 class Backend(Operations):
-    """Tensors in, tensors out. Shapes as above."""
-
     name: str
     block_size: int
     """Tokens in a page."""
@@ -334,12 +309,15 @@ class Backend(Operations):
 
     @abstractmethod
     def clamped_mul(self, gate_up: Tensor, clamp: Clamp) -> Tensor:
-        """The same as Clamp says it."""
+        """silu_mul as Clamp says it."""
 
     @abstractmethod
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
-        """x @ weight.T + bias, weight [out, in], in whatever form is fastest; `weight` may be dropped afterwards.
-        wide: the result is float32, of the same sums, whatever the dtype of x."""
+        """x @ weight.T + bias, weight [out, in]; `weight` may be dropped afterwards. wide: the result is float32."""
+
+    @abstractmethod
+    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        """[T, B * (in + passed)] to [T, B * (out + passed)] by B weights [out, in]: see kernels/latents/blocks.py."""
 
     @abstractmethod
     def pack_quantized(
@@ -354,8 +332,7 @@ class Backend(Operations):
 
     @abstractmethod
     def mixture(self, experts: Experts) -> Linear:
-        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give. It reads
-        the weights of those that some token chose, once."""
+        """The experts as one call, [T, hidden] to the same: the weighed sum of what each token's experts give."""
 
     @abstractmethod
     def adapted(self, linear: Linear, slots: AdapterSlots) -> AdaptedLinear:
@@ -372,14 +349,13 @@ class Backend(Operations):
     def recorded(
         self, layers: Sequence[Layer], hidden: int, dtype: torch.dtype, *, starts: bool, groups: int
     ) -> Recorded | None:
-        """Consecutive layers as one call, with the bits of their operations one by one; None where the backend has no
-        such call, or not for these. hidden, dtype: of the stream. starts: it begins in the first of them. groups: as
-        many block tables has their metadata."""
+        """Consecutive layers as one call, with the bits of their operations one by one; None where there is no such.
+        hidden, dtype: of the stream. starts: it begins in the first of them. groups: their metadata's block tables."""
 
     @abstractmethod
     def ranks_memory(self, count: int, row_bytes: int) -> int | None:
-        """What so many processes on one machine need to compute together in its memory: a descriptor that each must
-        get. row_bytes: of the longest row that they will put side by side. None where the backend has no such way."""
+        """What so many processes on one machine need to compute together: a descriptor that each must get. row_bytes:
+        of the longest row that they will put side by side. None where the backend has no such way."""
 
     @abstractmethod
     def collective(self, descriptor: int, rank: int, count: int, parent: int = 0) -> Collective:

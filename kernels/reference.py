@@ -25,17 +25,19 @@ from quire.kernels.backend import (
     Linear,
     LinearContext,
     Recorded,
-    Softmax,
     Table,
 )
 from quire.kernels.collective import Collective
 from quire.kernels.experts import ReferenceMixture
 from quire.kernels.fit import fit_int4
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, scale_elements, store_codes
+from quire.kernels.latents.blocks import ReferenceBlocks
+from quire.kernels.latents.latent import Latent, latent_key, rotated_queries
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.delta_rule import DeltaRows, DeltaRule, DeltaStates, delta_rule
 from quire.kernels.recurrent.short_conv import Columns, Rows, ShortConv, short_conv
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
+from quire.kernels.softmax import Softmax
 
 KEY_TILE = 128
 QUERY_TILE = 16
@@ -74,11 +76,8 @@ class Reference(Backend):
     def store_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, scales: KVScales = UNSCALED
     ) -> None:
-        for x, cache, scale in ((k, k_cache, scales.key), (v, v_cache, scales.value)):
-            if cache.dtype in KV_CODES:
-                store_codes(x, cache, slots, scale)
-            else:
-                cache.view(-1, *x.shape[1:])[slots] = x
+        _store(k, k_cache, slots, scales.key)
+        _store(v, v_cache, slots, scales.value)
 
     def apply(self, linear: Linear, x: Tensor, context: LinearContext) -> Tensor:
         return linear(x, context)
@@ -89,12 +88,13 @@ class Reference(Backend):
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, softmax: Softmax
     ) -> Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], softmax.values or q.shape[2]))
         starts = metadata.query_start.tolist()
         for s, context in enumerate(metadata.context_lens.tolist()):
             pages = metadata.block_table[s, : -(-context // k_cache.shape[1])].long()
             k = _read(k_cache, pages, softmax.kv_scales.key, q.dtype)[:context]
-            v = _read(v_cache, pages, softmax.kv_scales.value, q.dtype)[:context]
+            value_scale = softmax.kv_scales.value if softmax.values is None else softmax.kv_scales.key
+            v = _read(v_cache, pages, value_scale, q.dtype)[:context, :, : softmax.values]
             if softmax.window is not None:  # pages before it may hold anything, NaN too, whose part no weight of 0 is 0
                 unseen = max(context - (starts[s + 1] - starts[s]) - softmax.window + 1, 0)
                 k[:unseen], v[:unseen] = 0, 0
@@ -155,6 +155,11 @@ class Reference(Backend):
         self.store_kv(k, v, k_cache, v_cache, metadata.slots, rope.kv_scales)
         return q.contiguous()
 
+    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        key = latent_key(kv, latent, metadata.positions)
+        _store(key, cache, metadata.slots, latent.kv_scales.key)
+        return rotated_queries(q.view(len(q), -1, key.shape[2]), latent, metadata.positions)
+
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         assert metadata.state_slots is not None
         where = (metadata.query_start, metadata.context_lens, metadata.block_table, metadata.state_slots)
@@ -176,6 +181,9 @@ class Reference(Backend):
 
             return pack_linear(weight, bias, wide=wide)
         return _pack_linear(weight, bias, wide=wide)
+
+    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        return ReferenceBlocks([self.pack_linear(each, None) for each in weights], passed)
 
     def pack_quantized(
         self, weights: Sequence[QuantizedWeight], bias: Tensor | None, *, dtype: torch.dtype, wide: bool = False
@@ -220,6 +228,14 @@ class Reference(Backend):
         return draw(logits, filters, u)
 
 
+def _store(x: Tensor, cache: Tensor, slots: Tensor, scale: float) -> None:
+    """Keys or values [T, K, D]."""
+    if cache.dtype in KV_CODES:
+        store_codes(x, cache, slots, scale)
+    else:
+        cache.view(-1, *x.shape[1:])[slots] = x
+
+
 def _read(cache: Tensor, pages: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Keys or values [pages * tokens, K, D]; of codes in the type that attention for this dtype computes with."""
     if cache.dtype not in KV_CODES:
@@ -236,7 +252,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax
     grouped = padded.view(QUERY_TILE, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
     where = F.pad(positions, (0, QUERY_TILE - rows)).repeat(heads // kv_heads)[:, None]
     peak = torch.full((*grouped.shape[:2], 1), -torch.inf, dtype=compute, device=q.device)
-    total, acc = torch.zeros_like(peak), torch.zeros_like(grouped)
+    total, acc = torch.zeros_like(peak), grouped.new_zeros((*grouped.shape[:2], v.shape[2]))
     ahead = len(k) if softmax.ahead is None else softmax.ahead
     for begin in range(0, min(int(positions.max()) + 1 + ahead, len(k)), KEY_TILE):
         tile = slice(begin, begin + KEY_TILE)
@@ -261,8 +277,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, softmax: Softmax
         peak = above
     if softmax.sinks is not None:
         total = total + torch.exp(_sinks(softmax.sinks, kv_heads).to(peak) - peak)
-    out = (acc / total).view(kv_heads, -1, QUERY_TILE, dim)[:, :, :rows]
-    return out.permute(2, 0, 1, 3).reshape(rows, heads, dim).to(q.dtype)
+    out = (acc / total).view(kv_heads, -1, QUERY_TILE, v.shape[2])[:, :, :rows]
+    return out.permute(2, 0, 1, 3).reshape(rows, heads, -1).to(q.dtype)
 
 
 def _bias(table: Tensor, distances: Tensor, kv_heads: int, *, rows: int) -> Tensor:

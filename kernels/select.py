@@ -59,12 +59,13 @@ def select_backend(
     *,
     deterministic: bool = False,
     kv_dtype: dtype | None = None,
+    activation_bits: str = "auto",
     trials: Sequence[Trial] = (),
 ) -> tuple[Backend, str]:
     """A backend for a model on a device, and one line on why it is this one. deterministic: see `Reference`.
 
-    kv_dtype: what pages hold; None: the model's type. trials: what it must pass, if anything; where no fast backend
-    passes the first trial, the next one decides.
+    kv_dtype: what pages hold; None: the model's type. activation_bits: see kernels/cpu/quantized.py. trials: what it
+    must pass, if anything; where no fast backend passes the first trial, the next one decides.
 
     Raises ValueError for a name that is not in BACKENDS, for a backend that cannot serve the model or fails the first
     trial, and where none passes any; it says why.
@@ -73,7 +74,10 @@ def select_backend(
     def find(name: str, trial: Trial | None) -> tuple[Backend | None, str]:
         """The backend, or None and why it cannot serve."""
         try:
-            backend = _MADE_BY[name](deterministic=deterministic)
+            if name == "cpu":
+                backend: Backend = Cpu(activation_bits=activation_bits)
+            else:
+                backend = _MADE_BY[name](deterministic=deterministic)
         except ModuleNotFoundError as error:
             return None, f"the Python package {error.name} is not installed"
         reason = backend.cannot_serve(device, dtype, head_dim, softcap)

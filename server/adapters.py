@@ -176,19 +176,25 @@ def named_adapters(config: ServerConfig) -> tuple[str, ...]:
 
 @contextmanager
 def adapters_of(
-    config: ServerConfig, modules: Modules | None, in_use: Callable[[], Collection[str]], *, device: str
+    config: ServerConfig,
+    modules: Modules | None,
+    in_use: Callable[[], Collection[str]],
+    kept: Path | None,
+    *,
+    device: str,
 ) -> Iterator[Adapters | None]:
-    """The adapters of a server whose model has these modules; None where none are served. Raises ConfigError."""
+    """The adapters of a model that has these modules; None where none are served. `kept`: the folder where they are
+    kept for the next start. Raises ConfigError."""
     named_adapters(config)
     if not config.enable_lora or modules is None:
         yield None
         return
     with tempfile.TemporaryDirectory(prefix="quire-adapters-") as temporary:
         folder, file = Path(temporary), None
-        if config.data_dir is not None:
-            folder, file = config.data_dir / "adapters", config.data_dir / _NAMES
+        if kept is not None:
+            folder, file = kept / "adapters", kept / _NAMES
             try:
-                for each in (config.data_dir, folder):
+                for each in (kept, folder):
                     os.makedirs(each, mode=0o700, exist_ok=True)
             except OSError as error:
                 raise ConfigError(f"data_dir: {folder}: {error.strerror}", param="data_dir") from None

@@ -1,48 +1,33 @@
-"""The application: routes and the error table around one engine."""
+"""The application: routes and the error table around the models that are served."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import replace
-from functools import partial
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine import VERSION
-from quire.engine.checkpoint.pooling import Pooling
-from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
-from quire.engine.client.weights import Weights
-from quire.engine.hub.remote import HubLink, NoWeightsGroup
+from quire.engine.client.history import History
 from quire.engine.lora.modules import Modules
-from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineInfo
 from quire.server import errors
-from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware
-from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
 from quire.server.access.held import HELD_BYTES, HeldMiddleware
 from quire.server.access.tenants import Tenants
-from quire.server.adapters import Adapters, adapters_of
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
-from quire.server.durable import Durable, durable, go_on
+from quire.server.durable import durable, go_on
 from quire.server.generation.background import Background
-from quire.server.generation.fold import Kept
-from quire.server.generation.turns import Turns
-from quire.server.observe.live_view import LiveView
+from quire.server.observe.durable import DurableCollector
 from quire.server.observe.logs import log_request
-from quire.server.observe.metrics import Metrics
 from quire.server.observe.opentelemetry import OpenTelemetrySpans, otlp_exporter
-from quire.server.observe.others import Others
-from quire.server.observe.request_log import RequestLog, RequestLogMiddleware, RequestRecord
-from quire.server.observe.throughput import tell_throughput
+from quire.server.observe.request_log import RequestLogMiddleware, RequestRecord
 from quire.server.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.completions import CompletionRequest
@@ -86,79 +71,88 @@ from quire.server.routes.ollama import endpoints as ollama
 from quire.server.routes.stored import batches as batch_routes
 from quire.server.routes.stored import conversations, files, streams
 from quire.server.routes.vectors import endpoints as vectors
-from quire.server.runtime import Runtime
-from quire.server.served_model import ModelSource, ServedModel, fingerprint
-from quire.server.store.data import Data, open_data
-from quire.server.workers.grammars import GrammarChecker
-from quire.server.workers.pool import WorkerPool
-
-BODIES_BYTES = 48 << 20
-"""Memory for the bodies of requests that are received and resolved at the same time."""
+from quire.server.runtime import Models, Runtime, Server, serving
+from quire.server.served_model import ModelSource
+from quire.server.store.data import open_data
 
 
-def create_app(
+class OnlyModel:
+    """The Models of a server of one."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.loaded = (runtime,)
+
+    async def give(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["runtime"] = self.loaded[0]
+        await app(scope, receive, send)
+
+
+class ModelMiddleware:
+    """The innermost ASGI middleware: each request gets its model."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        await scope["app"].state.server.models.give(self._app, scope, receive, send)
+
+
+def create_app(client: EngineClient, source: ModelSource, modules: Modules | None = None) -> FastAPI:
+    """An ASGI application that serves one model; its lifespan starts the client and stops it, and raises what `serving`
+    raises. `modules`: see there. Raises what `application` raises."""
+    config, tenants = source.config, Tenants(source.config)
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[Models]:
+        async with serving(source, modules, client, keyed=tenants.closed, folder=config.data_dir) as runtime:
+            yield OnlyModel(runtime)
+
+    return application(config, tenants, opened)
+
+
+def application(
     config: ServerConfig,
-    client: EngineClient,
-    tokenizer: Tokenizer,
-    *,
-    vocab_size: int,
-    generation_defaults: Mapping[str, float],
-    pooling: Pooling | None = None,
-    modules: Modules | None = None,
-    tenants: Tenants | None = None,
+    tenants: Tenants,
+    opened: Callable[[], AbstractAsyncContextManager[Models]],
+    routers: Iterable[APIRouter] = (),
 ) -> FastAPI:
-    """An ASGI application that serves one model; its lifespan starts the client and stops it.
+    """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
+    before its own. Raises ConfigError for API keys and gateways that cannot be used; the lifespan what open_data and
+    `opened` raise."""
+    gateways = Gateways(config)
 
-    The model's token ids run from 0 to vocab_size - 1. generation_defaults has the temperature, top_p, top_k, min_p and
-    repetition_penalty of generation_config.json; pooling: how the model makes vectors; modules: its modules that may
-    have adapters; tenants: where other apps serve them too, whose limits count for all together. Raises ConfigError for
-    API keys and gateways that cannot be used; the lifespan what client.link.start(), open_store and adapters_of raise.
-    """
-    tenants, gateways = tenants or Tenants(config), Gateways(config)
-    client.history.keep = config.request_history
-    spans = open_spans(config, client)
-    source = ModelSource(config, tokenizer, vocab_size, generation_defaults, pooling=pooling)
-    unstarted = source.model()
+    def histories() -> list[History]:
+        return [each.client.history for each in app.state.server.models.loaded]
+
+    endpoint = config.otlp_traces_endpoint
+    spans = None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), histories)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as ending:  # the last one that began ends first
             if spans is not None:
                 ending.push_async_callback(asyncio.to_thread, spans.close)
-            group = weights_group(app, client)
-            ending.push_async_callback(group.close)
-            ending.push_async_callback(client.link.stop)
-            data = open_kept(config)
-            if data is not None:
+            if config.data_dir is not None:
+                data = open_data(config.data_dir, int(config.max_stored_size * 2**30))
                 ending.callback(data.close)
-            info = await client.link.start()
-            served = ending.enter_context(adapters_of(config, modules, lambda: in_use(client), device=info.device))
-            app.state.model = model = _started(unstarted, info, client.link.weights_version, served)
-            known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
-            ending.push_async_callback((workers := WorkerPool(known, model.adapters)).close)
-            ending.callback((turns := Turns()).close)
+            served = await ending.enter_async_context(opened())
             ending.push_async_callback((background := Background()).close)
-            parts = None
-            if data is not None:
+            parts, registry = None, CollectorRegistry()
+            if config.data_dir is not None:
                 parts = await ending.enter_async_context(
-                    durable(data, app, tenants, config, lambda: client.queued_tokens)
+                    durable(
+                        *(data, app, tenants, config),
+                        lambda: sum(each.client.queued_tokens for each in served.loaded),
+                    )
                 )
-            app.state.admission = admission = Admission(client, config, info.max_model_len, keyed=tenants.closed)
-            app.state.runtime = _runtime(
-                config, info, model, admission, client, group, workers, turns, background, gateways, served, parts
-            )
+                registry.register(DurableCollector(parts, served.loaded[0].model.names[0]))
+            app.state.server = Server(config, served, gateways, background, parts, registry)
             if parts is not None:
                 ending.callback(asyncio.create_task(go_on(parts, app, tenants)).cancel)
-            if not (config.disable_log_stats or isinstance(client.link, HubLink)):
-                ending.callback(asyncio.create_task(tell_throughput(client)).cancel)
             yield
 
-    app = _application(lifespan)
-    _add_middleware(app, config, tenants, gateways, spans)
-    return app
-
-
-def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     app = FastAPI(
         title="Quire",
         version=VERSION,
@@ -169,34 +163,11 @@ def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]
         redoc_url=None,
     )
     errors.install(app)
+    for router in routers:
+        app.include_router(router)
     _add_routes(app)
+    _add_middleware(app, config, tenants, gateways, spans)
     return app
-
-
-def _started(model: ServedModel, info: EngineInfo, version: str, adapters: Adapters | None) -> ServedModel:
-    """The model with what its engine says of it, and the names of its adapters."""
-    return replace(
-        model,
-        created=int(time.time()),
-        fingerprint=fingerprint(info, version),
-        context_length=info.max_model_len,
-        tasks=info.tasks,
-        adapters=() if adapters is None else adapters.names,
-    )
-
-
-def weights_group(app: FastAPI, client: EngineClient) -> WeightsGroup:
-    """What changes the weights. Where another API process may have them changed, the app is told."""
-    if not isinstance(client.link, HubLink):
-        return WeightsGroup(Weights(client))
-    client.link.on_version.append(partial(_tell_version, app))
-    return NoWeightsGroup(client.link)
-
-
-def _tell_version(app: FastAPI, version: str) -> None:
-    runtime: Runtime | None = getattr(app.state, "runtime", None)
-    if runtime is not None:  # else it is about to be made, of that version
-        app.state.model = replace(app.state.model, fingerprint=fingerprint(runtime.info, version))
 
 
 def _add_routes(app: FastAPI) -> None:
@@ -211,51 +182,6 @@ def _add_routes(app: FastAPI) -> None:
     with_bodies(app, OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, OllamaEmbeddingsRequest)
 
 
-def _runtime(
-    config: ServerConfig,
-    info: EngineInfo,
-    model: ServedModel,
-    admission: Admission,
-    client: EngineClient,
-    group: WeightsGroup,
-    workers: WorkerPool,
-    turns: Turns,
-    background: Background,
-    gateways: Gateways,
-    adapters: Adapters | None,
-    parts: Durable | None,
-) -> Runtime:
-    metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
-    log = RequestLog(config.request_history)
-    max_body = int(config.max_body_size * 2**20)
-    metrics.tell_cache(info, config)
-    if parts is not None:
-        metrics.tell_durable(parts, model.names[0])
-    if adapters is not None:
-        metrics.tell_adapters(client, config.max_loras)
-    return Runtime(
-        config=config,
-        client=client,
-        weights=group.weights,
-        weights_group=group,
-        info=info,
-        started=model.created,
-        metrics=metrics,
-        live_view=LiveView(client, metrics.rolling),
-        request_log=log,
-        others=Others(client, metrics, log),
-        bodies=Bodies(max_body, BODIES_BYTES),
-        workers=workers,
-        grammars=GrammarChecker(workers),
-        turns=turns,
-        kept=Kept(),
-        background=background,
-        durable=parts,
-        gateways=gateways,
-        adapters=adapters,
-    )
-
-
 def _add_middleware(
     app: FastAPI,
     config: ServerConfig,
@@ -267,8 +193,9 @@ def _add_middleware(
     ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
+    app.add_middleware(ModelMiddleware)
     if config.data_dir is not None:
-        app.add_middleware(streams.LastEventMiddleware)
+        app.add_middleware(streams.ResumptionMiddleware)
     app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
@@ -287,21 +214,3 @@ def with_cors(app: ASGIApp, config: ServerConfig) -> ASGIApp:
         allow_credentials=config.allow_credentials,
         expose_headers=["*"],
     )
-
-
-def in_use(client: EngineClient) -> set[str]:
-    """Digests of the adapters that open requests need."""
-    return {each.digest for each in (*client.running_adapters, *client.waiting_adapters)}
-
-
-def open_spans(config: ServerConfig, client: EngineClient) -> OpenTelemetrySpans | None:
-    """What sends traces, if the operator wants any."""
-    endpoint = config.otlp_traces_endpoint
-    return None if endpoint is None else OpenTelemetrySpans(otlp_exporter(endpoint), client.history)
-
-
-def open_kept(config: ServerConfig) -> Data | None:
-    """What is kept, if the operator wants anything kept. Raises ConfigError."""
-    if config.data_dir is None:
-        return None
-    return open_data(config.data_dir, int(config.max_stored_size * 2**30))

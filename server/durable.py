@@ -9,16 +9,14 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import Any
+from urllib.parse import urlencode
 
-import httpx
 from starlette.types import ASGIApp
 
 from quire.server.access.tenants import Tenants
-from quire.server.batches.calls import client_for
+from quire.server.batches.calls import answer_to, client_for
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
-from quire.server.store.calls import Call
 from quire.server.store.data import Data
 from quire.server.store.store import Store, Stored
 from quire.server.streams import RESUMED, Streams
@@ -26,7 +24,6 @@ from quire.server.streams import RESUMED, Streams
 log = logging.getLogger("quire.server")
 _AT_ONCE = 8
 """Responses that are begun again at the same time."""
-_LONGEST_WAIT = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,43 +63,35 @@ async def go_on(parts: Durable, app: ASGIApp, tenants: Tenants) -> None:
     """Take up what the last process left: batches, and responses in the background. The application answers already."""
     parts.batches.start()
     places = asyncio.Semaphore(_AT_ONCE)
+
+    async def answer(owner: str, id: str) -> None:
+        async with places:
+            try:
+                await _answer_again(parts, app, tenants, owner, id)
+            except Exception:  # it costs no other one
+                log.exception("the response %s cannot be made again now; the next start tries it again", id)
+
     async with asyncio.TaskGroup() as group:
         for owner, id in await asyncio.to_thread(parts.store.unfinished):
-            group.create_task(_answer_again(parts, app, tenants, places, owner, id))
+            group.create_task(answer(owner, id))
 
 
-async def _answer_again(
-    parts: Durable, app: ASGIApp, tenants: Tenants, places: asyncio.Semaphore, owner: str, id: str
-) -> None:
+async def _answer_again(parts: Durable, app: ASGIApp, tenants: Tenants, owner: str, id: str) -> None:
     """Begin a response again that was worked on in the background. One that cannot be has failed; one whose key is not
     taken here waits for a start at which it is."""
     if (tenant := tenants.owner(owner)) is None:
         log.error("the response %s waits for its API key, which is not taken here", id)
         return
     if (call := await parts.streams.find(owner, id)) is not None:
-        resumed = await parts.streams.resumed(owner, call, ())
-        async with places:
-            answer = await _posted(app, {"tenant": tenant, RESUMED: resumed}, call)
-        if answer is not None and answer.status_code == HTTPStatus.OK:
+        more = {"tenant": tenant, RESUMED: await parts.streams.resumed(owner, call, ())}
+        async with client_for(app, more, never := asyncio.Event()) as client:
+            path = f"{call.path}?{urlencode({'model': call.pins.model})}"
+            answer = await answer_to(client, path, call.body, never)
+        assert answer is not None, "nobody leaves it"
+        if answer.status_code == HTTPStatus.OK:
             return
-        log.error("the response %s cannot be made again: %s", id, "" if answer is None else answer.text[:500])
+        log.error("the response %s cannot be made again: %s", id, answer.text[:500])
     await asyncio.to_thread(parts.store.end, owner, id, lost)
-
-
-async def _posted(app: ASGIApp, more: Mapping[str, Any], call: Call) -> httpx.Response | None:
-    """The answer of a call that is made again, once there is room for it; None where it is none."""
-    wait = 0.25
-    async with client_for(app, more, asyncio.Event()) as client:
-        while True:
-            try:
-                answer = await client.post(call.path, content=call.body, headers={"Content-Type": "application/json"})
-            except Exception:
-                log.exception("a response cannot be made again")
-                return None
-            if answer.status_code not in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-                return answer
-            await asyncio.sleep(wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
 
 
 def lost(kept: Stored) -> Stored:

@@ -113,6 +113,8 @@ def failure(error: Exception) -> Failure:
     if isinstance(error, QuireError):
         status, kind = _row(error)
         return Failure(status, error.message, kind, error.param, error.code)
+    if isinstance(error, sqlite3.OperationalError):
+        return _not_kept(error)
     logger.error("a stream failed", exc_info=error)
     return Failure(500, UNEXPECTED, SERVER, None, "internal_error")
 
@@ -155,10 +157,13 @@ async def _quire_error(request: Request, error: Exception) -> Response:
 
 
 async def _disk_error(request: Request, error: Exception) -> Response:
+    return answer(request.url.path, _not_kept(error), {"Retry-After": RETRY_AFTER_SECONDS})
+
+
+def _not_kept(error: Exception) -> Failure:
     """What is to be kept cannot be."""
     logger.error("data_dir: %s", error)
-    told = Failure(HTTPStatus.SERVICE_UNAVAILABLE, f"Nothing can be kept now: {error}", SERVER, None, Overloaded.code)
-    return answer(request.url.path, told, {"Retry-After": RETRY_AFTER_SECONDS})
+    return Failure(HTTPStatus.SERVICE_UNAVAILABLE, f"Nothing can be kept now: {error}", SERVER, None, Overloaded.code)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

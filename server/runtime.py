@@ -1,18 +1,30 @@
-"""What the server's process runs beside the model: the engine's client, and what observes it."""
+"""What the server's process has: the models that it serves, and what runs beside each and beside all of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
 
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
-from quire.engine.client.weights import WeightChanges
+from quire.engine.client.weights import WeightChanges, Weights
+from quire.engine.hub.remote import HubLink, NoWeightsGroup
+from quire.engine.lora.modules import Modules
 from quire.engine.types import EngineInfo
+from quire.server.access.admission import Admission
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
-from quire.server.adapters import Adapters
+from quire.server.adapters import Adapters, adapters_of
 from quire.server.batches.runner import BatchRunner
 from quire.server.config import ServerConfig
 from quire.server.durable import Durable
@@ -23,14 +35,24 @@ from quire.server.observe.live_view import LiveView
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.others import Others
 from quire.server.observe.request_log import RequestLog
+from quire.server.observe.throughput import tell_throughput
+from quire.server.served_model import ModelSource, ServedModel, fingerprint
 from quire.server.store.store import Store
 from quire.server.streams import Streams
 from quire.server.workers.grammars import GrammarChecker
 from quire.server.workers.pool import WorkerPool
 
+BODIES_BYTES = 48 << 20
+"""Memory for the bodies of requests that are received and resolved at the same time."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Runtime:
+    """A model that is loaded, and what runs beside it. It is in the scope of each request for it, as `runtime`."""
+
+    model: ServedModel
+    """Replaced when its weights are; the only field that is."""
+    admission: Admission
     config: ServerConfig
     client: EngineClient
     weights: WeightChanges
@@ -48,12 +70,33 @@ class Runtime:
     grammars: GrammarChecker
     turns: Turns
     kept: Kept
+    adapters: Adapters | None
+    """None where none are served."""
+
+
+class Models(Protocol):
+    """The models of a server."""
+
+    @property
+    def loaded(self) -> Sequence[Runtime]:
+        """Those that can answer."""
+
+    async def give(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let `app` answer a request, with the model in its scope that it is for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What all models have together."""
+
+    config: ServerConfig
+    models: Models
+    gateways: Gateways
     background: Background
     durable: Durable | None
     """None without --data-dir."""
-    gateways: Gateways
-    adapters: Adapters | None
-    """None where none are served."""
+    registry: CollectorRegistry
+    """Metrics of what is no model's."""
 
     @property
     def store(self) -> Store | None:
@@ -69,6 +112,98 @@ class Runtime:
 
 
 def runtime_of(request: Request) -> Runtime:
-    runtime = request.app.state.runtime
+    """Of the request's model."""
+    runtime = request.scope["runtime"]
     assert isinstance(runtime, Runtime)
     return runtime
+
+
+def server_of(request: Request) -> Server:
+    server = request.app.state.server
+    assert isinstance(server, Server)
+    return server
+
+
+@asynccontextmanager
+async def serving(
+    source: ModelSource, modules: Modules | None, client: EngineClient, *, keyed: bool, folder: Path | None
+) -> AsyncIterator[Runtime]:
+    """A model whose client is launched, ready, until the block ends; then its engine ends too. `modules`: those that
+    may have adapters; `folder`: where these are kept. `keyed`: see Admission. Raises what client.link.start(),
+    adapters_of and ModelSource.model raise."""
+    config, unstarted = source.config, await asyncio.to_thread(source.model)
+    client.history.keep = config.request_history
+    async with AsyncExitStack() as ending:  # the last one that began ends first
+        group = NoWeightsGroup(client.link) if isinstance(client.link, HubLink) else WeightsGroup(Weights(client))
+        ending.push_async_callback(group.close)
+        ending.push_async_callback(client.link.stop)
+        info = await client.link.start()
+        adapters = ending.enter_context(
+            adapters_of(config, modules, lambda: in_use(client), folder, device=info.device)
+        )
+        known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
+        model = replace(
+            unstarted,
+            created=int(time.time()),
+            fingerprint=fingerprint(info, client.link.weights_version),
+            context_length=info.max_model_len,
+            tasks=info.tasks,
+            adapters=() if adapters is None else adapters.names,
+        )
+        ending.push_async_callback((workers := WorkerPool(known, model.adapters)).close)
+        ending.callback((turns := Turns()).close)
+        admission = Admission(client, config, info.max_model_len, keyed=keyed)
+        runtime = _runtime(config, info, model, admission, client, group, workers, turns, adapters)
+        if isinstance(client.link, HubLink):  # then another API process may have the weights changed
+            client.link.on_version.append(partial(tell_version, runtime))
+        elif not config.disable_log_stats:
+            ending.callback(asyncio.create_task(tell_throughput(client)).cancel)
+        yield runtime
+
+
+def tell_version(runtime: Runtime, version: str) -> None:
+    """Its weights have been replaced."""
+    runtime.model = replace(runtime.model, fingerprint=fingerprint(runtime.info, version))
+
+
+def _runtime(
+    config: ServerConfig,
+    info: EngineInfo,
+    model: ServedModel,
+    admission: Admission,
+    client: EngineClient,
+    group: WeightsGroup,
+    workers: WorkerPool,
+    turns: Turns,
+    adapters: Adapters | None,
+) -> Runtime:
+    metrics = Metrics(client, model.names[0], info.max_model_len, admission.rejections)
+    log = RequestLog(config.request_history)
+    metrics.tell_cache(info, config)
+    if adapters is not None:
+        metrics.tell_adapters(client, config.max_loras)
+    return Runtime(
+        model=model,
+        admission=admission,
+        config=config,
+        client=client,
+        weights=group.weights,
+        weights_group=group,
+        info=info,
+        started=model.created,
+        metrics=metrics,
+        live_view=LiveView(client, metrics.rolling),
+        request_log=log,
+        others=Others(client, metrics, log),
+        bodies=Bodies(int(config.max_body_size * 2**20), BODIES_BYTES),
+        workers=workers,
+        grammars=GrammarChecker(workers),
+        turns=turns,
+        kept=Kept(),
+        adapters=adapters,
+    )
+
+
+def in_use(client: EngineClient) -> set[str]:
+    """Digests of the adapters that open requests need."""
+    return {each.digest for each in (*client.running_adapters, *client.waiting_adapters)}

@@ -123,6 +123,6 @@ def not_served(asked: str, served: Sequence[str]) -> ModelNotFound:
 
 
 def model_of(request: Request) -> ServedModel:
-    model = request.app.state.model
+    model = request.scope["runtime"].model
     assert isinstance(model, ServedModel)
     return model

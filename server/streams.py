@@ -84,7 +84,10 @@ class Streams:
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        await self._note()
+        try:
+            await self._note()
+        except (sqlite3.OperationalError, OSError) as error:  # what was not noted is computed again
+            log.error("streams: data_dir cannot be written: %s", error)
 
     async def find(self, owner: str, id: str) -> Call | None:
         return await asyncio.to_thread(self._calls.find, owner, id)
@@ -148,7 +151,7 @@ class Streams:
         key = request.headers.get(KEY) if resumed is None else resumed.call.key
         adapter = "" if spec.adapter is None else spec.adapter.digest
         background = spec.response is not None and spec.response.background
-        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint, background)
+        pins = Pins(spec.id, spec.name, spec.created, spec.params.seed, adapter, fingerprint, background, spec.model)
         call = Call(path=request.scope["path"], body=body, pins=pins, key=key, progress=progress.copy())
         running = Running(progress, self._grace if key is None else KEPT_KEYS)
         running.close = partial(_end, running, close)

@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.supervisor import ProcessLink
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
-from quire.server.cli.hosting import build_app
+from quire.server.cli.hosting import read_files
 from quire.server.cli.main import main
 from quire.server.config import ServerConfig
 from tests.broken_folders import ALL, Broken, copy_demo
@@ -34,7 +32,8 @@ TRIED = (
 def read_model(folder: str) -> None:
     """What the server reads before an engine is ready."""
     config = ServerConfig(model=folder)
-    build_app(config, EngineClient(ProcessLink(config)))
+    source, _ = read_files(config)
+    source.model()
 
 
 def read_all(folder: str) -> None:

@@ -108,6 +108,16 @@ GPT2 = {**HEADS, "n_inner": 96, "tie_word_embeddings": True}
 SHORT_YARN = {name: value for name, value in YARN.items() if name != "truncate"}
 NEWER_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 160}
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+}
+MSCALE = SHORT_YARN | {"mscale": 0.707, "mscale_all_dim": 0.9}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied-biased": {
@@ -276,6 +286,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
         "mlp_only_layers": [0],
     },
+    "deepseek_v2": {
+        **LATENTS,
+        **GROUPED,
+        "model_type": "deepseek_v2",
+        "topk_method": "group_limited_greedy",
+        "rope_parameters": MSCALE,
+    },
+    "deepseek_v2-lite": {
+        **LATENTS,
+        **GROUPED,
+        "model_type": "deepseek_v2",
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "attention_bias": True,
+    },
+    "deepseek_v2-dense": {**LATENTS, "model_type": "deepseek_v2", "q_lora_rank": None, "first_k_dense_replace": 3},
+    "deepseek_v3": {**LATENTS, **GROUPED, "model_type": "deepseek_v3", "rope_parameters": MSCALE},
+    "glm4_moe_lite": {**LATENTS, **GROUPED, "model_type": "glm4_moe_lite", "norm_topk_prob": True},
+    "youtu": {
+        **LATENTS,
+        "model_type": "youtu",
+        "kv_lora_rank": 30,
+        "rope_interleave": False,
+        "attention_bias": True,
+        "pad_token_id": None,  # whose embedding transformers makes zero when it loads one
+    },
+    "minicpm3": {**LATENTS, "model_type": "minicpm3", "dim_model_base": 32, "tie_word_embeddings": True},
     "glm": {"model_type": "glm", "head_dim": 32},
     "glm4": {"model_type": "glm4", "head_dim": 32, "attention_bias": False},
     "exaone4": {"model_type": "exaone4", "sliding_window": 24, "layer_types": SLIDES},

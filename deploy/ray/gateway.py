@@ -4,10 +4,12 @@ and sends a request once more whose replica has ended."""
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from functools import partial
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -34,7 +36,7 @@ from quire.server.errors import (
     http_failure,
     stream_error,
 )
-from quire.server.fleet.app import merged
+from quire.server.observe.summed import Together
 
 log = logging.getLogger("quire.server")
 
@@ -46,7 +48,6 @@ LOST = (RayActorError, ReplicaUnavailableError)
 """What Ray raises for a replica that ended, or cannot be reached."""
 OF_ALL_REPLICAS = OPEN_PATHS | {"/metrics"}
 _OF_ONE_REPLICA = (ADMIN_PREFIX, "/v1/conversations", "/v1/responses/", "/v1/requests/")
-_SAMPLE = re.compile(r"(\w[\w:]*)(?:\{(.*)\})? (.+)")
 
 
 class Gateway:
@@ -129,20 +130,12 @@ def _together(path: str, answers: list[tuple[str, Head, bytes]]) -> Response:
     """One answer for all replicas: metrics are told apart by the label replica; a probe needs one that is well."""
     if path != "/metrics":
         return Response(status_code=200 if any(head.status == 200 for _, head, _ in answers) else 503)
-    return Response(
-        merged([labelled(body, name) for name, head, body in answers if head.status == 200]), media_type="text/plain"
+    texts = {name: body.decode() for name, head, body in answers if head.status == 200}
+    all_of = CollectorRegistry()
+    all_of.register(
+        Together("replica", {name: partial(text_string_to_metric_families, text) for name, text in texts.items()})
     )
-
-
-def labelled(metrics: bytes, replica: str) -> str:
-    """Metrics in Prometheus' form, each sample with one more label."""
-    lines = []
-    for line in metrics.decode().splitlines():
-        if (sample := _SAMPLE.match(line)) is not None:
-            name, labels, value = sample.groups()
-            line = f'{name}{{{labels + "," if labels else ""}replica="{replica}"}} {value}'
-        lines.append(line)
-    return "\n".join(lines)
+    return Response(generate_latest(all_of), media_type="text/plain")
 
 
 async def _send(parts: AsyncGenerator[Head | bytes], call: Call, send: Send) -> None:

@@ -17,6 +17,7 @@ from quire.engine.replicas.replicas import processes
 from quire.server.cli.hosting import running_app
 from quire.server.config import ServerConfig
 from quire.server.observe import logs
+from quire.server.runtime import Runtime
 
 _UNREAD = 64
 """How many pieces of an answer may wait before the application waits too."""
@@ -36,7 +37,8 @@ class Replica:
         self._client = client
         self._running = AsyncExitStack()
         self._app = await self._running.enter_async_context(running_app(config, client))
-        self._app.state.runtime.workers.start()  # so that the first large request does not wait for it
+        runtime: Runtime = self._app.state.server.models.loaded[0]
+        runtime.workers.start()  # so that the first large request does not wait for it
 
     async def __del__(self) -> None:
         await self._running.aclose()

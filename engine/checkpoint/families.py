@@ -14,6 +14,8 @@ FAMILIES = {
     "bloom": "classic.bloom",
     "cohere": "classic.cohere",
     "cohere2": "classic.cohere2",
+    "deepseek_v2": "latent.deepseek_v2",
+    "deepseek_v3": "latent.deepseek_v3",
     "dots1": "sparse.dots1",
     "ernie4_5": "dense.ernie4_5",
     "ernie4_5_moe": "sparse.ernie4_5_moe",
@@ -26,6 +28,7 @@ FAMILIES = {
     "glm": "dense.glm",
     "glm4": "dense.glm4",
     "glm4_moe": "sparse.glm4_moe",
+    "glm4_moe_lite": "latent.deepseek_v3",
     "gpt2": "classic.gpt2",
     "gpt_bigcode": "classic.gpt2",
     "gpt_neox": "classic.gpt_neox",
@@ -39,9 +42,11 @@ FAMILIES = {
     "helium": "dense.helium",
     "hunyuan_v1_dense": "dense.hunyuan_v1_dense",
     "hunyuan_v1_moe": "sparse.hunyuan_v1_moe",
+    "kimi_k2": "latent.deepseek_v3",
     "lfm2": "lfm2",
     "lfm2_moe": "sparse.lfm2_moe",
     "llama": "llama",
+    "minicpm3": "latent.minicpm3",
     "minimax_m2": "sparse.minimax_m2",
     "ministral3": "dense.ministral3",
     "mistral": "mistral",
@@ -66,9 +71,17 @@ FAMILIES = {
     "smollm3": "smollm3",
     "stablelm": "classic.stablelm",
     "starcoder2": "classic.starcoder2",
+    "youtu": "latent.youtu",
 }
 """config.json's model_type to the module of engine/models whose `spec` reads such a file."""
-WITH_EXPERTS = tuple(kind for kind, module in FAMILIES.items() if module.startswith("sparse."))
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "minicpm3", "youtu")
+"""Those of them with latent attention in all layers,"""
+LATENT_SIZES = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+"""and what config.json calls its sizes."""
+WITH_EXPERTS = (
+    *(kind for kind, module in FAMILIES.items() if module.startswith("sparse.")),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+)
 """Those of them that have mixtures of experts."""
 WITHOUT_GATES = (
     *(
@@ -137,6 +150,8 @@ def stored_dtype(text: Mapping[str, Any]) -> str:
 
 def sparse_layers(text: Mapping[str, Any], layers: int) -> list[bool]:
     """Per layer, whether it has experts in the place of an MLP, where a config.json has experts at all."""
+    if kinds := text.get("mlp_layer_types"):
+        return [layer < len(kinds) and kinds[layer] == "sparse" for layer in range(layers)]
     every = int(text.get("decoder_sparse_step") or text.get("interleave_moe_layer_step") or 1)
     dense = {*(text.get("mlp_only_layers") or ()), *range(int(text.get("first_k_dense_replace") or 0))}
     end = text.get("moe_layer_end_index")

@@ -164,6 +164,12 @@ class SharedFields(TypedDict, total=False):
     linear_value_head_dim: _Width | None
     linear_num_key_heads: _Width | None
     linear_num_value_heads: _Width | None
+    kv_lora_rank: _Width | None
+    q_lora_rank: _Width | None
+    qk_rope_head_dim: _Width0 | None
+    qk_nope_head_dim: _Width0 | None
+    v_head_dim: _Width | None
+    mlp_layer_types: Annotated[list[_Text], Meta(max_length=MAX_LAYERS)] | None
 
 
 class CrossEncoder(TypedDict, total=False):
@@ -243,6 +249,11 @@ class ServedFields(SharedFields, total=False):
     attention_multiplier: _Above0 | None
     logits_scaling: _Above0 | None
     logit_scale: _Above0 | _Text | None
+    scale_emb: _Above0 | None
+    scale_depth: _Above0 | None
+    dim_model_base: _Width | None
+    rope_interleave: bool | None
+    topk_method: _Text | None
     use_parallel_residual: bool | None
     parallel_attn: bool | None
     new_decoder_architecture: bool | None
@@ -325,11 +336,6 @@ class PlannedFields(SharedFields, total=False):
     n_ctx: _Positions | None
     seq_length: _Positions | None
     layers_block_type: list[_Text] | None
-    kv_lora_rank: _Width | None
-    q_lora_rank: _Width | None
-    qk_rope_head_dim: _Width0 | None
-    qk_nope_head_dim: _Width0 | None
-    v_head_dim: _Width | None
     num_local_experts: _Width0 | list[Any] | None
     num_experts: _Width0 | list[Any] | None
     n_routed_experts: _Width0 | list[Any] | None

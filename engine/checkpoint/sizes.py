@@ -40,7 +40,7 @@ _NORM_BIASES |= {"phi", "phimoe", "stablelm", "starcoder2", *_BERTS}
 _FOUR_NORMS, _ONE_NORM = {"gemma2", "gemma3", "gemma3_text", "glm4"}, {"cohere", "cohere2", "gptj", "phi"}
 """Families whose layers have another number of norms than two."""
 _TIED = {"gpt2", "gpt_neo", "gpt_bigcode", "opt", "falcon", "bloom", "mpt", "starcoder2", "cohere", "cohere2"}
-_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "lfm2", "lfm2_moe", *ENCODERS}
+_TIED |= {"gemma", "gemma2", "gemma3", "gemma3_text", "lfm2", "lfm2_moe", "minicpm3", "youtu", *ENCODERS}
 """Families whose output head is the embedding unless config.json says otherwise."""
 _BIASED = {"gpt2", "gpt_bigcode", "bloom", "phi", *_BERTS}
 """Families whose linear layers have biases."""
@@ -53,7 +53,7 @@ _HEAD_NORMS |= {"dots1", "hunyuan_v1_moe", "lfm2_moe"}
 """Families with norms of query and key heads,"""
 _WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
 """and of all of them together."""
-_CORRECTED = {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "lfm2_moe", "minimax_m2"}
+_CORRECTED = {"deepseek_v3", "dots1", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_k2", "lfm2_moe", "minimax_m2"}
 """Families whose choice of experts a number of each expert corrects."""
 _GATED_SHARED = {"qwen2_moe", "qwen3_5_moe_text", "qwen3_next"}
 """Families whose shared experts have a gate."""
@@ -181,7 +181,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
         notes.append("state-space layers are not known here: their parameters are a guess")
-    attention, kv, formula, width = _attention(text, hidden)
+    attention, kv, formula, width = _attention(text, hidden, latents=(latents := _keeps_latents(raw, text)))
     if attending < 1:
         raise ModelError("model: no layer of it has keys and values to cache, so there is nothing to plan")
     dense, expert, router, shared, sparse = _mlp(text, hidden, layers)
@@ -212,8 +212,8 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         head_parameters=table,
         kv_formula=f"{formula} x {attending} layers",
         heads=_number(text, "num_attention_heads"),
-        kv_heads=1 if _keeps_latents(text) else _kv_heads(text),
-        head_dim=kv if _keeps_latents(text) else _head_dim(text, hidden),
+        kv_heads=1 if latents else _kv_heads(text),
+        head_dim=kv if latents else _head_dim(text, hidden),
         attention_width=width * attending,
         states=_in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
         unserved=tuple(why_not_served(raw)),
@@ -262,7 +262,7 @@ def _class_notes(raw: Mapping[str, Any]) -> list[str]:
     return ["transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs"]
 
 
-def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int]:
+def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[int, int, str, int]:
     """One layer's attention.
 
     Returns its parameters, the numbers it caches per token, a formula for these, and query heads times head size.
@@ -274,8 +274,9 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
         query = heads * (rope + nope)
         parameters = hidden * low + low + low * query if low else hidden * query
         parameters += hidden * (latent + rope) + latent + latent * heads * (nope + value) + heads * value * hidden
+        parameters += int(low or 0) + latent + rope + hidden if text.get("attention_bias") else 0
         width = heads * (rope + nope + value) // 2
-        if not _keeps_latents(text):
+        if not latents:
             widest = max(rope + nope, value)
             return parameters, 2 * heads * widest, f"2 x {heads} heads x {widest} (latents are expanded)", width
         return parameters, latent + rope, f"({latent} latent + {rope} rope)", width
@@ -297,9 +298,9 @@ def _attention(text: Mapping[str, Any], hidden: int) -> tuple[int, int, str, int
     return parameters, 2 * shared * size, f"2 x {shared} heads x {size}", heads * size
 
 
-def _keeps_latents(text: Mapping[str, Any]) -> bool:
+def _keeps_latents(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
     """Whether latents are cached (DeepSeek-V2, 2024). transformers' classes give keys and values made of them."""
-    return bool(text.get("kv_lora_rank")) and class_not_served(text) is not None
+    return bool(text.get("kv_lora_rank")) and (has_file(raw) or class_not_served(text) is not None)
 
 
 def _head_dim(text: Mapping[str, Any], hidden: int) -> int:

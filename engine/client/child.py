@@ -1,6 +1,6 @@
 """A process that we start: how it gets its configuration, how it is waited for, and how it ends, with us at the latest.
 
-`read_configuration` and `end_with_parent` are for the process itself.
+`read_configuration`, `end_with_parent` and `killed_with_parent` are for the process itself.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def module(name: str) -> tuple[str, ...]:
 
 
 class Child:
-    """Python with these arguments. Standard input begins with the configuration, one line, and stays open as long as we
-    live. Raises OSError when no process can be started."""
+    """Python with these arguments. Standard input begins with the configuration, one line, where there is one, and
+    stays open as long as we live. Raises OSError when no process can be started."""
 
     def __init__(
         self,
         arguments: Sequence[str],
-        configuration: bytes = b"",
+        configuration: bytes | None = None,
         *,
         descriptors: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
@@ -54,9 +54,18 @@ class Child:
         self.pid = self.process.pid
         assert self.process.stdin is not None
         self._lifeline = self.process.stdin
+        if configuration is not None:
+            self.tell(configuration)
+
+    def tell(self, configuration: bytes) -> None:
+        """Give it the configuration that it did not get at its start."""
         with suppress(BrokenPipeError):  # it has ended already, which `exited` will tell
-            self._lifeline.write(configuration + b"\n")
-            self._lifeline.flush()
+            self.send(configuration + b"\n")
+
+    def send(self, content: bytes) -> None:
+        """Write to its standard input. Raises BrokenPipeError where it has ended."""
+        self._lifeline.write(content)
+        self._lifeline.flush()
 
     @property
     def returncode(self) -> int | None:
@@ -73,6 +82,15 @@ class Child:
         """Let it end itself."""
         with suppress(BrokenPipeError):  # it has ended before it read its configuration
             self._lifeline.close()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """As `exited`, where there is no event loop. Raises subprocess.TimeoutExpired."""
+        return self.process.wait(timeout)
+
+    def destroy(self) -> None:
+        """As `kill`, where there is no event loop."""
+        self.process.kill()
+        self.process.wait()
 
     async def kill(self) -> int:
         """End it at once, whatever it does. Returns its return code."""
@@ -108,8 +126,7 @@ def read_configuration() -> bytes:
 def end_with_parent() -> None:
     """End this process when its parent ends.
 
-    The parent holds the other end of our standard input, which closes with it. On Linux the kernel also kills us, which
-    works even when the thread that reads standard input cannot run because a step hangs.
+    The parent holds the other end of our standard input, which closes with it.
     """
 
     def wait() -> None:
@@ -118,5 +135,11 @@ def end_with_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    killed_with_parent()
+
+
+def killed_with_parent() -> None:
+    """On Linux the kernel kills this process when its parent ends, even where no thread of it can read its standard
+    input, because a step hangs or because it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -14,9 +14,10 @@ from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
-from quire.kernels.backend import Operations, Softmax
+from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,3 +66,37 @@ class JoinedLinear:
                 self._arrived = {each: {} for each in self._stored}
 
         return put
+
+
+class DenseLinear:
+    """A linear whose weights a part takes as numbers, to make others of them; what is stored in few bits is expanded.
+    It has no bias, and no room for adapters."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        name: str,
+        in_features: int,
+        out_features: int,
+        cut: Cut,
+        take: Callable[[Tensor], None],
+    ) -> None:
+        """`cut`: what of it a rank has. `take` gets the rank's weights, [out, in] of the model's type, once all of its
+        tensors are there."""
+        self._scheme, self._name, self._cut, self._take = scheme, name, cut, take
+        self._stored = scheme.tensors(name, in_features, out_features, bias=False)
+        self._arrived: dict[str, Tensor] = {}
+
+    def parameters(self) -> ParameterTable:
+        return {
+            f"{self._name}.{name}": Parameter(
+                stored.shape, stored.dtype, partial(self._put, name), partial(self._cut.early, which=stored.early)
+            )
+            for name, stored in self._stored.items()
+        }
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        self._arrived[name] = tensor
+        if len(self._arrived) == len(self._stored):
+            self._take(self._scheme.dense(self._name, self._arrived, self._cut))
+            self._arrived = {}

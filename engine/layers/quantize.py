@@ -48,6 +48,10 @@ class AtLoad(Scheme):
         bias = torch.cat(biases) if biases else None
         return self._backend.pack_quantized(weights, bias, dtype=self._dtype, wide=wide)
 
+    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
+        """As it is stored: nothing would be saved by few bits that are expanded at once."""
+        return self._unquantized.dense(linear, tensors, cut)
+
     def table(self, vocab_size: int, hidden_size: int) -> Stored:
         return self._unquantized.table(vocab_size, hidden_size)
 
@@ -79,6 +83,9 @@ class Int8Table(Scheme):
             return self._scheme.pack(linears, cuts, wide=wide)
         weights = [int8(tensors["weight"]) for tensors in linears.values()]
         return self._backend.pack_quantized(weights, None, dtype=self._dtype, wide=wide)
+
+    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
+        return self._scheme.dense(linear, tensors, cut)
 
     def table(self, vocab_size: int, hidden_size: int) -> Stored:
         return self._scheme.table(vocab_size, hidden_size)

@@ -138,16 +138,22 @@ def _yarn(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     return frequencies * (1 - stretch) + frequencies / rope["factor"] * stretch
 
 
+def yarn_scale(rope: dict[str, Any]) -> float:
+    """What DeepSeek multiplies scores by where contexts are stretched: its mscale, squared."""
+    weight = rope.get("mscale_all_dim")
+    return 1.0 if rope["rope_type"] == "default" or not weight else _grown(rope, weight) ** 2
+
+
+def _grown(rope: dict[str, Any], weight: float) -> float:
+    return float(0.1 * weight * math.log(max(rope.get("factor", 1.0), 1.0)) + 1.0)
+
+
 def _yarn_size(rope: dict[str, Any]) -> float:
     """What YaRN multiplies queries and keys by: attention_factor, or what follows from `factor`."""
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
-
-    def size(weight: float) -> float:
-        return 0.1 * weight * math.log(max(rope["factor"], 1.0)) + 1.0
-
     whole = rope.get("mscale"), rope.get("mscale_all_dim")
-    return size(whole[0]) / size(whole[1]) if whole[0] and whole[1] else size(1.0)
+    return _grown(rope, whole[0]) / _grown(rope, whole[1]) if whole[0] and whole[1] else _grown(rope, 1.0)
 
 
 def _ntk(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:

@@ -143,6 +143,8 @@ def _halves(headers: Mapping[str, TensorHeader], modules: Modules) -> dict[str, 
         module = None if suffix is None else _module(stored.removesuffix(suffix), modules)
         if module is None and ".experts." in stored:
             raise AdapterError(f"{WEIGHTS}: {stored[:120]!r}: adapters of experts are not served")
+        if module is None and ".kv_b_proj." in stored:
+            raise AdapterError(f"{WEIGHTS}: {stored[:120]!r}: adapters of what expands latents are not served")
         if module is None or suffix is None:
             raise AdapterError(f"{WEIGHTS}: {stored[:120]!r} is no adapter's tensor of a module of this model")
         if suffix in _HALVES:

@@ -8,6 +8,8 @@ from typing import Any
 from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.families import (
     GATED,
+    LATENT,
+    LATENT_SIZES,
     STATES,
     WITH_EXPERTS,
     WITHOUT_GATES,
@@ -35,11 +37,11 @@ def adaptable_modules(model: ModelConfig) -> Modules:
 
 def adapted_linears(model: ModelConfig) -> Modules:
     """The same as the model has them."""
-    heads = (model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim)
+    attention = _attention(model.raw, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
+    sizes = (model.hidden_size, model.intermediate_size, model.vocab_size)
     layers = _layers(model.raw, model.num_layers)
-    sizes = (model.hidden_size, model.intermediate_size, *heads, model.vocab_size)
-    hidden = model.hidden_size
-    return _modules(model.model_type, layers, *sizes, _with_state(model.raw, hidden), _shared(model.raw, hidden))
+    with_state, shared = _with_state(model.raw, model.hidden_size), _shared(model.raw, model.hidden_size)
+    return _modules(model.model_type, layers, attention, *sizes, with_state, shared)
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -52,10 +54,10 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
         raise ConfigError(f"max_loras: config.json does not say {wrong[0]}", param="max_loras")
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
-    keys = int(raw.get("num_key_value_heads") or heads) * dim
-    widths = (hidden, inner, heads * dim, keys, vocab)
-    kept, shared = _with_state(raw, hidden), _shared(raw, hidden)
-    return _modules(str(raw.get("model_type")), _layers(raw, layers), *widths, kept, shared)
+    attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
+    with_state, shared = _with_state(raw, hidden), _shared(raw, hidden)
+    kind = str(raw.get("model_type"))
+    return _modules(kind, _layers(raw, layers), attention, hidden, inner, vocab, with_state, shared)
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
@@ -77,6 +79,21 @@ def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
     return [(kinds is None or kinds[layer] != STATES[kind], not sparse[layer]) for layer in range(layers)]
 
 
+def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, dim: int) -> Modules:
+    """The linears of a layer's attention. What makes keys and values of latents is none: it becomes others."""
+    kind = raw.get("model_type")
+    if kind not in LATENT:
+        queries, keys = heads * dim, kv_heads * dim
+        found = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+        found |= {"gate": (hidden, queries)} if kind in GATED else {}
+        return {f"self_attn.{name}_proj": shape for name, shape in found.items()}
+    latent, rotated, plain, value = (int(raw.get(name) or 0) for name in LATENT_SIZES)
+    low, queries = raw.get("q_lora_rank"), heads * (plain + rotated)
+    found = {"q_a_proj": (hidden, low), "q_b_proj": (low, queries)} if low else {"q_proj": (hidden, queries)}
+    found |= {"kv_a_proj_with_mqa": (hidden, latent + rotated), "o_proj": (heads * value, hidden)}
+    return {f"self_attn.{name}": shape for name, shape in found.items()}
+
+
 def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
     """Of what stands in attention's place in some layers, by its name in a layer."""
     if STATES.get(str(raw.get("model_type"))) != "linear_attention":
@@ -92,22 +109,13 @@ def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
 def _modules(
     kind: str,
     layers: list[tuple[bool, bool]],
+    attention: Modules,
     hidden: int,
     inner: int,
-    queries: int,
-    keys: int,
     vocab: int,
     with_state: Modules,
     shared: Modules,
 ) -> Modules:
-    attention = {
-        "self_attn.q_proj": (hidden, queries),
-        "self_attn.k_proj": (hidden, keys),
-        "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (queries, hidden),
-    }
-    if kind in GATED:
-        attention["self_attn.gate_proj"] = (hidden, queries)
     mlp = _gated_mlp("mlp", hidden, inner)
     if kind in WITHOUT_GATES:
         del mlp["mlp.gate_proj"]

@@ -6,4 +6,4 @@ from quire.engine.models.decoder import DecoderSpec, base_spec
 
 
 def spec(config: ModelConfig) -> DecoderSpec:
-    return base_spec(config).having(AttentionSpec, window=config.raw.get("sliding_window", 4096))
+    return base_spec(config).having(AttentionSpec, window=config.raw.get("sliding_window", 4096) or None)

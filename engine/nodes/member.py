@@ -23,12 +23,14 @@ import msgspec
 import torch.distributed as dist
 from msgspec.structs import replace
 
+from quire.engine.client.child import Child
 from quire.engine.client.process import engine_json
 from quire.engine.client.procfs import Stopped, oom_kills
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import Ended, Progress, encode
+from quire.engine.worker.ranks.processes import PROGRAM
 from quire.engine.worker.ranks.remote import JOINS, SILENCE, Answer, Joined, answers_of, join_of
 
 _AGAIN_SECONDS = 0.5
@@ -38,7 +40,6 @@ _STOP_SECONDS = 5.0
 """How long a process gets to end by itself once machine 0 has gone."""
 _GONE_SECONDS = 30.0
 """After so long without a word from its store machine 0 has gone."""
-_MODULE = "quire.engine.worker.ranks.follower"
 _OUT_OF_MEMORY = 137
 """What is said of a process that the kernel may have killed for want of memory: a shell's code for SIGKILL. Machine 0
 cannot tell, and would take the signal for somebody's, who has nothing to do with what was computed."""
@@ -96,19 +97,12 @@ class Member:
         before = oom_kills()
         # It is killed in the end, so what it keeps of adapters is removed here.
         with tempfile.TemporaryDirectory(prefix="quire-adapters-") as copies:
-            # -P: see EngineProcess
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, "--joined"],
-                stdin=subprocess.PIPE,
-                start_new_session=True,  # a terminal's Ctrl-C is ours to answer
-            )
+            child = Child([*PROGRAM, "--joined"])
+            process = child.process
             try:
                 joined = self._join(place, process, copies)
                 if joined is not None:
-                    assert process.stdin is not None
-                    with suppress(BrokenPipeError):
-                        process.stdin.write(msgspec.json.encode(joined) + b"\n")
-                        process.stdin.flush()
+                    child.tell(msgspec.json.encode(joined))
                     self._wait(process, life := Life(joined))
                     code = -signal.SIGKILL if process.returncode is None else process.returncode
                     if process.returncode == -signal.SIGKILL and (before is None or oom_kills() != before):
@@ -117,7 +111,8 @@ class Member:
             except ConnectionError:  # machine 0 has gone again
                 pass
             finally:
-                _stop(process)
+                child.destroy()  # it holds nothing that must be saved
+                child.end()
 
     def _join(self, place: int, process: subprocess.Popen[bytes], copies: str) -> Joined | None:
         """What this process is to know; None where all shall end, or where it has ended itself. Raises ConfigError
@@ -222,12 +217,3 @@ class Life:
             store.queue_push(queue, encode(Ended(self._code)))
             return
         self._failed = True
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """It holds nothing that must be saved."""
-    assert process.stdin is not None
-    process.kill()
-    process.wait()
-    with suppress(BrokenPipeError):
-        process.stdin.close()

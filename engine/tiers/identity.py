@@ -32,7 +32,14 @@ Stamp = tuple[str, int, int, int, int, int]
 
 def identity_of(config: EngineConfig, model: ModelConfig, weights: bytes, layout: str) -> bytes:
     """`weights`: their hash; `layout`: see PageMover. The code that computes keys and values counts too."""
-    asked = (config.quantization, config.quantize_embedding, config.dtype, config.kv_cache_dtype, config.deterministic)
+    asked = (
+        config.quantization,
+        config.quantize_embedding,
+        config.dtype,
+        config.kv_cache_dtype,
+        config.deterministic,
+        config.activation_bits,
+    )
     draft = None if config.speculative_config is None else config.speculative_config.model_dump_json()
     parts = (repr(model), weights.hex(), layout, code_hash().hex(), repr(asked), draft, config.load_format, config.seed)
     return blake2b(json.dumps(parts).encode(), digest_size=16).digest()

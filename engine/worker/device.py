@@ -19,6 +19,7 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import AttentionSpec
+from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import DecoderSpec
@@ -48,6 +49,9 @@ def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec)
     if device.type != "cpu" and spec.parts(DeltaNetSpec):
         why = f"gated delta nets ({model.model_type}) are served on CPUs alone so far: --device cpu"
         raise ConfigError(f"device: {why}", param="device")
+    if spec.parts(LatentAttentionSpec) and device.type != "cpu":
+        why = f"latent attention ({model.model_type}) is served on CPUs alone so far: --device cpu, or --model-impl "
+        raise ConfigError(f"device: {why}transformers, which keeps the keys and values of all heads", param="device")
 
 
 def set_up_cpu(config: EngineConfig) -> None:
@@ -183,9 +187,10 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
     return Chosen(spec, device, dtype, changed, *choose_backend(config, device, dtype, spec, tried=tried))
 
 
-def widest(spec: DecoderSpec) -> AttentionSpec:
+def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
     """The attention that asks most of a backend."""
-    return max(spec.parts(AttentionSpec), key=lambda each: each.head_dim)
+    parts: list[AttentionSpec | LatentAttentionSpec] = [*spec.parts(AttentionSpec), *spec.parts(LatentAttentionSpec)]
+    return max(parts, key=lambda each: each.head_dim)
 
 
 def choose_backend(
@@ -201,7 +206,14 @@ def choose_backend(
     try:
         trials = [] if tried else choose_trials(config, device, dtype, spec)
         held = kv_dtype(config, dtype)
-        backend, why = select_backend(device, *wanted, deterministic=deterministic, kv_dtype=held, trials=trials)
+        backend, why = select_backend(
+            device,
+            *wanted,
+            deterministic=deterministic,
+            kv_dtype=held,
+            activation_bits=config.activation_bits,
+            trials=trials,
+        )
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
     if config.deterministic and not backend.keeps_rows_apart(device, dtype):

@@ -123,7 +123,7 @@ def choose_encoder_backend(
             raise ConfigError(wrong, param="attention_backend")
         return Reference(), "encoders on a GPU run on plain PyTorch"
     try:
-        return select_backend(device, dtype, head_dim, wanted, False)
+        return select_backend(device, dtype, head_dim, wanted, activation_bits=config.activation_bits)
     except ValueError as error:
         raise ConfigError(f"attention_backend: {error}", param="attention_backend") from error
 

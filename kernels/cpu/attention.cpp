@@ -21,10 +21,13 @@ struct Batch {
   KVFormat format;
   long table_stride, key_stride, value_stride;  // elements from one row of the table, or one page, to the next
   int heads, kv_heads, dim;
+  int values_dim;  // 0: values have `dim` numbers; else they are the first ones of their keys
   Softmax softmax;
 
   int group() const { return heads / kv_heads; }
-  int width() const { return (dim + 15) / 16 * 16; }
+  int out_dim() const { return values_dim ? values_dim : dim; }
+  int width() const { return padded(out_dim()); }
+  static int padded(int numbers) { return (numbers + 15) / 16 * 16; }
 
   // The parts of a KV head in a page.
   template <class T>
@@ -40,8 +43,9 @@ struct Batch {
     return static_cast<const char*>(pages) +
            (offset + kv_head * head_elements<T>(format, dim)) * element_bytes<T>(format);
   }
-  // Elements of a tile's copies: of values, and where these are codes of keys, too.
-  long copied() const { return static_cast<long>(kTile) * width() * (format.held == kPlain ? 1 : 2); }
+  // Elements of a block's copies: of keys, where these are codes, and behind them of values.
+  long copied_keys() const { return format.held == kPlain ? 0 : static_cast<long>(kBlock) * padded(dim); }
+  long copied() const { return copied_keys() + static_cast<long>(kBlock) * width(); }
 };
 
 struct WorkItem {
@@ -94,6 +98,25 @@ void find_next(const Batch& batch, const WorkItem& item, long tile, const WorkIt
   }
 }
 
+// Makes the values of a block of the beginnings of its keys, and expands these to `copy` first where they are codes.
+template <class T>
+void share_block(const Batch& batch, const char* keys, T* copy, int b, int valid, TileBlocks& blocks) {
+  const auto* codes = reinterpret_cast<const uint8_t*>(keys);
+  auto* words = reinterpret_cast<uint32_t*>(copy);
+  auto* values = reinterpret_cast<uint32_t*>(copy + batch.copied_keys());
+  if (batch.format.held == kPlain)
+    blocks.keys[b] = reinterpret_cast<const uint32_t*>(keys);
+  else {
+    const auto expand = batch.format.held == kInt8 ? expand_keys<T, int8_t> : expand_keys<T, float8>;
+    expand(codes, words, blocks.dim, blocks.next_keys[b]);
+    blocks.keys[b] = words;
+    blocks.key_scales[b] = blocks.value_scales[b] =
+        reinterpret_cast<const bf16*>(codes + static_cast<long>(kBlock) * blocks.dim);
+  }
+  values_of_keys<T>(blocks.keys[b], values, batch.values_dim, blocks.width, valid);
+  blocks.values[b] = values;
+}
+
 // Expands a block of codes to `copy`, which has room for both.
 template <class T, class Code>
 void expand_block(const char* keys, const char* values, T* copy, int b, int valid, TileBlocks& blocks) {
@@ -126,14 +149,17 @@ void find_blocks(const Batch& batch, const WorkItem& item, long tile, T* copies,
     const long page = pages[begin / kBlock + b], left = context - begin - b * kBlock;
     const int valid = static_cast<int>(left < kBlock ? left : kBlock);
     const char *keys = batch.keys_of<T>(page, item.kv_head), *values = batch.values_of<T>(page, item.kv_head);
+    T* copy = copies + b * batch.copied();
+    if (batch.values_dim) {
+      share_block(batch, keys, copy, b, valid, blocks);
+      continue;
+    }
     if (batch.format.held != kPlain) {
-      T* copy = copies + static_cast<long>(b) * 2 * kBlock * blocks.width;
       const auto expand = batch.format.held == kInt8 ? expand_block<T, int8_t> : expand_block<T, float8>;
       expand(keys, values, copy, b, valid, blocks);
       continue;
     }
     if (valid < kBlock || blocks.width != batch.dim) {
-      T* copy = copies + static_cast<long>(b) * kBlock * blocks.width;
       clean_values(reinterpret_cast<const T*>(values), copy, batch.dim, blocks.width, valid);
       values = reinterpret_cast<const char*>(copy);
     }
@@ -181,13 +207,14 @@ template <class T>
 void write_rows(const Batch& batch, const WorkItem& item, long row, int count, const Partial* sums,
                 const float* values) {
   const int group = batch.group();
-  const Vec scale = vset(batch.format.value_scale);
+  const int dim = batch.out_dim();
+  const Vec scale = vset(batch.values_dim ? batch.format.key_scale : batch.format.value_scale);
   for (int r = 0; r < count; ++r, values += batch.width()) {
     const long token = item.first + (row + r) / group, head = item.kv_head * group + (row + r) % group;
-    T* out = static_cast<T*>(batch.out) + (token * batch.heads + head) * batch.dim;
+    T* out = static_cast<T*>(batch.out) + (token * batch.heads + head) * dim;
     // Adding 0 turns -0 into 0. Merging does so too, and a row must have the same bits with and without merging.
-    for (int d = 0; d < batch.dim; d += 16)
-      vstore_first(out + d, vmul(vdiv(vadd(vload(values + d), vset(0.0f)), vset(sums[r].total)), scale), batch.dim - d);
+    for (int d = 0; d < dim; d += 16)
+      vstore_first(out + d, vmul(vdiv(vadd(vload(values + d), vset(0.0f)), vset(sums[r].total)), scale), dim - d);
   }
 }
 
@@ -200,7 +227,7 @@ INLINE Partial before_tiles(const Batch& batch, const WorkItem& item, long row) 
 template <class T>
 void run_all_tiles(const Batch& batch, const WorkItem& item, const WorkItem* next) {
   const long rows = item.count * batch.group(), width = batch.width();
-  const long copied = batch.copied();
+  const long copied = kTileBlocks * batch.copied();
   char* memory = scratch(copied * sizeof(T) + (kRows + rows) * width * sizeof(float) + rows * sizeof(Partial));
   T* copies = reinterpret_cast<T*>(memory);
   float* values = reinterpret_cast<float*>(copies + copied);
@@ -229,9 +256,10 @@ struct TileResults {
 template <class T>
 void run_tile(const Batch& batch, const WorkItem& item, TileResults& results) {
   const long width = batch.width();
-  char* memory = scratch(batch.copied() * sizeof(T) + kRows * width * sizeof(float));
+  const long copied = kTileBlocks * batch.copied();
+  char* memory = scratch(copied * sizeof(T) + kRows * width * sizeof(float));
   T* copies = reinterpret_cast<T*>(memory);
-  float* values = reinterpret_cast<float*>(copies + batch.copied());
+  float* values = reinterpret_cast<float*>(copies + copied);
   const auto keep = [&](long row, int count, const Partial* next, const float* from) {
     for (int r = 0; r < count; ++r) results.partials[item.partial_row + row + r] = next[r];
     __builtin_memcpy(&results.values[(item.partial_row + row) * width], from, count * width * sizeof(float));
@@ -326,11 +354,11 @@ int attend(const Batch& batch, int sequences, long pages, int threads) {
                     const int32_t* starts, const int32_t* contexts, const int32_t* table, long table_stride,           \
                     long key_stride, long value_stride, long pages, int sequences, int heads, int kv_heads, int dim,   \
                     float scale, int window, float softcap, int ahead, const float* bias, long bias_stride,            \
-                    long bias_center, const float* sinks, int threads) {                                               \
+                    long bias_center, const float* sinks, int values_dim, int threads) {                               \
     const KVFormat held = held_as(format);                                                                             \
     const Softmax softmax = {scale * held.key_scale, window, softcap, ahead, bias, bias_stride, bias_center, sinks};   \
-    const Batch batch = {out,          query,      keys,         values, starts,   contexts, table,  held,             \
-                         table_stride, key_stride, value_stride, heads,  kv_heads, dim,      softmax};                 \
+    const Batch batch = {out,          query,      keys,         values, starts,   contexts, table,      held,         \
+                         table_stride, key_stride, value_stride, heads,  kv_heads, dim,      values_dim, softmax};     \
     return attend<T>(batch, sequences, pages, threads);                                                                \
   }
 PAGED_ATTENTION(paged_attention_f32, float)

@@ -23,7 +23,6 @@ from quire.kernels.backend import (
     Layer,
     Linear,
     Recorded,
-    Softmax,
     Table,
 )
 from quire.kernels.collective import Collective
@@ -32,14 +31,18 @@ from quire.kernels.cpu.decoder import delta_rule
 from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.decoder.short_conv import convolved
+from quire.kernels.cpu.latents import latent as latents
 from quire.kernels.cpu.quantization import float8
 from quire.kernels.cpu.ranks import collective
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
+from quire.kernels.latents.blocks import ReferenceBlocks
+from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
+from quire.kernels.softmax import Softmax
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ALL = 2**31 - 1
@@ -54,9 +57,12 @@ class Cpu(Reference):
     library: native.Native
     """The compiled kernels; there are none where something is `missing`."""
 
-    def __init__(self, library: native.Native | None = None, *, deterministic: bool = False) -> None:
-        """library: other kernels than the best that this CPU can run."""
+    def __init__(
+        self, library: native.Native | None = None, *, deterministic: bool = False, activation_bits: str = "auto"
+    ) -> None:
+        """library: other kernels than the best that this CPU can run. activation_bits: see quantized.py."""
         super().__init__(deterministic=deterministic)
+        self.activation_bits = activation_bits
         found = native.load() if library is None else library
         self.missing = found if isinstance(found, str) else None
         """Why there are no compiled kernels, in one line; None where there are."""
@@ -113,7 +119,7 @@ class Cpu(Reference):
     ) -> Tensor:
         _check_cache(q, k_cache, v_cache)
         q = q.contiguous()
-        out = torch.empty_like(q)
+        out = q.new_empty((*q.shape[:2], softmax.values or q.shape[2]))
         table, pages = metadata.block_table, k_cache.shape[0]
         _, heads, head_dim = q.shape
         lengths = (metadata.query_start, metadata.context_lens)
@@ -135,10 +141,10 @@ class Cpu(Reference):
             ahead,
             *native.bias_arguments(softmax.bias),
         )
-        sinks = _sinks(softmax.sinks, heads)
+        beside = (_sinks(softmax.sinks, heads), softmax.values or 0)
         held = native.kv_format(k_cache, softmax.kv_scales)
         pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]
-        outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, sinks, torch.get_num_threads())
+        outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, *beside, torch.get_num_threads())
         if outside:
             raise IndexError(f"block table names a page outside the {pages} pages of the cache")
         return out
@@ -251,6 +257,10 @@ class Cpu(Reference):
             raise IndexError(f"slots outside the {pages} pages of the cache")
         return q
 
+    def latent_store(self, q: Tensor, kv: Tensor, latent: Latent, cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        _check_cache(q, cache, cache)
+        return latents.stored(self.library, q, kv, latent, cache, (metadata.positions, metadata.slots))
+
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
         if bcx.dtype not in self.library.short_conv:
             return super().short_conv(bcx, conv, columns, metadata)
@@ -281,6 +291,10 @@ class Cpu(Reference):
             return super().pack_linear(weight, bias, wide=wide)
         return linear.PackedLinear(self.library, weight, bias, wide=wide)
 
+    def pack_blocks(self, weights: Sequence[Tensor], passed: int) -> Linear:
+        made = [self.pack_linear(each, None) for each in weights]
+        return latents.compiled_blocks(self.library, made, passed) or ReferenceBlocks(made, passed)
+
     def multiplies(self, dtype: torch.dtype) -> bool:
         """Whether unquantized linears of this type are our own kernel's, which layers run in one call need."""
         narrow = dtype == torch.float32 and self.library.isa in ("plain", "avx2")
@@ -297,13 +311,17 @@ class Cpu(Reference):
             return float8.Float8Linear(self.library, floats, bias, dtype=dtype, wide=wide)
         if (grouped := quantized.supported(weights)) is None:
             return super().pack_quantized(weights, bias, dtype=dtype, wide=wide)
-        return quantized.QuantizedLinear(self.library, grouped, bias, dtype=dtype, wide=wide)
+        return quantized.QuantizedLinear(
+            self.library, grouped, bias, dtype=dtype, wide=wide, activation_bits=self.activation_bits
+        )
 
     def pack_table(self, weight: QuantizedWeight, *, dtype: torch.dtype, tied: bool) -> Table:
         grouped = quantized.supported([weight])
         if grouped is None or dtype not in self.library.linear:
             return super().pack_table(weight, dtype=dtype, tied=tied)
-        linear = quantized.QuantizedLinear(self.library, grouped, None, dtype=dtype, wide=True)
+        linear = quantized.QuantizedLinear(
+            self.library, grouped, None, dtype=dtype, wide=True, activation_bits=self.activation_bits
+        )
         return Table(linear.look_up, linear if tied else None)
 
     def mixture(self, experts: Experts) -> Linear:

@@ -23,7 +23,8 @@ struct QuantizedLinear {
   const QuantizedPart* parts;
   const int32_t* order;  // [in]: the parts are of x[order]; null: of x itself
   int count;
-  int block;  // inputs of a row of x that share a scale: 16, 32 .. 96, which divides each part's group
+  int block;       // inputs of a row of x that share a scale: 16, 32 .. 96, which divides each part's group
+  float outliers;  // blocks of x above so many times the root of the mean square of a row's peaks have 16 bits, not 8
 };
 
 enum { kPlain = 0, kInt8 = 1, kFloat8 = 2 };
@@ -49,6 +50,13 @@ struct PackedLinear {
   int wide;                          // whether results are float32 instead of the weight's type
   const QuantizedLinear* quantized;  // the weight instead, if it is not null;
   const Float8Linear* float8;        // or this, likewise
+};
+
+// Linears of which each has inputs and outputs of its own, side by side (latents/linear_blocks.cpp).
+struct LinearBlocks {
+  const PackedLinear* linears;  // [count], all of as many inputs and outputs
+  int count;
+  int passed;  // numbers behind each one's inputs, which follow its outputs as they are
 };
 
 // How a row's experts follow from their scores (decoder/routing.h); kernels/routing.py explains the fields.
@@ -147,6 +155,11 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
   EXPORTED int store_kv_##suffix(const T* k, const T* v, void* keys, void* values, const KVFormat* format,             \
                                  const int64_t* slots, long key_stride, long value_stride, long tokens, long pages,    \
                                  int kv_heads, int dim);                                                               \
+  EXPORTED int latent_store_##suffix(T* q, const T* kv, const float* norm, const float* cos_sin, int neighbours,       \
+                                     const int64_t* positions, const int64_t* slots, void* cache,                      \
+                                     const KVFormat* format, long stride, long tokens, long pages, int heads,          \
+                                     int latent, int rotated, float eps, int threads);                                 \
+  EXPORTED void linear_blocks_##suffix(const LinearBlocks* blocks, const T* x, T* out, long rows, int threads);        \
   EXPORTED int short_conv_##suffix(const T* bcx, const float* weight, const float* bias, T* out, T* ends, T* recent,   \
                                    const int32_t* starts, const int32_t* contexts, const int32_t* table,               \
                                    long table_stride, const int64_t* slots, long pages, long slot_count,               \
@@ -162,7 +175,7 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
                                         const int32_t* table, long table_stride, long key_stride, long value_stride,   \
                                         long pages, int sequences, int heads, int kv_heads, int dim, float scale,      \
                                         int window, float softcap, int ahead, const float* bias, long bias_stride,     \
-                                        long bias_center, const float* sinks, int threads);
+                                        long bias_center, const float* sinks, int values_dim, int threads);
 EXPORTS(f32, float)
 EXPORTS(bf16, bf16)
 
@@ -190,6 +203,8 @@ struct Kernels;
     static constexpr auto mix_experts = mix_experts_##suffix;                                                          \
     static constexpr auto store_kv = store_kv_##suffix;                                                                \
     static constexpr auto rope_store = rope_store_##suffix;                                                            \
+    static constexpr auto latent_store = latent_store_##suffix;                                                        \
+    static constexpr auto linear_blocks = linear_blocks_##suffix;                                                      \
     static constexpr auto short_conv = short_conv_##suffix;                                                            \
     static constexpr auto delta_rule = delta_rule_##suffix;                                                            \
     static constexpr auto sigmoid_mul = sigmoid_mul_##suffix;                                                          \

@@ -70,16 +70,22 @@ INLINE bf16 round_head(const T* x, int dim, int held, float scale, uint8_t* code
   return rounded[0];
 }
 
-// Puts a head of one token into its page's parts `keys` and `values`. `codes`: [dim], for the results of a moment.
+// Puts a head of one token into its page's part of keys. `codes`: [dim], for the results of a moment.
+template <class T>
+INLINE void store_key_codes(const T* key, const KVFormat& format, uint8_t* keys, int slot, int dim, uint8_t* codes) {
+  const bf16 scale = round_head(key, dim, format.held, format.key_scale, codes);
+  for (int d = 0; d < dim; ++d) keys[d * kBlock + slot] = codes[d];
+  if (format.held == kInt8) __builtin_memcpy(keys + kBlock * dim + slot * sizeof(bf16), &scale, sizeof(bf16));
+}
+
+// The same of its value too, into the part of values.
 template <class T>
 INLINE void store_codes(const T* key, const T* value, const KVFormat& format, uint8_t* keys, uint8_t* values, int slot,
                         int dim, uint8_t* codes) {
-  const bf16 key_scale = round_head(key, dim, format.held, format.key_scale, codes);
-  for (int d = 0; d < dim; ++d) keys[d * kBlock + slot] = codes[d];
+  store_key_codes(key, format, keys, slot, dim, codes);
   const bf16 value_scale =
       round_head(value, dim, format.held, format.value_scale, values + static_cast<long>(slot) * dim);
   if (format.held != kInt8) return;
-  __builtin_memcpy(keys + kBlock * dim + slot * sizeof(bf16), &key_scale, sizeof(bf16));
   __builtin_memcpy(values + kBlock * dim + slot * sizeof(bf16), &value_scale, sizeof(bf16));
 }
 

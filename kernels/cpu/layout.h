@@ -3,7 +3,8 @@
 //   keys   [dim / pack][16 tokens]  one load gives the same dimension(s) of 16 keys, so a query scores all of them at
 //                                   once without a sum across lanes
 //   values [16 / pack][dim]         one load gives 16 dimensions of one token, or of two
-// Keys and values have equally large parts. Pages of 8-bit codes have a layout of their own (kv_codes.h).
+// Keys and values have equally large parts. Pages of 8-bit codes have a layout of their own (kv_codes.h). Where values
+// are the beginnings of their keys, as of latents, there are pages of keys alone.
 #pragma once
 
 #include <cstdint>
@@ -23,4 +24,30 @@ template <class T>
 INLINE void store_value(const T* value, T* head, int slot, int dim) {
   T* to = head + static_cast<long>(slot / kPack<T>) * dim * kPack<T> + slot % kPack<T>;
   for (int d = 0; d < dim; ++d) to[d * kPack<T>] = value[d];
+}
+
+// The words of a block's values where they are the first `dim` numbers of its keys, whose words are given: rows padded
+// to `width`, a multiple of 16, and with zeros for the tokens after the first `valid`.
+template <class T>
+void values_of_keys(const uint32_t* keys, uint32_t* values, int dim, int width, int valid) {
+  for (int d = 0; d < width; d += 16 * kPack<T>) {
+    Words rows[16];
+    for (int i = 0; i < 16; ++i) {
+      const int at = d / kPack<T> + i;
+      rows[i] = at < dim / kPack<T> ? wload(keys + at * kBlock) : wset(0);
+    }
+    transpose(rows);
+    for (int slot = valid; slot < kBlock; ++slot) rows[slot] = wset(0);
+    for (int i = 0; i < kBlock / kPack<T>; ++i) {
+      uint32_t* to = values + static_cast<long>(i) * width + d;
+      if constexpr (kPack<T> == 1) {
+        wstore(to, rows[i]);
+      } else {
+        Words first, second;
+        zip_halves(rows[2 * i], rows[2 * i + 1], first, second);
+        wstore(to, first);
+        if (d + 16 < width) wstore(to + 16, second);
+      }
+    }
+  }
 }

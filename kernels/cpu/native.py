@@ -42,7 +42,12 @@ class QuantizedPart(ctypes.Structure):
 
 
 class QuantizedLinear(ctypes.Structure):
-    _fields_ = [("parts", ctypes.POINTER(QuantizedPart)), ("order", _POINTER), ("count", _INT), ("block", _INT)]
+    _fields_ = [
+        ("parts", ctypes.POINTER(QuantizedPart)),
+        ("order", _POINTER),
+        *[(name, _INT) for name in ("count", "block")],
+        ("outliers", _FLOAT),
+    ]
 
 
 class KVFormat(ctypes.Structure):
@@ -60,6 +65,10 @@ class PackedLinear(ctypes.Structure):
         ("quantized", ctypes.POINTER(QuantizedLinear)),
         ("float8", ctypes.POINTER(Float8Linear)),
     ]
+
+
+class LinearBlocks(ctypes.Structure):
+    _fields_ = [("linears", ctypes.POINTER(PackedLinear)), *[(name, _INT) for name in ("count", "passed")]]
 
 
 class Routing(ctypes.Structure):
@@ -168,8 +177,10 @@ def _map(size: int) -> Tensor:
 SIGNATURES = {
     "paged_attention": [
         *[*[_POINTER] * 8, *[_LONG] * 4, *[_INT] * 4, _FLOAT, _INT, _FLOAT],
-        *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT],
+        *[_INT, _POINTER, _LONG, _LONG, _POINTER, _INT, _INT],
     ],
+    "latent_store": [*[_POINTER] * 4, _INT, *[_POINTER] * 4, *[_LONG] * 3, *[_INT] * 3, _FLOAT, _INT],
+    "linear_blocks": [*[_POINTER] * 3, _LONG, _INT],
     "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
     "rope_store": [*[_POINTER] * 5, _INT, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
     "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 6],

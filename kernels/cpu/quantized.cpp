@@ -1,4 +1,4 @@
-// x @ weight.T + bias for weights of 8 or 4 bits (quantized.h): rows of x are quantized to 8 bits, once for all
+// x @ weight.T + bias for weights of 8 or 4 bits (quantized.h): rows of x are quantized too, once for all
 // outputs, and products of integers are summed exactly; the sum of a block is multiplied by the scales of x and of the
 // weight and added to a float32. These are added in the order of the blocks, so a row's result has the same bits in
 // every batch.
@@ -94,6 +94,7 @@ INLINE void multiply_block(Words (&acc)[R][C], const Codes<kNibbles>& codes, con
 template <class O>
 struct Tile {
   const int8_t* x;
+  long lows;  // how far behind x its low codes are
   const BlockOfRow* blocks;
   O* out;  // the first row's first output of the panel
   long stride;
@@ -129,14 +130,20 @@ void multiply_tile(const Panel& panel, const Tile<O>& tile, int column, Ahead& a
   const uint8_t* group = panel.groups;
   const int8_t* x = tile.x;
   const BlockOfRow* of_row = tile.blocks;
+  Ahead nothing;
   for (; group < panel.end; group += panel.group_bytes) {
     if (!panel.is_kept) codes.at = group + panel.header;
     const auto* halves = reinterpret_cast<const half*>(group) + column * 16;
     for (int i = 0; i < panel.per_group; ++i) {
       Words acc[R][C];
       for (int r = 0; r < R; ++r)
-        for (int c = 0; c < C; ++c) acc[r][c] = wset(of_row[r].start);
+        for (int c = 0; c < C; ++c) acc[r][c] = wset(kCodeBytes == 2 ? of_row[r].start : 0);
       multiply_block(acc, codes, x, column, steps, keep, ahead);
+      if constexpr (kCodeBytes == 1) {
+        for (int r = 0; r < R; ++r)
+          for (int c = 0; c < C; ++c) acc[r][c] = wadd(wtimes256(acc[r][c]), wset(of_row[r].start));
+        if (of_row[0].low) multiply_block(acc, codes, x + tile.lows, column, steps, nullptr, nothing);
+      }
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < C; ++c) {
           const Vec exact = to_floats(acc[r][c]), scale = vset(of_row[r].scale);
@@ -177,7 +184,7 @@ void multiply_tiles(Panel panel, const QuantizedRows& rows, long begin, long end
     if (next) ahead = {next + from, next_bytes * (t - begin + 1) / count - from, times};
     if (count == 1) ahead = {panel.groups + kAhead, panel.end - panel.groups, times};
     if (meanwhile && t > begin) ahead.extra = meanwhile->take(times * kTogether);
-    const Tile<O> tile = {rows.codes + row * rows.inner * kCodeBytes, rows.of_rows + row * rows.blocks,
+    const Tile<O> tile = {rows.codes + row * rows.inner * kCodeBytes, rows.lows, rows.of_rows + row * rows.blocks,
                           out + row * stride + panel.first, stride};
     with_rows(next_row - row, [&](auto r) {
       const bool nibbles = panel.part.bits == 4 && !panel.is_kept;
@@ -219,16 +226,23 @@ template <class T>
 void quantize_all(const PackedLinear& l, const T* x, const QuantizedRows& to, int threads) {
   const QuantizedLinear& q = *l.quantized;
   parallel_rows(threads, to.tiles, 2 * to.rows * l.in, [&](long begin, long end) {
-    for (long t = begin; t < end; ++t)
-      for (long r = to.first(t); r < to.first(t + 1); ++r) {
+    auto* peaks = reinterpret_cast<float*>(scratch((to.blocks + 16) * sizeof(float) + l.in * sizeof(T)));
+    T* ordered = reinterpret_cast<T*>(peaks + to.blocks + 16);
+    for (long t = begin; t < end; ++t) {
+      const long first = to.first(t), rows = to.first(t + 1) - first;
+      BlockOfRow* blocks = to.blocks_of(t);
+      for (long b = 0; b < to.blocks * rows; ++b) blocks[b].low = false;
+      for (long r = first; r < first + rows; ++r) {
         const T* row = x + r * l.in;
         if (q.order) {
-          T* ordered = reinterpret_cast<T*>(scratch(l.in * sizeof(T)));
           for (int i = 0; i < l.in; ++i) ordered[i] = row[q.order[i]];
           row = ordered;
         }
-        quantize_row(row, l.in, to, t, r);
+        quantize_row(row, l.in, to, t, r, peaks);
       }
+      for (int b = 0; b < to.blocks; ++b)
+        for (long r = 1; r < rows; ++r) blocks[b * rows].low |= blocks[b * rows + r].low;
+    }
   });
 }
 
@@ -240,7 +254,7 @@ void multiply_all(const PackedLinear& l, const T* x, O* out, long rows, int thre
   const int blocks = (l.in + q.block - 1) / q.block, inner = blocks * q.block;
   const size_t wanted = QuantizedRows::bytes(rows, inner, blocks);
   if (memory.size() < wanted) memory.resize(wanted);
-  const QuantizedRows to(memory.data(), rows, inner, blocks);
+  const QuantizedRows to(memory.data(), rows, inner, blocks, q.outliers);
   if ((rows + 2) * l.in * l.outs < kOneThreadWork) threads = 1;
   quantize_all(l, x, to, threads);
   long panels = 0;

@@ -1,7 +1,12 @@
-// Rows of x in 8 bits, and the layout of quantized weights.
+// Rows of x in 8 or 16 bits, and the layout of quantized weights.
 //
-// A row of x is cut into blocks of 16 or more inputs; a block's integers are x * 127 / max|x|, rounded to nearest, so
-// that they depend on nothing but the row. Sums of products of integers are exact, in whatever order.
+// A row of x is cut into blocks of 16 or more inputs. A block's peak is its max|x|; its integers are x * 127 / peak,
+// rounded to nearest, times 256. In few blocks of a row x is many times what it is in the others, and rounding these
+// blocks is most of what rounding changes: there the integers are x * 32512 / peak, rounded. They depend on nothing but
+// the row, and sums of products of integers are exact, in whatever order: 128 * 32512 * 96 is below 2^31.
+//
+// Where instructions multiply bytes, an integer is two: 256 * high + low, from -128 to 127. A sum over the high ones is
+// shifted, and goes on over the low ones if any row of the tile has some that are not 0.
 //
 // Each part of a weight is packed as [panels of 32 outputs][groups]: a group's 32 scales and 32 offsets, if there are
 // any, as half floats, then its codes. Codes are unsigned, as the instructions want them: a value plus 128, for which a
@@ -29,26 +34,30 @@ INLINE long panels_of(const QuantizedPart& part) { return (part.outs + kOuts - 1
 // What belongs to a block of a row.
 struct BlockOfRow {
   float scale;
-  uint32_t start;  // -128 times the sum of the codes, less what idot takes itself
-  float moment;    // scale times the sum of the codes
+  uint32_t start;  // -128 times the sum of the integers, less what idot takes itself
+  float moment;    // scale times the sum of the integers
+  bool low;        // whether any row of the tile has low codes; in the tile's first row
 };
+constexpr float kMost = 127.0f;
 
-// Rows of x in 8 bits, in tiles of up to kRows rows, of nearly equal size (8 rows are 4 + 4). A tile of R rows is
-// [inner / 16][R][16] codes of kCodeBytes (in the order of store_codes) and [blocks][R] BlockOfRow.
+// Quantized rows of x, in tiles of up to kRows rows, of nearly equal size (8 rows are 4 + 4). A tile of R rows is
+// [inner / 16][R][16] codes of kCodeBytes (in the order of store_codes) and [blocks][R] BlockOfRow. Codes of one byte
+// are the high ones; the low ones lie `lows` bytes behind.
 struct QuantizedRows {
   int inner, blocks;  // of a row; inner is a whole number of blocks, the last one padded with zeros
-  long rows, tiles;
+  float outliers;
+  long rows, tiles, lows;
   BlockOfRow* of_rows;
   int8_t* codes;
 
-  static size_t bytes(long rows, int inner, int blocks) {
-    return rows * (inner * kCodeBytes + sizeof(BlockOfRow) * blocks);
-  }
-  QuantizedRows(char* at, long rows, int inner, int blocks)
+  static size_t bytes(long rows, int inner, int blocks) { return rows * (2 * inner + sizeof(BlockOfRow) * blocks); }
+  QuantizedRows(char* at, long rows, int inner, int blocks, float outliers)
       : inner(inner),
         blocks(blocks),
+        outliers(outliers),
         rows(rows),
         tiles((rows + kRows - 1) / kRows),
+        lows(rows * inner),
         of_rows(reinterpret_cast<BlockOfRow*>(at)),
         codes(reinterpret_cast<int8_t*>(of_rows + rows * blocks)) {}
 
@@ -66,57 +75,89 @@ INLINE void load_block(const T* x, int count, Vec (&v)[N]) {
     for (int i = 0; i < N; ++i) v[i] = count > 16 * i ? vload_first(x + 16 * i, count - 16 * i) : vset(0.0f);
 }
 
-// Quantizes up to 16 blocks of N * 16 inputs, of which `in` are there. Sixteen codes are written each `stride` bytes,
-// and what belongs to a block each `rows` elements of `to`. Returns whether all inputs are finite. The steps of a block
-// wait for each other, so all blocks take one step before any takes the next.
+// The peaks of up to 16 blocks of N * 16 inputs, of which `in` are there. Returns whether all inputs are finite.
 template <int N, class T>
-INLINE bool quantize_blocks(const T* x, int in, int blocks, int8_t* codes, long stride, BlockOfRow* to, long rows) {
-  constexpr float kSmallest = 1e-30f;  // smaller numbers become 0: 127 / x must be finite
-  alignas(64) float peaks[16] = {}, factors[16], scales[16];
-  uint32_t sums[16];
+INLINE bool find_peaks(const T* x, int in, int blocks, float* peaks) {
+  bool finite = true;
   for (int b = 0; b < blocks; ++b) {
     Vec v[N];
     Words peak = wset(0);
     load_block<N>(x + b * 16 * N, in - b * 16 * N, v);
     for (int i = 0; i < N; ++i) peak = wmax(peak, magnitude(v[i]));
     peaks[b] = as_float(wpeak(peak));
-  }
-  const Vec peak = vmax(vload(peaks), vset(kSmallest));
-  vstore(factors, vdiv(vset(127.0f), peak));
-  vstore(scales, vdiv(peak, vset(127.0f)));
-  for (int b = 0; b < blocks; ++b) {
-    Vec v[N];
-    Words sum = wset(0);
-    load_block<N>(x + b * 16 * N, in - b * 16 * N, v);
-    for (int i = 0; i < N; ++i, codes += stride) {
-      const Words rounded = to_integers(vmul(v[i], vset(factors[b])));
-      sum = wadd(sum, rounded);
-      store_codes(codes, rounded);
-    }
-    sums[b] = static_cast<uint32_t>(wsum(sum));
-  }
-  bool finite = true;
-  for (int b = 0; b < blocks; ++b) {
-    to[b * rows] = {scales[b], (kCentre - 128u) * sums[b],
-                    scales[b] * static_cast<float>(static_cast<int32_t>(sums[b]))};
     finite &= peaks[b] < kInfinity;
   }
   return finite;
 }
 
+// Above this peak a block of the row is an outlier. `peaks` have 0 up to a multiple of 16.
+INLINE float outlier_above(const float* peaks, int blocks, float outliers) {
+  alignas(64) float lanes[16];
+  Vec squares = vset(0.0f);
+  for (int b = 0; b < blocks; b += 16) squares = vfma(vload(peaks + b), vload(peaks + b), squares);
+  vstore(lanes, squares);
+  float sum = 0.0f;
+  for (const float lane : lanes) sum += lane;
+  return outliers * __builtin_sqrtf(sum / static_cast<float>(blocks));
+}
+
+// Quantizes up to 16 blocks of N * 16 inputs, of which `in` are there. Sixteen codes are written each `stride` bytes,
+// and what belongs to a block each `rows` elements of `to`. The steps of a block wait for each other, so all blocks
+// take one step before any takes the next.
+template <int N, class T>
+INLINE void quantize_blocks(const T* x, int in, int blocks, const float* peaks, float above, int8_t* codes, long lows,
+                            long stride, BlockOfRow* to, long rows) {
+  constexpr float kSmallest = 1e-30f;  // smaller numbers become 0: 32512 / x must be finite
+  alignas(64) float factors[16], scales[16];
+  uint32_t sums[16];
+  const Vec peak = vmax(vload(peaks), vset(kSmallest));
+  vstore(factors, vdiv(vset(kMost), peak));
+  vstore(scales, vdiv(peak, vset(256 * kMost)));
+  for (int b = 0; b < blocks; ++b) {
+    Vec v[N];
+    Words sum = wset(0);
+    load_block<N>(x + b * 16 * N, in - b * 16 * N, v);
+    const bool outlier = peaks[b] > above;
+    const Vec factor = vset(outlier ? 256 * factors[b] : factors[b]);
+    for (int i = 0; i < N; ++i, codes += stride) {
+      const Words rounded = to_integers(vmul(v[i], factor)), integers = outlier ? rounded : wtimes256(rounded);
+      sum = wadd(sum, integers);
+      if constexpr (kCodeBytes == 2) {
+        store_codes(codes, integers);
+      } else {
+        store_codes(codes, wby256(wadd(integers, wset(128))));
+        store_codes(codes + lows, integers);  // the low bytes, as numbers from -128 to 127
+      }
+    }
+    sums[b] = static_cast<uint32_t>(wsum(sum));
+    to[b * rows].low |= outlier;
+  }
+  for (int b = 0; b < blocks; ++b) {
+    BlockOfRow& of_row = to[b * rows];
+    of_row.scale = scales[b];
+    of_row.start = (kCentre - 128u) * sums[b];
+    of_row.moment = scales[b] * static_cast<float>(static_cast<int32_t>(sums[b]));
+  }
+}
+
 template <class T>
-INLINE void quantize_row(const T* x, int in, const QuantizedRows& to, long tile, long row) {
+INLINE void quantize_row(const T* x, int in, const QuantizedRows& to, long tile, long row, float* peaks) {
   constexpr long kStored = 16 * kCodeBytes;
   const long first = to.first(tile), rows = to.first(tile + 1) - first;
   BlockOfRow* of_row = to.blocks_of(tile) + (row - first);
   int8_t* codes = to.codes_of(tile) + (row - first) * kStored;
   bool finite = true;
   with_rows<kMostInBlock / 16>(to.inner / to.blocks / 16, [&](auto n) {
-    for (int b = 0; b < to.blocks; b += 16) {
-      const int blocks = to.blocks - b < 16 ? to.blocks - b : 16, at = b * n() * 16;
-      finite &= quantize_blocks<n()>(x + at, in - at, blocks, codes + at * kCodeBytes * rows, kStored * rows,
-                                     of_row + b * rows, rows);
-    }
+    const auto each = [&](const auto& work) {
+      for (int b = 0; b < to.blocks; b += 16) work(b, to.blocks - b < 16 ? to.blocks - b : 16, b * n() * 16);
+    };
+    for (int b = 0; b < 16; ++b) peaks[to.blocks / 16 * 16 + b] = 0.0f;
+    each([&](int b, int blocks, int at) { finite &= find_peaks<n()>(x + at, in - at, blocks, peaks + b); });
+    const float above = outlier_above(peaks, to.blocks, to.outliers);
+    each([&](int b, int blocks, int at) {
+      quantize_blocks<n()>(x + at, in - at, blocks, peaks + b, above, codes + at * kCodeBytes * rows, to.lows,
+                           kStored * rows, of_row + b * rows, rows);
+    });
   });
   if (!finite)  // the whole result is NaN, then
     for (int b = 0; b < to.blocks; ++b) of_row[b * rows].scale = kInfinity - kInfinity;

@@ -17,6 +17,10 @@ from quire.kernels.quantized import GroupedWeight, QuantizedWeight, same_order
 _MOST_IN_BLOCK = 96
 """Inputs of x that share a scale, as in quantized.h: docs/cpu.md has what more of them gain and cost."""
 
+_OUTLIERS = {"8": math.inf, "auto": 0.8, "16": 0.0}
+"""By activation bits: blocks of a row's inputs whose largest is above so many times the root of the mean square of all
+blocks' have 16 bits, the others 8. docs/quantization.md has what it gains and costs."""
+
 
 def supported(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | None:
     """The weights, if the integer kernels can compute with them as one linear."""
@@ -27,8 +31,8 @@ def supported(weights: Sequence[QuantizedWeight]) -> Sequence[GroupedWeight] | N
 
 
 class QuantizedLinear(CompiledLinear):
-    """Of weights that are `supported`, their outputs side by side. x is rounded to 8 bits in blocks that share a
-    scale; `bias` is added in float32."""
+    """Of weights that are `supported`, their outputs side by side. x is rounded to 8 or 16 bits (_OUTLIERS) in blocks
+    that share a scale; `bias` is added in float32."""
 
     def __init__(
         self,
@@ -38,6 +42,7 @@ class QuantizedLinear(CompiledLinear):
         *,
         dtype: torch.dtype,
         wide: bool,
+        activation_bits: str,
     ) -> None:
         weights = _joined(weights)
         outs, given = sum(each.shape[0] for each in weights), weights[0].shape[1]
@@ -50,7 +55,9 @@ class QuantizedLinear(CompiledLinear):
         self._order = None if order is None else order.int().contiguous()
         self._parts = (native.QuantizedPart * len(weights))(*(each.native for each in self._packed))
         pointers = [None if each is None else each.data_ptr() for each in (self._bias, self._order)]
-        self._quantized = native.QuantizedLinear(self._parts, pointers[1], len(weights), self.block)
+        self._quantized = native.QuantizedLinear(
+            self._parts, pointers[1], len(weights), self.block, _OUTLIERS[activation_bits]
+        )
         sizes = (given, outs, 0, wide)
         linear = native.PackedLinear(None, pointers[0], *sizes, ctypes.pointer(self._quantized), None)
         super().__init__(library, linear, dtype)

@@ -116,6 +116,8 @@ INLINE Vec to_floats(Words w) { return _mm512_cvtepi32_ps(w); }
 INLINE Words to_integers(Vec x) { return _mm512_cvtps_epi32(x); }  // nearest; any, without a fault, where there is none
 INLINE Words wadd(Words a, Words b) { return _mm512_add_epi32(a, b); }
 INLINE Words wmax(Words a, Words b) { return _mm512_max_epi32(a, b); }
+INLINE Words wtimes256(Words w) { return _mm512_slli_epi32(w, 8); }
+INLINE Words wby256(Words w) { return _mm512_srai_epi32(w, 8); }  // rounded down
 INLINE int32_t wsum(Words w) { return _mm512_reduce_add_epi32(w); }
 INLINE int32_t wpeak(Words w) { return _mm512_reduce_max_epi32(w); }
 // The bits of |x|, which as integers have the order of the numbers; those of NaN are the largest.
@@ -143,6 +145,40 @@ INLINE Vec vload(const float8* p) {
 INLINE Words exact_pairs(Vec low, Vec high) {
   const __m512i first = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
   return _mm512_or_si512(first, _mm512_and_si512(_mm512_castps_si512(high), _mm512_set1_epi32(~0xffff)));
+}
+
+// The 16 x 16 words of these rows, rows as columns.
+INLINE void transpose(Words (&rows)[16]) {
+  Words pairs[16];
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  Words fours[16];  // i + j has, in its lane of 128 bits l, column 4 l + j of rows i to i + 3
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + 2 + j]);
+      fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + 2 + j]);
+    }
+  for (int j = 0; j < 4; ++j) {
+    const Words even = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88),
+                odd = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd),
+                more_even = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88),
+                more_odd = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+    rows[j] = _mm512_shuffle_i32x4(even, more_even, 0x88);
+    rows[4 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(even, more_even, 0xdd);
+    rows[12 + j] = _mm512_shuffle_i32x4(odd, more_odd, 0xdd);
+  }
+}
+// Of each word of a, and the same of b, the low halves as one word, and the high ones as the next: the first 16 of
+// these words, and the others.
+INLINE void zip_halves(Words a, Words b, Words& first, Words& second) {
+  const Words low = _mm512_or_si512(_mm512_and_si512(a, _mm512_set1_epi32(0xffff)), _mm512_slli_epi32(b, 16));
+  const Words high = _mm512_or_si512(_mm512_srli_epi32(a, 16), _mm512_and_si512(b, _mm512_set1_epi32(~0xffff)));
+  const Words from = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  first = _mm512_permutex2var_epi32(low, from, high);
+  second = _mm512_permutex2var_epi32(low, _mm512_add_epi32(from, _mm512_set1_epi32(8)), high);
 }
 
 INLINE Vec vload(const half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }

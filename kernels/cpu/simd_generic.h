@@ -151,6 +151,28 @@ INLINE void vstore(bf16* p, Vec x) {
   }
 }
 
+// The 16 x 16 words of these rows, rows as columns.
+INLINE void transpose(Words (&rows)[16]) {
+  uint32_t from[16][16], to[16][16];
+  for (int i = 0; i < 16; ++i) wstore(from[i], rows[i]);
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 16; ++j) to[j][i] = from[i][j];
+  for (int i = 0; i < 16; ++i) rows[i] = wload(to[i]);
+}
+// Of each word of a, and the same of b, the low halves as one word, and the high ones as the next: the first 16 of
+// these words, and the others.
+INLINE void zip_halves(Words a, Words b, Words& first, Words& second) {
+  uint32_t from[2][16], to[32];
+  wstore(from[0], a);
+  wstore(from[1], b);
+  for (int i = 0; i < 16; ++i) {
+    to[2 * i] = (from[0][i] & 0xffffu) | from[1][i] << 16;
+    to[2 * i + 1] = from[0][i] >> 16 | (from[1][i] & ~0xffffu);
+  }
+  first = wload(to);
+  second = wload(to + 16);
+}
+
 // vround rounds to the nearest integer. vscale is p * 2^n for an integer n from -200 to 127 and p near 1; 0 instead of
 // a subnormal result.
 constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits
@@ -250,6 +272,14 @@ INLINE Words to_integers(Vec x) {  // nearest, for numbers of at most 22 bits; a
 INLINE Words wadd(Words a, Words b) {
   EACH a.part[i] += b.part[i];
   return a;
+}
+INLINE Words wtimes256(Words w) {
+  EACH w.part[i] <<= 8;
+  return w;
+}
+INLINE Words wby256(Words w) {  // rounded down
+  EACH w.part[i] = (Bits)((Mask)w.part[i] >> 8);
+  return w;
 }
 INLINE Words wmax(Words a, Words b) {
   EACH b.part[i] = (Bits)select((Mask)a.part[i] > (Mask)b.part[i], (Lanes)a.part[i], (Lanes)b.part[i]);

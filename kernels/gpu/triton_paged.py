@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Linear, Softmax, Table
+from quire.kernels.backend import AttentionMetadata, Linear, Table
 from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
@@ -28,6 +28,7 @@ from quire.kernels.quantized import QuantizedWeight
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIXED_SPLIT = 512

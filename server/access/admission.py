@@ -115,7 +115,7 @@ class Admission:
 
 
 def admission_of(request: Request) -> Admission:
-    admission = request.app.state.admission
+    admission = request.scope["runtime"].admission
     assert isinstance(admission, Admission)
     return admission
 

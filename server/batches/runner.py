@@ -12,7 +12,6 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -26,8 +25,8 @@ from starlette.types import ASGIApp
 from quire.engine.errors import InvalidRequest, RateLimited, RequestNotFound
 from quire.server.access.gateways import PRIORITY
 from quire.server.access.tenants import Tenant, Tenants
-from quire.server.batches.calls import client_for
-from quire.server.batches.lines import Job, answered_line, failed_line, parse_line
+from quire.server.batches.calls import answer_to, client_for
+from quire.server.batches.lines import answered_line, failed_line, parse_line
 from quire.server.batches.output import at, finish
 from quire.server.batches.reader import read_lines
 from quire.server.config import ServerConfig
@@ -48,10 +47,7 @@ _AHEAD = 64
 """Lines that are read from the database at once."""
 _PATIENCE = 5.0
 """Seconds between two tries of what the disk refused."""
-_LONGEST_WAIT = 30.0
-"""Seconds between two tries of a line for which there was no room."""
 _SWEEP_SECONDS = 600.0
-_LATER = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 Done = TypeVar("Done")
 
 
@@ -223,7 +219,7 @@ class BatchRunner:
             result = failed_line(line.custom_id, "file_lost", f"The input file cannot be read any more: {error}")
             await self._put(batch, Result(line.place, failed=True, line=result))
             return
-        response = await self._posted(client, job, left)
+        response = await answer_to(client, job.url, job.body, left)
         if response is not None:
             id, status = response.headers.get("x-request-id", ""), response.status_code
             result = answered_line(line.custom_id, status, id, response.content)
@@ -232,20 +228,6 @@ class BatchRunner:
     async def _put(self, batch: Batch, result: Result) -> None:
         await self._patiently(partial(self.batches.put_result, batch.id, result))
         self.results["failed" if result.failed else "completed"] += 1
-
-    async def _posted(self, client: httpx.AsyncClient, job: Job, left: asyncio.Event) -> httpx.Response | None:
-        """The answer, once there is room for the request; None where nobody wants it any more."""
-        wait = 0.25
-        while not left.is_set():
-            response = await client.post(job.url, content=job.body, headers={"Content-Type": "application/json"})
-            if left.is_set() and response.status_code != HTTPStatus.OK:
-                return None
-            if response.status_code not in _LATER or response.headers.get("x-should-retry") == "false":
-                return response
-            with suppress(TimeoutError):
-                await asyncio.wait_for(left.wait(), wait)
-            wait = min(2 * wait, _LONGEST_WAIT)
-        return None
 
     async def _patiently(self, do: Callable[[], Done]) -> Done:
         """What a thread does, again and again while the disk is full or refuses it: nothing is lost meanwhile."""

@@ -8,7 +8,7 @@ import signal
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, closing, contextmanager, nullcontext, suppress
 from functools import partial
@@ -18,7 +18,6 @@ from socket import AF_UNIX, socket
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from starlette.types import ASGIApp
 
 from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model, stored_at
 from quire.engine.checkpoint.pooling import read_tasks
@@ -26,15 +25,16 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.client.client import EngineClient
 from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, Overloaded
-from quire.engine.lora.modules import adaptable_modules
+from quire.engine.lora.modules import Modules, adaptable_modules
 from quire.engine.replicas.replicas import processes
 from quire.engine.text.no_tokenizer import load_tokenizer
 from quire.server.access.admission import SHUTTING_DOWN
-from quire.server.access.tenants import Tenants
 from quire.server.app import create_app
 from quire.server.bursts import Bursts
 from quire.server.config import ServerConfig
 from quire.server.connection import Bounds, Connection
+from quire.server.runtime import Models, Runtime
+from quire.server.served_model import ModelSource
 
 PRIVATE_SERVER: dict[str, object] = {
     **{"api_key": [], "api_key_file": None, "admin_api_key": []},
@@ -52,16 +52,10 @@ class HttpServer(uvicorn.Server):
     sse-starlette finds a stopping server by its signal handlers, so it never ends a stream of this one.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        config: ServerConfig,
-        on_ready: Callable[[], None],
-        models: Callable[[], Sequence[FastAPI]],
-    ) -> None:
-        """`models`: the app of each model that is loaded, at least one. Raises ConfigError for certificates that cannot
-        be used."""
-        bounds = Bounds(config.read_timeout, config.write_timeout, models()[0].state.runtime.client)
+    def __init__(self, app: FastAPI, config: ServerConfig, on_ready: Callable[[], None]) -> None:
+        """Of an app whose lifespan has begun. Raises ConfigError for certificates that cannot be used."""
+        self._models: Models = app.state.server.models
+        bounds = Bounds(config.read_timeout, config.write_timeout, self._models.loaded[0].client)
         tls = tls_context(config)
         super().__init__(
             uvicorn.Config(
@@ -77,7 +71,6 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
             )
         )
-        self._models = models
         self._on_ready = on_ready
         self._patience = config.shutdown_timeout
 
@@ -94,26 +87,26 @@ class HttpServer(uvicorn.Server):
 
         Those still open after --shutdown-timeout end with an error.
         """
-        apps = self._models()
+        models = self._models.loaded
         ends = time.monotonic() + self._patience
-        for app in apps:
-            app.state.admission.drain()
-        while any(_busy(app) for app in apps) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
+        for each in models:
+            each.admission.drain()
+        while any(_busy(each) for each in models) and time.monotonic() < ends:  # noqa: ASYNC110 - a poll is soon enough
             await asyncio.sleep(_DRAIN_SECONDS)
-        for app in apps:
-            app.state.runtime.client.end_all(Overloaded(SHUTTING_DOWN))
-            app.state.runtime.workers.give_up(Overloaded(SHUTTING_DOWN))
+        for each in models:
+            each.client.end_all(Overloaded(SHUTTING_DOWN))
+            each.workers.give_up(Overloaded(SHUTTING_DOWN))
         self.config.timeout_graceful_shutdown = max(1, round(ends - time.monotonic()))
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        for app in self._models():
-            app.state.runtime.live_view.close()
+        for each in self._models.loaded:
+            each.live_view.close()
         await super().shutdown(sockets)
 
 
-def _busy(app: FastAPI) -> bool:
-    return bool(app.state.runtime.client.num_open or app.state.runtime.workers.jobs)
+def _busy(runtime: Runtime) -> bool:
+    return bool(runtime.client.num_open or runtime.workers.jobs)
 
 
 def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
@@ -150,25 +143,24 @@ def _lacks_key(certfile: Path) -> bool:
 
 
 @asynccontextmanager
-async def running_app(
-    config: ServerConfig, client: EngineClient, tenants: Tenants | None = None
-) -> AsyncIterator[FastAPI]:
-    """The app, with the engine of a launched client ready; both end with the block. `tenants`: see create_app.
+async def running_app(config: ServerConfig, client: EngineClient) -> AsyncIterator[FastAPI]:
+    """The app, with the engine of a launched client ready; both end with the block.
 
     The app's lifespan is entered here and not by uvicorn, which would log an error of the engine's start instead of
     raising it. Raises ConfigError for unusable certificates and keys before the model is loaded.
     """
     try:
         tls_context(config)
-        app = await asyncio.to_thread(build_app, config, client, tenants)
+        app = create_app(client, *await asyncio.to_thread(read_files, config))
         async with app.router.lifespan_context(app):
             yield app
     finally:
         await client.link.stop()
 
 
-def build_app(config: ServerConfig, client: EngineClient, tenants: Tenants | None = None) -> FastAPI:
-    """Read the model files that the app needs, while the engine loads the weights. Raises ModelError.
+def read_files(config: ServerConfig) -> tuple[ModelSource, Modules | None]:
+    """Read the model files that the server needs, while the engine loads the weights. Returns the model, and those
+    of its modules that may have adapters. Raises ModelError.
 
     Of the weights it reads the headers, because the engine, which has much to import, would find what is wrong with
     them seconds later.
@@ -182,14 +174,7 @@ def build_app(config: ServerConfig, client: EngineClient, tenants: Tenants | Non
     skip = config.skip_tokenizer_init
     tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, skip=skip)
     modules = adaptable_modules(model_config) if config.enable_lora else None
-    return create_app(
-        *(config, client, tokenizer),
-        vocab_size=vocab_size,
-        generation_defaults=defaults,
-        pooling=pooling,
-        modules=modules,
-        tenants=tenants,
-    )
+    return ModelSource(config, tokenizer, vocab_size, defaults, pooling=pooling), modules
 
 
 @contextmanager
@@ -224,7 +209,7 @@ def _host(config: ServerConfig, client: EngineClient, listener: socket, ready: F
 
     async def host() -> None:
         async with running_app(config, client) as app:
-            server = HttpServer(app, config, lambda: ready.set_result(server), lambda: [app])
+            server = HttpServer(app, config, lambda: ready.set_result(server))
             await server.serve(sockets=[listener])
 
     try:

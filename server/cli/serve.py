@@ -39,10 +39,10 @@ from quire.server.observe import logs
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.types import ASGIApp
 
     from quire.server.cli.hosting import HttpServer
     from quire.server.cli.several import SeveralModels
+    from quire.server.runtime import Runtime
 
 log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.5
@@ -128,7 +128,7 @@ class OneModel:
         self._config = config
         self._client = client or processes(config)
         self._machine: Machine | None = None
-        self._app: FastAPI | None = None
+        self._runtime: Runtime | None = None
 
     @property
     def alive(self) -> bool:
@@ -139,21 +139,18 @@ class OneModel:
     def num_open(self) -> int:
         return self._client.num_open
 
-    @property
-    def apps(self) -> list[FastAPI]:
-        return [] if self._app is None else [self._app]
-
     def launch(self) -> None:
         self._machine = this_machine(gpu=self._config.device != "cpu")
         self._client.link.launch()
 
     @asynccontextmanager
-    async def running(self, hosting: Any) -> AsyncIterator[ASGIApp]:
+    async def running(self, hosting: Any) -> AsyncIterator[FastAPI]:
         """The app, ready. `hosting` is the module, which takes long to import."""
         try:
-            async with hosting.running_app(self._config, self._client) as self._app:
-                self._app.state.runtime.workers.start()  # so that the first large request does not wait for it
-                yield self._app
+            async with hosting.running_app(self._config, self._client) as app:
+                self._runtime = app.state.server.models.loaded[0]
+                self._runtime.workers.start()  # so that the first large request does not wait for it
+                yield app
         except ConfigError as error:
             if error.param not in _OF_MEMORY or self._machine is None:
                 raise
@@ -165,9 +162,9 @@ class OneModel:
         await self._client.link.stop()
 
     def announcement(self, base: str, seconds: float, tls: ssl.SSLContext | None) -> str:
-        assert self._app is not None
+        assert self._runtime is not None
         assert self._machine is not None
-        formats, info = self._app.state.model.formats, self._app.state.runtime.info
+        formats, info = self._runtime.model.formats, self._runtime.info
         planned = predicted_tokens(self._config, self._machine)
         tools, chats = formats.tools_from, formats.renderer.has_template
         return announcement(self._config, info, base, seconds, planned, tools=tools, tls=tls, chats=chats)
@@ -196,7 +193,7 @@ class Service:
                 hosting = await asyncio.to_thread(import_module, "quire.server.cli.hosting")
                 async with self._models.running(hosting) as app:
                     announce = partial(self._announce, hosting.tls_context(self._config))
-                    self._server = hosting.HttpServer(app, self._config, announce, lambda: self._models.apps)
+                    self._server = hosting.HttpServer(app, self._config, announce)
                     return await self._serve(self._server)
             except asyncio.CancelledError:
                 return 0

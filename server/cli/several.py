@@ -6,21 +6,21 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp
 
 from quire.engine import VERSION
+from quire.engine.replicas.replicas import processes
 from quire.server.access.tenants import Tenants
 from quire.server.cli.announcement import curl
 from quire.server.config import ServerConfig
 from quire.server.fleet.added import Added
-from quire.server.fleet.app import FleetApp
-from quire.server.fleet.config import read_fleet
+from quire.server.fleet.app import fleet_app
+from quire.server.fleet.config import ModelEntry, read_fleet
 from quire.server.fleet.fleet import Fleet
+from quire.server.runtime import Runtime, serving
 
 
 class SeveralModels:
@@ -39,22 +39,32 @@ class SeveralModels:
     def num_open(self) -> int:
         return 0 if self._fleet is None else self._fleet.num_open
 
-    @property
-    def apps(self) -> list[FastAPI]:
-        return [] if self._fleet is None else self._fleet.apps
-
     def launch(self) -> None:
         """Nothing can be done before the event loop and the imports are there."""
 
     @asynccontextmanager
-    async def running(self, hosting: Any) -> AsyncIterator[ASGIApp]:
-        tenants = Tenants(self._config)
-        added = Added(self._models, self._config.data_dir)
-        self._fleet = Fleet(self._models, partial(hosting.running_app, tenants=tenants))
+    async def running(self, hosting: Any) -> AsyncIterator[FastAPI]:
+        hosting.tls_context(self._config)  # before a model is loaded
+        tenants, data = Tenants(self._config), self._config.data_dir
+
+        @asynccontextmanager
+        async def opened(entry: ModelEntry) -> AsyncIterator[Runtime]:
+            client, folder = processes(entry.config), data and data / entry.name.replace("/", "--")
+            try:
+                client.link.launch()
+                source, modules = await asyncio.to_thread(hosting.read_files, entry.config)
+                async with serving(source, modules, client, keyed=tenants.closed, folder=folder) as runtime:
+                    yield runtime
+            finally:
+                await client.link.stop()
+
+        added = Added(self._models, data)
+        self._fleet = Fleet(self._models, opened)
         for entry in await asyncio.to_thread(added.start):
             self._fleet.add(entry)
-        await self._fleet.start()
-        yield FleetApp(self._fleet, self._models, added, self._config, tenants)
+        app = fleet_app(self._fleet, self._models, added, self._config, tenants)
+        async with app.router.lifespan_context(app):
+            yield app
 
     async def stop(self) -> None:
         if self._fleet is not None:
@@ -70,11 +80,11 @@ class SeveralModels:
         )
         memory = self._models.memory
         bound = "" if memory is None else f"\n  memory     {memory / 2**30:g} GiB for those that are awake"
-        assert first.app is not None
-        chats = first.app.state.model.renderer.has_template
+        assert first.runtime is not None
+        chats = first.runtime.model.renderer.has_template
         return f"""\
 quire {VERSION}{models}{bound}
   ready      {base} after {seconds:.1f} s; Ctrl-C ends it
 
-{curl(first.entry.config, first.app.state.runtime.info, base, tls, chats=chats)}
+{curl(first.entry.config, first.runtime.info, base, tls, chats=chats)}
 """

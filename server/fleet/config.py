@@ -131,7 +131,7 @@ def _entry(where: str, name: str, table: Mapping[str, Any], bounds: Bounds, flag
         raise ConfigError(f"{where}: {error.message}") from None
     return ModelEntry(
         name,
-        config.model_copy(update={"data_dir": config.data_dir and config.data_dir / name.replace("/", "--")}),
+        config,
         ours.idle_seconds if "idle_seconds" in own else bounds.idle_seconds,
         ours.sleep_level if "sleep_level" in own else bounds.sleep_level,
     )

@@ -15,23 +15,19 @@ from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fastapi import FastAPI
-
 from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.safetensors import read_stored_weights
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelNotFound, Overloaded, QuireError
-from quire.engine.replicas.replicas import processes
 from quire.server.adapters import named_adapters
-from quire.server.config import ServerConfig
 from quire.server.fleet.config import FleetConfig, ModelEntry
+from quire.server.runtime import Runtime
 from quire.server.served_model import not_served
 
 log = logging.getLogger(__name__)
 
 State = Literal["unloaded", "loading", "awake", "sleeping"]
-OpenApp = Callable[[ServerConfig, EngineClient], AbstractAsyncContextManager[FastAPI]]
-"""The app of one model, whose client is launched, until the block ends."""
+OpenModel = Callable[[ModelEntry], AbstractAsyncContextManager[Runtime]]
+"""A model with an engine of its own, ready, until the block ends."""
 
 _OVERHEAD = 256 * 2**20
 """Bytes that an engine's process takes beside weights, keys and values."""
@@ -45,7 +41,7 @@ class Member:
     """One model."""
 
     entry: ModelEntry
-    app: FastAPI | None = None
+    runtime: Runtime | None = None
     """None until it is loaded."""
     open: int = 0
     """Requests that want it awake."""
@@ -58,19 +54,19 @@ class Member:
     failure: QuireError | None = None
     failed_at: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the app is there or the load has failed."""
+    """Set when it is there or the load has failed."""
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
     @property
     def state(self) -> State:
-        if self.app is None:
+        if self.runtime is None:
             return "loading" if self.loading else "unloaded"
-        return "sleeping" if self.app.state.runtime.client.link.asleep else "awake"
+        return "sleeping" if self.runtime.client.link.asleep else "awake"
 
     @property
     def names(self) -> Sequence[str]:
-        adapters = named_adapters(self.entry.config) if self.app is None else self.app.state.model.adapters
+        adapters = named_adapters(self.entry.config) if self.runtime is None else self.runtime.model.adapters
         return (*self.entry.config.model_names, *adapters)
 
     @property
@@ -78,8 +74,8 @@ class Member:
         """Bytes that it takes while it is awake: as its engine said, or before it has, what its files tell."""
         config = self.entry.config
         engines = config.data_parallel_size
-        if self.app is not None:
-            info = self.app.state.runtime.info
+        if self.runtime is not None:
+            info = self.runtime.info
             return int(engines * (info.weight_bytes + info.kv_bytes + info.state_bytes + _OVERHEAD))
         stored = read_stored_weights(stored_at(config))
         width = 4 if config.dtype == "float32" else 2
@@ -88,18 +84,17 @@ class Member:
 
 
 class Fleet:
-    def __init__(self, config: FleetConfig, open_app: OpenApp) -> None:
+    def __init__(self, config: FleetConfig, open_model: OpenModel) -> None:
         self.members = [Member(entry) for entry in config.entries]
         """The first is the default."""
         self._config = config
-        self._open_app = open_app
+        self._open_model = open_model
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def apps(self) -> list[FastAPI]:
-        """Those of all models that are loaded."""
-        return [member.app for member in self.members if member.app is not None]
+    def loaded(self) -> list[Runtime]:
+        return [member.runtime for member in self.members if member.runtime is not None]
 
     @property
     def alive(self) -> bool:
@@ -108,7 +103,7 @@ class Fleet:
 
     @property
     def num_open(self) -> int:
-        return sum(app.state.runtime.client.num_open for app in self.apps)
+        return sum(each.client.num_open for each in self.loaded)
 
     def find(self, name: str) -> Member:
         """Raises ModelNotFound."""
@@ -158,20 +153,20 @@ class Fleet:
             member.used_at = time.monotonic()
             self._wake.set()
 
-    async def loaded(self, member: Member) -> FastAPI:
-        """The app of a model that is `wanted`. Raises what the load raises."""
-        while member.app is None:
+    async def load(self, member: Member) -> Runtime:
+        """Wait until a model that is `wanted` is loaded. Raises what the load raises."""
+        while member.runtime is None:
             if member.failure is not None and time.monotonic() - member.failed_at < _AGAIN_SECONDS:
                 raise Overloaded(f"The model {member.entry.name} cannot be loaded: {member.failure.message}")
             member.changed.clear()
             await member.changed.wait()
-        return member.app
+        return member.runtime
 
     async def unload(self, member: Member) -> None:
         """End its engine and give back all that it took. Requests that are open, or come meanwhile, end with an error
         that says to try again; the next one loads it."""
-        if member.app is not None:
-            runtime, unloaded = member.app.state.runtime, Overloaded("The model was unloaded. Please try again")
+        if member.runtime is not None:
+            runtime, unloaded = member.runtime, Overloaded("The model was unloaded. Please try again")
             member.ending.set()
             runtime.client.retire(unloaded)
             runtime.workers.give_up(unloaded)
@@ -187,13 +182,14 @@ class Fleet:
                 log.exception("models: a change failed")
             self._wake.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), _POLL_SECONDS)
+                async with asyncio.timeout(_POLL_SECONDS):  # wait_for would lose a cancel that comes with a wake
+                    await self._wake.wait()
 
     async def _step(self) -> None:
         """Make one change, if one is due: bury, wake, or let sleep."""
         now = time.monotonic()
         for member in self.members:
-            if member.app is not None and not member.app.state.runtime.client.alive and not member.ending.is_set():
+            if member.runtime is not None and not member.runtime.client.alive and not member.ending.is_set():
                 log.error("models: the engine of %s could not be brought back", member.entry.name)
                 await self._unload(member)
             wants = member.open > 0 and member.state != "awake" and now - member.failed_at >= _AGAIN_SECONDS
@@ -224,18 +220,18 @@ class Fleet:
                     return
                 await self._rest(other)
                 needed -= other.size
-        if member.app is None:
+        if member.runtime is None:
             with suppress(QuireError):  # which the requests are told
                 await self._load(member)
         else:
-            await member.app.state.runtime.weights.wake_up()
+            await member.runtime.weights.wake_up()
         member.awake_at = member.used_at = time.monotonic()
         self._wake.set()
 
     async def _rest(self, member: Member) -> None:
-        assert member.app is not None
+        assert member.runtime is not None
         log.info("models: %s sleeps", member.entry.name)
-        await member.app.state.runtime.weights.sleep(member.entry.sleep_level, "keep")
+        await member.runtime.weights.sleep(member.entry.sleep_level, "keep")
 
     async def _load(self, member: Member) -> None:
         """Raises what the start of its engine raises."""
@@ -268,13 +264,11 @@ class Fleet:
         member.changed.set()
 
     async def _hold(self, member: Member, started: asyncio.Future[None]) -> None:
-        """Its app, from the load to `ending`."""
-        client = processes(member.entry.config)
+        """What serves it, from the load to `ending`."""
         try:
-            client.link.launch()
-            async with self._open_app(member.entry.config, client) as app:
-                app.state.runtime.workers.start()
-                member.app = app
+            async with self._open_model(member.entry) as runtime:
+                runtime.workers.start()
+                member.runtime = runtime
                 member.awake_at = member.used_at = time.monotonic()
                 started.set_result(None)
                 await member.ending.wait()
@@ -284,8 +278,7 @@ class Fleet:
             else:
                 started.set_exception(error)
         finally:
-            member.app = None
-            await client.link.stop()
+            member.runtime = None
 
     async def _unload(self, member: Member) -> None:
         member.ending.set()

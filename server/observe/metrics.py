@@ -18,10 +18,9 @@ from quire.engine.client.history import Step, Timeline, TimelinePhase
 from quire.engine.config import EngineConfig
 from quire.engine.stats import TierStats
 from quire.engine.types import EngineInfo
-from quire.server.observe.durable import Counted, DurableCollector
 from quire.server.observe.gen_ai import GenAiHistograms
 from quire.server.observe.rolling_stats import RollingStats
-from quire.server.observe.summed import Count, Summed, counts
+from quire.server.observe.summed import Count, Summed, Together, counts
 
 FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -102,6 +101,7 @@ class Metrics:
         self, client: EngineClient, model_name: str, max_model_len: int, rejections: Mapping[str, int]
     ) -> None:
         """`rejections` counts the calls that were not admitted, by reason."""
+        self.model_name = model_name
         self._engines = CollectorRegistry()  # what all API processes know alike
         self._engines.register(EngineCollector(client, model_name))
         self._registry = CollectorRegistry()  # what this process counts
@@ -188,10 +188,6 @@ class Metrics:
         self._n.observe(n)
         self._longest.observe(longest)
 
-    def tell_durable(self, counted: Counted, model_name: str) -> None:
-        """Show what outlives the server."""
-        self._registry.register(DurableCollector(counted, model_name))
-
     def tell_cache(self, info: EngineInfo, config: EngineConfig) -> None:
         """Show how the KV cache is divided, in the labels of a metric that is always 1, as vLLM does."""
         facts = {
@@ -243,12 +239,17 @@ class Metrics:
         self.rolling.count()
         return counts(self._registry)
 
-    def text(self, others: Sequence[Count] = ()) -> bytes:
-        """All metrics in Prometheus' text format; `others`: what other API processes have counted."""
-        self.rolling.count()
-        summed = CollectorRegistry()
-        summed.register(Summed(self._registry, others))
-        return generate_latest(self._engines) + generate_latest(summed)
+    @staticmethod
+    def text(models: Sequence[Metrics], others: Sequence[Count] = (), more: CollectorRegistry | None = None) -> bytes:
+        """All metrics of these models in Prometheus' text format; `others`: what other API processes have counted;
+        `more`: metrics of what is no model's."""
+        for each in models:
+            each.rolling.count()
+        label, engines, summed = "model_name" if len(models) > 1 else "", CollectorRegistry(), CollectorRegistry()
+        engines.register(Together(label, {each.model_name: each._engines.collect for each in models}))
+        counted = Together(label, {each.model_name: each._registry.collect for each in models})
+        summed.register(Summed(counted, others))
+        return b"".join(generate_latest(each) for each in (engines, summed, more) if each is not None)
 
 
 class SpanCollector(Collector):

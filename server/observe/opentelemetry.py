@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -27,7 +28,8 @@ class OpenTelemetrySpans:
     OpenTelemetry's conventions for generative AI, or vLLM's where the conventions have none.
     """
 
-    def __init__(self, exporter: SpanExporter, history: History) -> None:
+    def __init__(self, exporter: SpanExporter, histories: Callable[[], Iterable[History]]) -> None:
+        """`histories`: of all models that are loaded."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -38,7 +40,7 @@ class OpenTelemetrySpans:
         self._provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("quire", VERSION)
-        self._history = history
+        self._histories = histories
 
     def ended(self, record: RequestRecord) -> None:
         """Write the spans of an ended request, if it made an answer."""
@@ -49,7 +51,7 @@ class OpenTelemetrySpans:
         span = self._tracer.start_span(
             NAME, self._parent(record), kind=SpanKind.SERVER, start_time=_nanoseconds(record, record.arrived)
         )
-        timelines = self._history.of(record.job)
+        timelines = next((found for each in self._histories() if (found := each.of(record.job))), [])
         span.set_attributes(_attributes(record, timelines))
         if record.status is None or record.status >= 500:
             span.set_status(Status(StatusCode.ERROR))

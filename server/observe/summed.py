@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -38,10 +38,28 @@ def counts(registry: CollectorRegistry) -> list[Count]:
     ]
 
 
-class Summed(Collector):
-    """A registry's metrics, with what other processes count of them."""
+class Together(Collector):
+    """The metrics of several models or processes, by their names: all samples of a metric together, with the name in a
+    label of theirs."""
 
-    def __init__(self, registry: CollectorRegistry, others: Iterable[Count]) -> None:
+    def __init__(self, label: str, parts: Mapping[str, Callable[[], Iterable[Metric]]]) -> None:
+        """`label`: "" where none is needed. `parts`: what collects each one's."""
+        self._label, self._parts = label, parts
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for name, collect in self._parts.items():
+            more = {self._label: name} if self._label else {}
+            for metric in collect():
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                family.samples += [each._replace(labels=more | each.labels) for each in metric.samples]
+        return families.values()
+
+
+class Summed(Collector):
+    """A collector's metrics, with what other processes count of them."""
+
+    def __init__(self, registry: Collector, others: Iterable[Count]) -> None:
         self._registry = registry
         self._others: dict[str, dict[tuple[str, frozenset[tuple[str, str]]], float]] = defaultdict(dict)
         for each in others:

@@ -24,7 +24,7 @@ from quire.server.generation.spec import GenerationSpec
 from quire.server.observe.request_log import HEADER, is_sound
 from quire.server.resolve.checks import NeedsWorker
 from quire.server.resolve.common import Resolved, measured
-from quire.server.runtime import runtime_of
+from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import closing_on_disconnect
 from quire.server.store.calls import Progress
@@ -51,7 +51,7 @@ async def worked_on(request: Request, work: Work[Result]) -> Result:
     has left.
     """
     runtime = runtime_of(request)
-    keep = runtime.streams is not None and request.scope["path"] in PATHS
+    keep = server_of(request).streams is not None and request.scope["path"] in PATHS
     try:
         async with runtime.bodies.read(request) as body:
             pieces = tuple(body.pieces) if keep else ()
@@ -79,7 +79,7 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
     if call.grammars:
         await _unless_left(request, runtime_of(request).grammars.check(call.grammars, tenant, call.parts))
     spec = call.spec
-    urgency = runtime_of(request).gateways.priority(request.scope)
+    urgency = server_of(request).gateways.priority(request.scope)
     spec = replace(
         spec,
         name=spec.name or chosen_name(request, spec.id_prefix),
@@ -95,7 +95,7 @@ async def checked(request: Request, call: Resolved) -> GenerationSpec:
 
 async def _pinned(request: Request, spec: GenerationSpec) -> GenerationSpec:
     """A spec that may be asked for again, or one that is. Raises what Streams.claimed raises."""
-    streams, owner = runtime_of(request).streams, owner_of(request)
+    streams, owner = server_of(request).streams, owner_of(request)
     assert streams is not None
     if spec.response is not None and spec.response.conversation is not None:  # which is another one the next time
         if KEY in request.headers:

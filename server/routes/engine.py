@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Literal
 
 import msgspec
@@ -25,8 +24,8 @@ from quire.server.observe.recent import adapters, merged, recent_answers
 from quire.server.protocol.weights import BroadcastTensor, UpdateWeightsRequest, WeightsGroupRequest
 from quire.server.resolve.parse import parse
 from quire.server.routes.bodies import documented, worked_on
-from quire.server.runtime import Runtime, runtime_of
-from quire.server.served_model import ServedModel, fingerprint, model_of
+from quire.server.runtime import Runtime, runtime_of, tell_version
+from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import EventStream
 
 router = APIRouter()
@@ -134,7 +133,7 @@ async def update_weights(request: Request) -> Response:
             version = await runtime.weights_group.serve(body.mode, body.version)
     except ConfigError as error:
         raise InvalidRequest(error.message, param="path" if body.path is not None else "tensors") from None
-    request.app.state.model = replace(model_of(request), fingerprint=fingerprint(runtime.info, version))
+    tell_version(runtime, version)
     return _state(request)
 
 

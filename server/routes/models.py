@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -24,15 +25,23 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    model = model_of(request)
-    cards = [_card(name, model) for name in (*model.names, *model.adapters)]
+    return listed(cards(model_of(request)))
+
+
+def listed(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The answer with these cards, at least one."""
     return {
         "object": "list",
-        "data": cards,
+        "data": found,
         "has_more": False,
-        "first_id": cards[0]["id"],
-        "last_id": cards[-1]["id"],
+        "first_id": found[0]["id"],
+        "last_id": found[-1]["id"],
     }
+
+
+def cards(model: ServedModel) -> list[dict[str, Any]]:
+    """One for each name of a model."""
+    return [_card(name, model) for name in (*model.names, *model.adapters)]
 
 
 @router.get("/v1/models/{model:path}")

@@ -19,7 +19,7 @@ from quire.server.generation.spec import GenerationSpec
 from quire.server.generation.start import start
 from quire.server.generation.turns import Turns
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, WEIGHTS_VERSION, owner_of
-from quire.server.runtime import runtime_of
+from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream, closing_on_disconnect
 from quire.server.streams import BODY, KEY, RESUMED
@@ -79,7 +79,7 @@ async def _folded(
     try:
         return await fold(generation.deltas(), count)
     except Exception:
-        if KEY in request.headers and (streams := runtime_of(request).streams) is not None:
+        if KEY in request.headers and (streams := server_of(request).streams) is not None:
             await streams.forget(owner_of(request), spec.id)
         raise
 
@@ -88,7 +88,7 @@ async def journaled(
     request: Request, spec: GenerationSpec, generation: Generation, close: Callable[[], None]
 ) -> Callable[[], None]:
     """What ends a call: one that can be asked for again is in the journal before its first event is sent."""
-    streams = runtime_of(request).streams
+    streams = server_of(request).streams
     if streams is None or BODY not in request.scope or not (spec.resumable or KEY in request.headers):
         return close
     known = (owner_of(request), spec, model_of(request).fingerprint, generation.progress)
@@ -170,13 +170,15 @@ async def events_of(
             writer.tell_usage(generation.usage)
         if spec.echo and spec.logprobs:  # all of the prompt's may come in one step
             yield opening + await turns.in_thread(writer.step, step)
-        else:
-            yield opening + writer.step(step)
+        elif events := opening + writer.step(step):  # else the reader of a stream that goes on has seen them
+            yield events
             if first and transport is not None:
                 generation.shorten(Chunks(generation, writer, transport, usage=spec.continuous_usage))
-        opening, first = b"", False
+            first = False
+        opening = b""
     if generation.complete:
         writer.weights_version = generation.weights_version
         last = writer.last(generation.usage)
         await ended()
-        yield last
+        if last:
+            yield last

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.engine.errors import RequestNotFound
 from quire.server.access.authentication import tenant_of
 from quire.server.observe.others import explained
-from quire.server.runtime import runtime_of
+from quire.server.runtime import server_of
 
 router = APIRouter()
 
@@ -27,9 +27,10 @@ async def cancel_request(request_id: str, request: Request) -> dict[str, Any]:
     (chatcmpl-…-0). Of an id that callers chose for several answers all are cancelled.
     Only an admin's API key cancels what came with another key.
     """
-    tenant, runtime = tenant_of(request.scope), runtime_of(request)
+    tenant, cancelled = tenant_of(request.scope), 0
     owner = None if tenant.admin else tenant.name
-    cancelled = runtime.client.cancel(request_id, owner) + await runtime.others.cancel(request_id, owner)
+    for runtime in list(server_of(request).models.loaded):
+        cancelled += runtime.client.cancel(request_id, owner) + await runtime.others.cancel(request_id, owner)
     if not cancelled:
         raise RequestNotFound(f"No open request has the id `{request_id}`", param="request_id")
     return {"id": request_id, "object": "request", "cancelled": True, "sequences": cancelled}
@@ -41,10 +42,10 @@ async def explain(name: str, request: Request) -> Response:
 
     By the answer's id or by X-Request-Id. With API keys, only of requests made with the same key, or with an admin key.
     """
-    runtime = runtime_of(request)
-    async with runtime.turns:
-        found = explained(name, request.scope, runtime.request_log, runtime.client.history)
-    found = found or await runtime.others.explanation(name, tenant_of(request.scope))
-    if found is None:
-        raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")
-    return Response(found, media_type="application/json")
+    for runtime in list(server_of(request).models.loaded):
+        async with runtime.turns:
+            found = explained(name, request.scope, runtime.request_log, runtime.client.history)
+        found = found or await runtime.others.explanation(name, tenant_of(request.scope))
+        if found is not None:
+            return Response(found, media_type="application/json")
+    raise RequestNotFound(f"No request `{name}` is known here, or not any more", param="id")

@@ -24,7 +24,7 @@ from quire.server.resolve.translated.responses import resolve_response
 from quire.server.routes.bodies import documented, owner_of, resolved
 from quire.server.routes.reply import begin, events_of, journaled, nothing, reply
 from quire.server.routes.stored.pages import Limit, Order, answer, listed
-from quire.server.runtime import runtime_of
+from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import model_of
 from quire.server.sse import EventStream
 from quire.server.store.store import Known, Put, Store, Stored
@@ -91,14 +91,14 @@ async def create_response(request: Request) -> Response:
         spec = replace(spec, name="")  # an id of ours: the one that a caller chooses may name several answers
     hold(request.scope, 2 * len(fields.repeated))  # in the events that open the stream; or once, in the answer
     writer = ResponsesWriter(spec, model.tokenizer, model.fingerprint)
-    keeper = Keeper(runtime_of(request).store, owner, spec, writer)
+    keeper = Keeper(server_of(request).store, owner, spec, writer)
     if fields.background:
         return await _in_background(request, keeper)
     return await reply(request, spec, writer, keeper.keep)
 
 
 async def _in_background(request: Request, keeper: Keeper) -> Response:
-    runtime, spec, writer = runtime_of(request), keeper.spec, keeper.writer
+    runtime, server, spec, writer = runtime_of(request), server_of(request), keeper.spec, keeper.writer
     resumed = request.scope.get(RESUMED)
     if resumed is not None and not resumed.attempt:
         return Response(await _data(request, spec.answer_id), 200, dict(spec.headers), "application/json")
@@ -118,17 +118,17 @@ async def _in_background(request: Request, keeper: Keeper) -> Response:
 
     async def ended() -> None:
         try:
-            if writer.unfinished and (runtime.background.closing or admission_of(request).draining):
+            if writer.unfinished and (server.background.closing or admission_of(request).draining):
                 return  # the next process goes on with it
             await keeper.keep()
-            if runtime.streams is not None:
-                await runtime.streams.forget(keeper.owner, spec.id, with_key=False)
+            if server.streams is not None:
+                await server.streams.forget(keeper.owner, spec.id, with_key=False)
         finally:
             held.end()
 
     running = Running(writer, close, [] if spec.stream else None)
     events = events_of(generation, writer, spec, runtime.turns, nothing)
-    runtime.background.start((keeper.owner, spec.answer_id), running, events, ended)
+    server.background.start((keeper.owner, spec.answer_id), running, events, ended)
     if spec.stream and resumed is None:
         return EventStream(running.follow(-1), _stay, spec.headers, runtime.config, ping=writer.ping)
     return Response(queued, 200, dict(spec.headers), "application/json")
@@ -147,8 +147,8 @@ async def retrieve_response(
     """A stored response. `stream`: its events behind the one with the number `starting_after`, for one that was created
     in the background and streamed; of one that has ended the last event only."""
     kept = await _find(request, response_id)
-    running = runtime_of(request).background.find((owner_of(request), response_id))
-    config = runtime_of(request).config
+    running = server_of(request).background.find((owner_of(request), response_id))
+    config = server_of(request).config
     if stream:
         if not kept.about["streamed"]:
             raise InvalidRequest("stream: the response was not created with stream", param="stream")
@@ -167,7 +167,7 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     kept = await _find(request, response_id)
     if not kept.about["background"]:
         raise InvalidRequest("response_id: only a response in the background can be cancelled", param="response_id")
-    await runtime_of(request).background.cancel((owner_of(request), response_id))
+    await server_of(request).background.cancel((owner_of(request), response_id))
     return Response(await _data(request, response_id), media_type="application/json")
 
 
@@ -175,8 +175,8 @@ async def cancel_response(response_id: str, request: Request) -> Response:
 async def delete_response(response_id: str, request: Request) -> dict[str, Any]:
     """Forget a stored response; one that is still generated ends."""
     await _find(request, response_id)
-    await runtime_of(request).background.cancel((owner_of(request), response_id))
-    if (streams := runtime_of(request).streams) is not None:
+    await server_of(request).background.cancel((owner_of(request), response_id))
+    if (streams := server_of(request).streams) is not None:
         await streams.forget(owner_of(request), response_id)
     await asyncio.to_thread(store_of(request, response_id).delete, owner_of(request), response_id)
     return {"id": response_id, "object": "response", "deleted": True}
@@ -193,7 +193,7 @@ async def list_input_items(
 
 def store_of(request: Request, id: str) -> Store:
     """Raises RequestNotFound where nothing is stored."""
-    store = runtime_of(request).store
+    store = server_of(request).store
     if store is None:
         raise RequestNotFound(f"`{id}` is not stored: this server stores nothing, see --data-dir", param="id")
     return store

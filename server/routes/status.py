@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
@@ -9,7 +11,8 @@ from starlette.responses import Response
 
 from quire.engine import VERSION
 from quire.server.access.admission import admission_of
-from quire.server.runtime import runtime_of
+from quire.server.observe.metrics import Metrics
+from quire.server.runtime import runtime_of, server_of
 
 router = APIRouter()
 
@@ -44,8 +47,9 @@ async def version() -> dict[str, str]:
 
 @router.get("/metrics", response_model=None)
 async def metrics(request: Request) -> Response:
-    runtime = runtime_of(request)
-    others = await runtime.others.counts()
-    async with runtime.turns:
-        text = runtime.metrics.text(others)
+    server = server_of(request)
+    runtimes = server.models.loaded
+    others = [count for runtime in runtimes for count in await runtime.others.counts()]
+    async with runtimes[0].turns if runtimes else nullcontext():
+        text = Metrics.text([runtime.metrics for runtime in runtimes], others, server.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

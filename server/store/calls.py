@@ -47,6 +47,8 @@ class Pins(msgspec.Struct, frozen=True):
     """The model's fingerprint: weights, and what computes."""
     background: bool = False
     """Whether it is a response that goes on without its caller."""
+    model: str = ""
+    """The name of the model that it is for, where there are several; "" in journals of before: as the body says."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

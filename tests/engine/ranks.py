@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -18,36 +19,16 @@ from quire.engine.worker.ranks.follower import follow, teller
 from quire.engine.worker.ranks.messages import Start, decode_to_rank, frame, read_frame
 
 
-class _Orders:
-    """The pipe to a rank; tells it of descriptors of its own, as a process would have."""
-
-    def __init__(self, descriptor: int, owned: list[int]) -> None:
-        self._file = os.fdopen(descriptor, "wb")
-        self._owned: list[int] | None = owned
-
-    def write(self, content: bytes) -> None:
-        if self._owned is not None:
-            start = decode_to_rank(content[8:])
-            assert isinstance(start, Start)
-            content, self._owned = frame(msgspec.structs.replace(start, descriptors=self._owned)), None
-        self._file.write(content)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class ThreadProcess:
-    """As much of subprocess.Popen as Ranks needs."""
+    """As much of Child as Ranks needs. Tells its rank of descriptors of its own, as a process would have."""
 
     pid = 0
 
-    def __init__(self, command: Sequence[str], *, pass_fds: tuple[int, ...], **_: Any) -> None:
+    def __init__(self, arguments: Sequence[str], *, descriptors: tuple[int, ...], **_: Any) -> None:
         theirs, ours = os.pipe()
-        *own, answers = map(os.dup, pass_fds)
-        self.stdin = _Orders(ours, own)
+        *own, answers = map(os.dup, descriptors)
+        self._orders = os.fdopen(ours, "wb")
+        self._owned: list[int] | None = own
         ends = os.fdopen(theirs, "rb"), os.fdopen(answers, "wb")
 
         def run() -> None:
@@ -63,10 +44,22 @@ class ThreadProcess:
             raise subprocess.TimeoutExpired("a rank", seconds or 0)
         return 0
 
-    def kill(self) -> None:
+    def send(self, content: bytes) -> None:
+        if self._owned is not None:
+            start = decode_to_rank(content[8:])
+            assert isinstance(start, Start)
+            content, self._owned = frame(msgspec.structs.replace(start, descriptors=self._owned)), None
+        self._orders.write(content)
+        self._orders.flush()
+
+    def end(self) -> None:
+        with suppress(BrokenPipeError):
+            self._orders.close()
+
+    def destroy(self) -> None:
         raise AssertionError("a rank hangs")
 
 
 @pytest.fixture
 def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes.subprocess, "Popen", ThreadProcess)
+    monkeypatch.setattr(processes, "Child", ThreadProcess)

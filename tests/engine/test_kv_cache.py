@@ -44,9 +44,9 @@ def prompts() -> list[list[int]]:
 @pytest.mark.few(4)
 @compiled
 @held
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "qwen3_5"]
-)  # windows, caps, sinks, states
+@pytest.mark.parametrize(  # windows, caps, sinks, states, latents
+    "family", ["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "deepseek_v3"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_alone_together_chunked_cached_and_preempted_are_the_same(
     dtype: str, family: str, kv: str, tmp_path: Path

@@ -162,7 +162,7 @@ def test_a_machine_that_goes_ends_the_engine(nodes: Nodes, tmp_path: Path) -> No
         made.add(each)
     made.step()
     (remote,) = ranks_of(made)._processes
-    remote.kill()
+    remote.destroy()
     with pytest.raises(EngineError, match=r"rank 1 of 2 .process .* on 127.0.0.1. was killed by SIGKILL"):
         run(made, [])
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Backend, Softmax
+from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
+from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,14 @@ def attend(
     kv_dtype: torch.dtype | None = None,
     scales: KVScales = UNSCALED,
     sinks: Tensor | None = None,
+    values: int | None = None,
 ) -> list[Tensor]:
-    """Each part's attention output, all computed in one step."""
+    """Each part's attention output, all computed in one step. values: see Softmax; then no part's v is read."""
     k_cache, v_cache, metadata = page(backend, parts, seed=seed, kv_dtype=kv_dtype, scales=scales)
     q = torch.cat([part.q for part in parts])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    softmax = Softmax(scale, window, softcap, ahead, bias, scales, sinks)
-    out = backend.paged_attention(q, k_cache, v_cache, metadata, softmax)
+    softmax = Softmax(scale, window, softcap, ahead, bias, scales, sinks, values)
+    out = backend.paged_attention(q, k_cache, v_cache if values is None else k_cache, metadata, softmax)
     return list(out.split([len(part.q) for part in parts]))
 
 

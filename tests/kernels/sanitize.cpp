@@ -116,9 +116,48 @@ void attend() {
   failed |= Kernels<T>::paged_attention(
       out.get(), query.get(), keys.get(), values.get(), &format, starts.get(), contexts.get(), table.get(), most,
       stride, stride, pages, sequences, heads, kv_heads, dim, 0.2f, window, capped ? 8.0f : 0.0f, ahead,
-      biased ? bias.get() : nullptr, 2 * most * 16 + 15, most * 16 - 1, sunk ? sinks.get() : nullptr, threads);
+      biased ? bias.get() : nullptr, 2 * most * 16 + 15, most * 16 - 1, sunk ? sinks.get() : nullptr, 0, threads);
   if (failed) std::exit(1);
   expect_finite(out, tokens * heads * dim, "attention");
+}
+
+// Tokens whose latents and keys are stored; then attention over them, in one head's pages.
+template <class T>
+void attends_latents() {
+  const int heads = draw(1, 40), latent = 2 * draw(1, 40), rotated = 2 * draw(1, 20), dim = latent + rotated;
+  const int tokens = draw(1, 90), plain = draw(1, 30), threads = draw(1, 3);
+  const long pages = 6;
+  Array<int32_t> starts(new int32_t[2]()), contexts(new int32_t[1]), table(new int32_t[pages]);
+  starts[1] = contexts[0] = tokens;
+  Array<int64_t> slots(new int64_t[tokens]), positions(new int64_t[tokens]);
+  for (long i = 0; i < pages; ++i) table[i] = static_cast<int32_t>(pages - 1 - i);
+  for (long i = 0; i < tokens; ++i) slots[i] = table[i / 16] * 16L + (positions[i] = i) % 16;
+  const KVFormat format = {draw(kPlain, kFloat8), draw(1, 20) / 10.0f, 1.0f};
+  const long bytes = format.held == kPlain ? sizeof(T) : 1, stride = 16L * (dim + (format.held == kInt8 ? 2 : 0));
+  Array<char> cache(new char[pages * stride * bytes]);
+  std::memset(cache.get(), 255, pages * stride * bytes);
+  const int in = 2 * plain;
+  std::vector<PackedLinear> linears;
+  std::vector<Array<T>> weights;
+  for (int h = 0; h < heads; ++h) {
+    auto weight = numbers<T>(static_cast<long>(latent) * in);
+    weights.emplace_back(new T[(latent + 63) / 64 * 64L * in]);
+    Kernels<T>::pack_linear(weight.get(), weights.back().get(), in, latent, threads);
+    linears.push_back({weights.back().get(), nullptr, in, latent, 0, 0, nullptr, nullptr});
+  }
+  const LinearBlocks blocks = {linears.data(), heads, rotated};
+  auto x = numbers<T>(tokens * heads * (in + rotated)), q = numbers<T>(tokens * heads * dim, true);
+  auto kv = numbers<T>(tokens * dim), out = numbers<T>(tokens * heads * latent, true);
+  auto norm = numbers<float>(latent), cos_sin = numbers<float>(tokens * rotated);
+  Kernels<T>::linear_blocks(&blocks, x.get(), q.get(), tokens, threads);
+  int failed =
+      Kernels<T>::latent_store(q.get(), kv.get(), norm.get(), cos_sin.get(), draw(0, 1), positions.get(), slots.get(),
+                               cache.get(), &format, stride, tokens, pages, heads, latent, rotated, 1e-5f, threads);
+  failed |= Kernels<T>::paged_attention(out.get(), q.get(), cache.get(), cache.get(), &format, starts.get(),
+                                        contexts.get(), table.get(), pages, stride, stride, pages, 1, heads, 1, dim,
+                                        0.2f, 0, 0.0f, 0, nullptr, 0, 0, nullptr, latent, threads);
+  if (failed) std::exit(1);
+  expect_finite(out, tokens * heads * latent, "attention over latents");
 }
 
 // Sequences of which some tokens were computed before, whose columns may be anything.
@@ -461,6 +500,8 @@ int main(int count, char** arguments) {
     fetches();
     attend<float>();
     attend<bf16>();
+    attends_latents<float>();
+    attends_latents<bf16>();
     convolves<float>();
     convolves<bf16>();
     deltas<float>();

@@ -1,5 +1,5 @@
-"""Quantized linears of the CPU backend: right to the rounding of x to 8 bits, and the same bits for a row in every
-batch."""
+"""Quantized linears of the CPU backend: right to the rounding of x to 8 or 16 bits, and the same bits for a row in
+every batch."""
 
 from __future__ import annotations
 
@@ -39,18 +39,24 @@ def made(
     return GroupedWeight(codes, scales.half().float(), given.half().float() if offsets else None)
 
 
-def rounded(x: Tensor, block: int) -> Tensor:
-    """x in float64, as 8 bits hold it: whole multiples of the 127th part of a block's largest number."""
+OUTLIERS = {"8": torch.inf, "auto": 0.8, "16": 0.0}
+
+
+def rounded(x: Tensor, block: int, bits: str = "auto") -> Tensor:
+    """x in float64, as integers hold it: whole multiples of the 127th part of a block's largest number, or of the
+    32,512th part, where that number is above so many times the root of the mean square of the row's."""
     inner = x.shape[1]
     blocks = F.pad(x.float(), (0, -inner % block)).unflatten(1, (-1, block))
     peak = blocks.abs().amax(2, keepdim=True)
-    codes = (blocks * torch.where(peak > 1e-30, torch.tensor(127.0) / peak, 0.0)).round()
-    return (codes.double() * (peak / 127).double()).flatten(1)[:, :inner]
+    outlier = peak > OUTLIERS[bits] * peak.square().mean(1, keepdim=True).sqrt()
+    most = torch.where(outlier, 32512.0, 127.0)
+    codes = (blocks * torch.where(peak > 1e-30, most / peak, 0.0)).round()
+    return (codes.double() * (peak / most).double()).flatten(1)[:, :inner]
 
 
-def expected(x: Tensor, weight: GroupedWeight, block: int) -> Tensor:
+def expected(x: Tensor, weight: GroupedWeight, block: int, bits: str = "auto") -> Tensor:
     order = torch.arange(x.shape[1]) if weight.order is None else weight.order
-    return rounded(x[:, order], block) @ replace(weight, order=None).dequantized().double().T
+    return rounded(x[:, order], block, bits) @ replace(weight, order=None).dequantized().double().T
 
 
 def packed(cpu: Cpu, weights: list[GroupedWeight], bias: Tensor | None = None, *, wide: bool = True) -> QuantizedLinear:
@@ -134,21 +140,22 @@ _LIBRARIES = [] if isinstance(native.load(), str) else [Cpu(native.Native(isa)) 
     outs=st.integers(1, 150),
     rows=st.integers(1, 30),
     offsets=st.booleans(),
+    activation_bits=st.sampled_from(["8", "auto", "auto", "16"]),
     seed=st.integers(0, 2**31),
 )
 def test_any_shape_on_every_instruction_set(
-    bits: int, group: int, groups: int, outs: int, rows: int, offsets: bool, seed: int
+    bits: int, group: int, groups: int, outs: int, rows: int, offsets: bool, activation_bits: str, seed: int
 ) -> None:
-    """Right, each row alone as in the batch, and the same 8-bit rows on every instruction set."""
+    """Right, each row alone as in the batch, and the same integers on every instruction set."""
     generator = torch.Generator().manual_seed(seed)
     inner = group * groups or 2 * groups
     weight = made(outs, inner, group or inner, bits=bits, generator=generator, offsets=offsets)
-    x = torch.randn((rows, inner), generator=generator).bfloat16()
+    x = (torch.randn((rows, inner), generator=generator) * torch.randn(inner, generator=generator).exp()).bfloat16()
     for cpu in _LIBRARIES:
-        linear = packed(cpu, [weight])
+        linear = packed(Cpu(cpu.library, activation_bits=activation_bits), [weight])
         got = linear(x, NO_ADAPTERS)
-        wanted = expected(x, weight, linear.block)
-        size = rounded(x, linear.block).abs() @ weight.dequantized().double().abs().T
+        wanted = expected(x, weight, linear.block, activation_bits)
+        size = x.double().abs() @ weight.dequantized().double().abs().T
         assert ((got.double() - wanted).abs() <= 1e-5 * size + 1e-9).all(), cpu.isa
         row = seed % rows
         assert torch.equal(linear(x[row : row + 1], NO_ADAPTERS)[0], got[row])

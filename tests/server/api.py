@@ -16,6 +16,8 @@ from quire.engine.client.client import EngineClient
 from quire.engine.client.link import Link
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
+from quire.server.runtime import Runtime
+from quire.server.served_model import ModelSource
 from tests.server.fake import FakeEngine
 from tests.texts import CHATML, byte_level_tokenizer
 
@@ -29,6 +31,12 @@ class Api:
     app: FastAPI
     http: httpx.AsyncClient
     openai: AsyncOpenAI
+
+    @property
+    def runtime(self) -> Runtime:
+        runtime = self.app.state.server.models.loaded[0]
+        assert isinstance(runtime, Runtime)
+        return runtime
 
     async def post(self, path: str, body: Any, status: int = 200) -> Any:
         """The decoded answer, whose status is checked."""
@@ -58,7 +66,7 @@ def make_app(
 ) -> FastAPI:
     config = ServerConfig(**{"served_model_name": [NAME, "second"], **options})
     client, tokenizer = EngineClient(engine), byte_level_tokenizer(chat_template).tokenizer
-    return create_app(config, client, tokenizer, vocab_size=VOCAB_SIZE, generation_defaults=defaults or {})
+    return create_app(client, ModelSource(config, tokenizer, VOCAB_SIZE, defaults or {}))
 
 
 @asynccontextmanager

@@ -54,7 +54,7 @@ async def serving(engine: FakeEngine, **options: Any) -> AsyncIterator[Port]:
     config = ServerConfig(**{"served_model_name": [NAME], **options})
     async with app.router.lifespan_context(app):
         ready = asyncio.Event()
-        server = HttpServer(app, config, ready.set, lambda: [app])
+        server = HttpServer(app, config, ready.set)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             task = asyncio.create_task(server.serve(sockets=[listener]))

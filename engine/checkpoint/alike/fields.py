@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quire.engine.checkpoint.alike import latents
 from quire.engine.checkpoint.families import STATES
 from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 
@@ -49,6 +50,8 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "falcon": _MEGATRON_FIELDS,
     "glm4_moe": _ROUTED,
+    "glm4_moe_lite": _ROUTED,
+    "kimi_k2": _ROUTED,
     "gpt2": _GPT2_FIELDS,
     "gpt_bigcode": _GPT2_FIELDS,
     "gpt_neox": {**_CENTRED, "rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
@@ -89,6 +92,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 _GPT2_LEFT_OUT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
 _QWEN_MOE = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True}
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
+    **latents.LEFT_OUT,
     "apertus": {
         "rms_norm_eps": 1e-5,
         "hidden_act": "xielu",
@@ -215,6 +219,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         _complete_lfm2(found)
     if STATES.get(kind) == "linear_attention":
         _complete_layer_types(found)
+    if found.get("kv_lora_rank"):
+        latents.complete(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
         found["num_key_value_heads"] = 1
     return found

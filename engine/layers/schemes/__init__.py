@@ -39,6 +39,11 @@ class Scheme(ABC):
         """
 
     @abstractmethod
+    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
+        """The weights of a linear without a bias as numbers of the model's type, [out, in]; of these, what `cut` says,
+        where that was not cut out early."""
+
+    @abstractmethod
     def table(self, vocab_size: int, hidden_size: int) -> Stored:
         """What of a checkpoint makes the embedding."""
 
@@ -64,6 +69,9 @@ class Unquantized(Scheme):
         biases = [each["bias"] for each in linears.values() if "bias" in each]
         bias = _joined(biases) if biases else None
         return self._backend.pack_linear(weight, bias, wide=wide)
+
+    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
+        return tensors["weight"]
 
     def table(self, vocab_size: int, hidden_size: int) -> Stored:
         return Stored((vocab_size, hidden_size), self._dtype, "all")

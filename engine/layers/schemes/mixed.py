@@ -62,6 +62,9 @@ class Mixed(Scheme):
         whole = {name: tensors | {"weight": self._dense(weights[name])} for name, tensors in linears.items()}
         return self._unquantized.pack(whole, cuts, wide=wide)
 
+    def dense(self, linear: str, tensors: dict[str, Tensor], cut: Cut) -> Tensor:
+        return self._dense(self._weights(linear, tensors, cut))
+
     def table(self, vocab_size: int, hidden_size: int) -> Stored:
         if self._table is None:
             return self._unquantized.table(vocab_size, hidden_size)

@@ -8,4 +8,4 @@ from quire.engine.models.decoder import DecoderSpec
 
 def spec(config: ModelConfig) -> DecoderSpec:
     base = plain_spec(config, bias=bool(config.raw.get("use_bias")))
-    return base.having(AttentionSpec, window=config.raw.get("sliding_window"))
+    return base.having(AttentionSpec, window=config.raw.get("sliding_window") or None)

@@ -15,4 +15,4 @@ def spec(config: ModelConfig) -> DecoderSpec:
             "max_position_embeddings": config.context or config.max_position,
             "factor": rope.get("factor") or trained / old,
         }
-    return base_spec(config).having(AttentionSpec, rope=rope, window=raw.get("sliding_window"))
+    return base_spec(config).having(AttentionSpec, rope=rope, window=raw.get("sliding_window") or None)

@@ -18,4 +18,5 @@ def spec(config: ModelConfig) -> DecoderSpec:
         up="w3",
         down="w2",
     )
-    return in_layers(experts, base_spec(config).having(AttentionSpec, window=config.raw.get("sliding_window")), config)
+    base = base_spec(config).having(AttentionSpec, window=config.raw.get("sliding_window") or None)
+    return in_layers(experts, base, config)

@@ -71,7 +71,7 @@ def load_draft_model(
                 f"a {model.model_type}, whose delta nets cannot take back a guess of their own, does not draft"
             )
         wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
-        own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype)
+        own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype, activation_bits=config.activation_bits)
         length = min(like.max_model_len, model.max_position)
         weights = open_weights(config, path, model, own, like.dtype)
         decoder = Decoder(

@@ -7,7 +7,6 @@ It does what it reads from standard input, in turn, and ends when that does: the
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -22,6 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from quire.engine.client.child import end_with_parent, killed_with_parent, read_configuration
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
 from quire.engine.replicas.cores import allowed_cores, node_cores
@@ -41,8 +41,6 @@ from quire.engine.worker.ranks.remote import Joined, answers_of, orders_of
 from quire.engine.worker.ranks.stages import Inbox
 from quire.kernels.collective import RankEnded
 
-_PR_SET_PDEATHSIG = 1
-"""From Linux's sys/prctl.h: send this process a signal when its parent ends."""
 _GRACE_SECONDS = 2.0
 """For the first rank to end this one."""
 _NO_TIMEOUT = timedelta(days=365)
@@ -50,12 +48,6 @@ _NO_TIMEOUT = timedelta(days=365)
 
 Read = Callable[[], bytes | None]
 """The next message; None where the first rank has ended."""
-
-
-def end_with_parent() -> None:
-    """The closed pipe ends this process too, but not while it is stopped."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def follow(read: Read, say: Callable[[FromRank], None], here: Here | None = None) -> int:
@@ -109,11 +101,11 @@ def teller(answers: BinaryIO) -> Callable[[FromRank], None]:
 
 def join() -> int:
     """Follow the first rank of another machine. Returns the exit status."""
-    if not (line := sys.stdin.buffer.readline()):
+    if not (line := read_configuration()):
         return 0
+    end_with_parent()
     joined = msgspec.json.decode(line, type=Joined)
     config = EngineConfig.model_validate_json(joined.config)
-    threading.Thread(target=_end_with_input, daemon=True).start()
     os.nice(config.niceness)
     all_cores = node_cores(config.ranks_here, allowed_cores())
     return follow_joined(config, joined, all_cores[joined.place] if all_cores else set())
@@ -143,16 +135,9 @@ def follow_joined(config: EngineConfig, joined: Joined, cores: Set[int]) -> int:
     return follow(read, say, here)
 
 
-def _end_with_input() -> None:
-    """Where no signal ends this process with its parent."""
-    sys.stdin.buffer.read()
-    os._exit(0)
-
-
 def main() -> None:
-    end_with_parent()
+    killed_with_parent()  # `end_with_parent` would read the orders
     faulthandler.register(signal.SIGUSR1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the first rank's to answer
     status = 1
     try:
         if sys.argv[1] == "--joined":

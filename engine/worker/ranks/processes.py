@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from quire.engine.client.child import Child, module
+from quire.engine.client.exit_cause import exit_cause
 from quire.engine.client.procfs import Stopped
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
@@ -44,28 +45,20 @@ from quire.kernels.collective import RankEnded
 _STOP_SECONDS = 5.0
 """How long a process gets to end by itself once its pipe is closed."""
 _LOOK_SECONDS = 0.5
-_MODULE = "quire.engine.worker.ranks.follower"
+PROGRAM = module("quire.engine.worker.ranks.follower")
 
 Answer = TypeVar("Answer", Loaded, Measured)
 
 
-class Orders(Protocol):
-    """The way to a rank, on which it ends when it is closed."""
-
-    def write(self, content: bytes, /) -> object: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
-
-
 class RankProcess(Protocol):
-    """What subprocess.Popen is, and a rank on another machine too."""
+    """What Child is, and a rank on another machine too."""
 
     pid: int
 
-    @property
-    def stdin(self) -> Orders | None: ...
+    def send(self, content: bytes, /) -> None: ...
+    def end(self) -> None: ...
     def wait(self, timeout: float | None = None) -> int: ...
-    def kill(self) -> None: ...
+    def destroy(self) -> None: ...
 
 
 class Ranks(ABC):
@@ -145,9 +138,7 @@ class Ranks(ABC):
         content = frame(message)
         with self.watched():
             for process in processes:
-                assert process.stdin is not None
-                process.stdin.write(content)
-                process.stdin.flush()
+                process.send(content)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -215,33 +206,29 @@ class Ranks(ABC):
     def _start(self, start: Start) -> None:
         answers, theirs = os.pipe()
         try:
-            # -P: see EngineProcess
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", _MODULE, str(theirs)],
-                stdin=subprocess.PIPE,
-                pass_fds=(*start.descriptors, theirs),
-                env=self.environment(start.rank),
+            child = Child(
+                [*PROGRAM, str(theirs)],
+                descriptors=(*start.descriptors, theirs),
+                environment=self.environment(start.rank),
             )
         except OSError:
             os.close(answers)
             raise
         finally:
             os.close(theirs)
-        self._begin(process, partial(read_frame, os.fdopen(answers, "rb")), start)
+        self._begin(child, partial(read_frame, os.fdopen(answers, "rb")), start)
 
     def _begin(self, process: RankProcess, read: Callable[[], bytes | None], start: Start) -> None:
         self._processes.append(process)
         self._answers.append(read)
         watch = (process, start.rank, weakref.ref(self), self._closing)
         threading.Thread(target=_watch, args=watch, name=f"rank-{start.rank}-watch", daemon=True).start()
-        assert process.stdin is not None
         with suppress(ConnectionError):  # it has ended already, which `wait_loaded` will report
-            process.stdin.write(frame(start))
-            process.stdin.flush()
+            process.send(frame(start))
 
     def lost(self, rank: int, process: RankProcess, code: int) -> None:
         """A process has ended unasked. Called by a thread."""
-        how = f"exited with code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
+        how = exit_cause(code, sender=None, oom_kills=0).description
         if isinstance(process, Remote) and process.lost:
             how = "is out of reach"
         self.failure = self.failure or f"rank {rank} of {self.count} (process {_name(process)}) {how}"
@@ -275,7 +262,7 @@ def _kill_stopped(processes: Sequence[RankProcess], closing: threading.Event, pa
             if not isinstance(process, Remote) and stopped.advance(process.pid, elapsed) > patience:
                 said = f"quire: process {process.pid}, a rank, was stopped for {patience:g} s: it is killed"
                 print(said, file=sys.stderr, flush=True)
-                process.kill()
+                process.destroy()
 
 
 def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[int]) -> None:
@@ -283,19 +270,9 @@ def _end(processes: Sequence[RankProcess], closing: threading.Event, cores: Set[
     closing.set()
     stay_on(cores)
     for process in processes:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
+        process.end()
     for process in processes:
         try:
             process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+            process.destroy()

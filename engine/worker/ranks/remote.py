@@ -98,7 +98,7 @@ def answers_of(rank: int) -> str:
 
 
 class Remote:
-    """A rank on another machine, which may be used as its subprocess.Popen would be there."""
+    """A rank on another machine, which may be used as its Child would be there."""
 
     def __init__(self, place: tuple[str, int], rank: int, join: Join) -> None:
         """`place`: the store's."""
@@ -106,7 +106,6 @@ class Remote:
         self.lost = True
         """Whether nobody has said how it ended."""
         self._store, self._rank = find_store(place), rank
-        self.stdin = _Orders(self)
         self._frames: SimpleQueue[bytes | None] = SimpleQueue()
         self._code = -signal.SIGKILL  # nothing that was computed takes a machine away
         self._ended = threading.Event()
@@ -129,13 +128,22 @@ class Remote:
             raise subprocess.TimeoutExpired(f"the rank on {self.host}", timeout or 0)
         return self._code
 
-    def kill(self) -> None:
+    def destroy(self) -> None:
         """Its machine ends it when the store is gone."""
         with suppress(RuntimeError):  # this first: once told to end, it may say code 0 at any moment
             self._store.queue_push(answers_of(self._rank), encode(Ended(self._code)))
-        self.tell(b"")
+        self.end()
 
-    def tell(self, content: bytes) -> None:
+    def send(self, content: bytes) -> None:
+        """A frame. Raises BrokenPipeError."""
+        if self._ended.is_set():
+            raise BrokenPipeError
+        self._tell(content[FRAME_LENGTH.size :])
+
+    def end(self) -> None:
+        self._tell(b"")
+
+    def _tell(self, content: bytes) -> None:
         with suppress(RuntimeError):
             self._store.queue_push(orders_of(self._rank), content)
 
@@ -153,25 +161,6 @@ class Remote:
                         self._frames.put(content)
         self._frames.put(None)
         self._ended.set()
-
-
-class _Orders:
-    """Frames as a process' pipe takes them."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-
-    def write(self, content: bytes) -> None:
-        """Raises BrokenPipeError."""
-        if self._remote.ended:
-            raise BrokenPipeError
-        self._remote.tell(content[FRAME_LENGTH.size :])
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._remote.tell(b"")
 
 
 class Gathering:
@@ -199,7 +188,7 @@ class Gathering:
                 time.sleep(_LOOK_SECONDS)
         except BaseException:
             for each in self._joined.values():
-                each.kill()
+                each.destroy()
             raise
         return [self._joined[rank] for rank in sorted(self._joined)]
 

@@ -79,7 +79,7 @@ class SpmdRanks(Ranks):
             super().__init__(local, [memory] * (config.ranks_here - 1), on_end, remote, store)
         except BaseException:
             for each in remote:
-                each.kill()
+                each.destroy()
             raise
 
     def _meet(

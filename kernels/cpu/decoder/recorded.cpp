@@ -65,7 +65,7 @@ void list_pages(Fetch* pages, const void*, const void* keys, const void* values,
     for (long b = first > 0 ? first / kBlock : 0; b * kBlock < context; ++b) {
       const long page = table[s * table_stride + b];
       pages->add(static_cast<const char*>(keys) + page * key_stride * size);
-      pages->add(static_cast<const char*>(values) + page * value_stride * size);
+      if (values != keys) pages->add(static_cast<const char*>(values) + page * value_stride * size);
     }
   }
   if (pages->size() * bytes > kMaxFetch) pages->start(bytes);
@@ -146,6 +146,8 @@ int run(const Call* calls, int count, const int64_t* values, long tokens, int se
   CALLED(silu_mul_##suffix)                                                                                            \
   CALLED(gelu_mul_##suffix)                                                                                            \
   CALLED(rope_store_##suffix)                                                                                          \
+  CALLED(latent_store_##suffix)                                                                                        \
+  CALLED(linear_blocks_##suffix)                                                                                       \
   CALLED(short_conv_##suffix)                                                                                          \
   CALLED(delta_rule_##suffix)                                                                                          \
   CALLED(sigmoid_mul_##suffix)                                                                                         \

@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import Activation
-from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded, Softmax
+from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native
 from quire.kernels.cpu.decoder import delta_rule
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.cpu.decoder.short_conv import check_columns
+from quire.kernels.cpu.latents.latent import CompiledBlocks, check_latent
 from quire.kernels.cpu.linear import CompiledLinear
 from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
 from quire.kernels.kv_codes import KV_CODES
+from quire.kernels.latents.latent import Latent
 from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
 from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import NORMS, Rope
+from quire.kernels.softmax import Softmax
 
 _FIXED, _PER_TOKEN, _BUFFER, _OF_STEP, _FETCH = range(5)
 """How an argument follows from its value, as recorded.cpp has it."""
@@ -105,6 +108,9 @@ class _Recorder(Operations):
             case CompiledLinear(dtype=self._dtype) if not linear.native.wide:
                 out = self._buffer(linear.outs)
                 return self._call("linear", out, linear.native, x, out, _TOKENS, _THREADS, _PAGES)
+            case CompiledBlocks(dtype=self._dtype):
+                out = self._buffer(linear.outs)
+                return self._call("linear_blocks", out, linear.native, x, out, _TOKENS, _THREADS)
             case CompiledMixture():
                 out = self._buffer(x.width)
                 return self._call("mix_experts", out, linear.native, x, out, _TOKENS, _THREADS)
@@ -160,13 +166,23 @@ class _Recorder(Operations):
     def paged_attention(self, q: Any, k_cache: Tensor, v_cache: Tensor, metadata: Any, softmax: Softmax) -> Any:
         if softmax.ahead != 0:
             raise _NotOurs
-        out, caches = self._buffer(*q.shape), self._caches(k_cache, v_cache, softmax.kv_scales)
+        out = self._buffer(q.shape[0], softmax.values or q.shape[1])
+        caches = self._caches(k_cache, v_cache, softmax.kv_scales)
         where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, k_cache.stride(0), v_cache.stride(0))
         sizes = (len(k_cache), _SEQUENCES, q.shape[0], k_cache.shape[1], q.shape[1])
         _, *columns = native.bias_arguments(softmax.bias)
-        beside = (softmax.bias, *columns, softmax.sinks)
+        beside = (softmax.bias, *columns, softmax.sinks, softmax.values or 0)
         rules = (softmax.scale, softmax.window or 0, softmax.softcap or 0.0, 0, *beside)
         return self._call("paged_attention", out, out, q, *caches, *where, *sizes, *rules, _THREADS)
+
+    def latent_store(self, q: Any, kv: Any, latent: Latent, cache: Tensor, metadata: Any) -> Any:
+        check_latent(latent)
+        _, where, held = self._caches(cache, cache, latent.kv_scales)
+        size, rotated = latent.sizes
+        given = (q, kv, latent.norm, latent.cos_sin, latent.neighbours, metadata.positions, metadata.slots, where, held)
+        heads = q.width // (size + rotated)
+        sizes = (cache.stride(0), _TOKENS, len(cache), heads, size, rotated, latent.eps, _THREADS)
+        return self._call("latent_store", _Buffer(q.kind, q.value, (heads, size + rotated)), *given, *sizes)
 
     def short_conv(self, bcx: Any, conv: ShortConv, columns: Columns, metadata: Any) -> Any:
         check_columns(conv, columns, self._dtype)

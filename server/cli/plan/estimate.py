@@ -286,36 +286,6 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
         asked = made.needs.longest(made.group_pages // wishes.concurrency, longest)
     seqs = made.shares.sequences
     context, needed, blocks = fit_pages(pages, made.needs, max_position=longest, max_num_seqs=seqs, max_model_len=asked)
-    flags = []
-    if asked is not None or context < longest:
-        flags += ["--max-model-len", str(context)]
-    if made.machine.count > 1:
-        how = "pipeline" if made.machine.stages > 1 else "tensor"
-        flags += [f"--{how}-parallel-size", str(made.machine.count)]
-    if made.machine.nodes > 1:
-        flags += ["--nnodes", str(made.machine.nodes), "--master-addr", "ADDRESS"]
-    if made.machine.replicas > 1:
-        flags += ["--data-parallel-size", str(made.machine.replicas)]
-    if wishes.dtype != "auto" or made.dtype != made.sizes.dtype:
-        flags += ["--dtype", made.dtype]
-    if wishes.quantization is not None:
-        flags += ["--quantization", wishes.quantization]
-    if wishes.kv_cache_dtype != "auto":
-        flags += ["--kv-cache-dtype", wishes.kv_cache_dtype]
-    if wishes.quantize_embedding is not None:
-        flags += ["--quantize-embedding" if wishes.quantize_embedding else "--no-quantize-embedding"]
-    if wishes.max_loras:
-        flags += ["--enable-lora", "--max-loras", str(wishes.max_loras), "--max-lora-rank", str(wishes.max_lora_rank)]
-        if wishes.max_cpu_loras is not None:
-            flags += ["--max-cpu-loras", str(wishes.max_cpu_loras)]
-    if wishes.draft is not None:
-        flags += ["--speculative-config", wishes.draft.asked.model_dump_json(exclude_unset=True)]
-    if seqs != MAX_NUM_SEQS:
-        flags += ["--max-num-seqs", str(seqs)]
-    if made.machine.gpu and wishes.utilization != UTILIZATION:
-        flags += ["--gpu-memory-utilization", f"{wishes.utilization:g}"]
-    if wishes.kv_cache_memory is not None:
-        flags += ["--kv-cache-memory", f"{wishes.kv_cache_memory:g}"]
     lengths = [2**power for power in range(9, 24) if 2**power < longest] + [longest]
     fitting = tuple((length, made.group_pages // made.needs.most(length)) for length in lengths)
     return replace(
@@ -324,8 +294,39 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
         context=context,
         concurrency=min(made.group_pages // needed, seqs),
         fitting=tuple((length, count) for length, count in fitting if count),
-        flags=(*flags, *wishes.offload.flags),
+        flags=_flags(made, wishes, context if asked is not None or context < longest else None, seqs),
     )
+
+
+def _flags(made: Estimate, wishes: Wishes, context: int | None, seqs: int) -> tuple[str, ...]:
+    """Those of `quire serve`. context: None where it is the model's own; seqs: the most sequences at once."""
+    machine, draft, loras = made.machine, wishes.draft, wishes.max_loras or None
+    how, several = "pipeline" if machine.stages > 1 else "tensor", machine.nodes > 1
+    given: tuple[tuple[str, object], ...] = (  # with None it is left out, with "" it has no value
+        ("--max-model-len", context),
+        (f"--{how}-parallel-size", machine.count if machine.count > 1 else None),
+        ("--nnodes", machine.nodes if several else None),
+        ("--master-addr", "ADDRESS" if several else None),
+        ("--data-parallel-size", machine.replicas if machine.replicas > 1 else None),
+        ("--dtype", made.dtype if wishes.dtype != "auto" or made.dtype != made.sizes.dtype else None),
+        ("--quantization", wishes.quantization),
+        ("--kv-cache-dtype", wishes.kv_cache_dtype if wishes.kv_cache_dtype != "auto" else None),
+        ("--quantize-embedding", "" if wishes.quantize_embedding else None),
+        ("--no-quantize-embedding", "" if wishes.quantize_embedding is False else None),
+        ("--enable-lora", "" if loras else None),
+        ("--max-loras", loras),
+        ("--max-lora-rank", wishes.max_lora_rank if loras else None),
+        ("--max-cpu-loras", wishes.max_cpu_loras if loras else None),
+        ("--speculative-config", None if draft is None else draft.asked.model_dump_json(exclude_unset=True)),
+        ("--max-num-seqs", seqs if seqs != MAX_NUM_SEQS else None),
+        (
+            "--gpu-memory-utilization",
+            f"{wishes.utilization:g}" if machine.gpu and wishes.utilization != UTILIZATION else None,
+        ),
+        ("--kv-cache-memory", None if wishes.kv_cache_memory is None else f"{wishes.kv_cache_memory:g}"),
+    )
+    words = [word for flag, value in given if value is not None for word in (flag, str(value)) if word]
+    return (*words, *wishes.offload.flags)
 
 
 def _without_cache(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:

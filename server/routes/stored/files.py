@@ -23,7 +23,7 @@ from quire.server.encoding import encode_json
 from quire.server.protocol.stored.batches import MAX_KEPT, MIN_KEPT
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST, owner_of
 from quire.server.routes.stored.pages import Order, page_of
-from quire.server.runtime import runtime_of
+from quire.server.runtime import server_of
 from quire.server.store.files import Files, StoredFile, new_file
 
 router = APIRouter(route_class=CountedRoute)
@@ -172,7 +172,7 @@ def _seconds(anchor: object, seconds: object) -> int | None:
 def _check_sender(request: Request) -> None:
     """Browsers let any page send a form. Raises HTTPException for one of an origin that may not call the server."""
     origin = request.headers.get("origin")
-    allowed = runtime_of(request).config.allowed_origins
+    allowed = server_of(request).config.allowed_origins
     if origin is None or urlsplit(origin).netloc == request.headers.get("host") or {origin, "*"} & {*allowed}:
         return
     raise HTTPException(403, "Pages of this origin may not upload files: see --allowed-origins")
@@ -192,7 +192,7 @@ def missing(file_id: str, param: str) -> RequestNotFound:
 
 def batches_of(request: Request) -> BatchRunner:
     """Raises RequestNotFound where nothing is kept."""
-    runner = runtime_of(request).batches
+    runner = server_of(request).batches
     if runner is None:
         raise RequestNotFound("This server keeps no files and batches: see --data-dir")
     return runner

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlencode
 
 from fastapi import APIRouter
 from starlette.datastructures import Headers
@@ -15,7 +16,7 @@ from quire.server.access.authentication import tenant_of
 from quire.server.access.bodies import READ, Body
 from quire.server.generation.answers.numbered import parse_id
 from quire.server.routes.bodies import owner_of
-from quire.server.runtime import runtime_of
+from quire.server.runtime import server_of
 from quire.server.streams import CLAIMS, PATHS, RESUMED, Resumed
 
 router = APIRouter()
@@ -26,7 +27,7 @@ LAST = "last-event-id"
 async def resume_stream(stream_id: str, request: Request) -> Response:
     """The events behind the one that the header Last-Event-ID names; without it all of them. Whoever still reads the
     stream reads no further."""
-    streams, owner = runtime_of(request).streams, owner_of(request)
+    streams, owner = server_of(request).streams, owner_of(request)
     if streams is None:
         raise RequestNotFound("This server keeps no streams: see --data-dir")
     seen: tuple[int, ...] = ()
@@ -52,20 +53,23 @@ class _Again(Response):
         self._resumed = resumed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await scope["app"].router(again(scope, self._resumed), receive, send)
+        app = scope["app"]
+        await app.state.server.models.give(app.router, again(scope, self._resumed), receive, send)
 
 
 def again(scope: Scope, resumed: Resumed) -> dict[str, Any]:
     """The scope of a call that is made again. Its body has been read."""
     call = resumed.call
     body = Body(tenant_of(scope).name, pieces=[call.body], size=len(call.body))
-    where = {"method": "POST", "path": call.path, "raw_path": call.path.encode(), "query_string": b""}
-    return {**scope, **where, READ: body, RESUMED: resumed}
+    where = {"method": "POST", "path": call.path, "raw_path": call.path.encode()}
+    query = urlencode({"model": call.pins.model}).encode()
+    return {**scope, **where, "query_string": query, READ: body, RESUMED: resumed}
 
 
-class LastEventMiddleware:
-    """ASGI middleware that takes a POST with Last-Event-ID, as clients send again that cannot send anything else, for a
-    GET of its stream. The body is not read. At a request's end its Idempotency-Key is not held any more."""
+class ResumptionMiddleware:
+    """What HTTP knows of calls that are made again: ASGI middleware. A POST with Last-Event-ID, as clients send again
+    that cannot send anything else, is taken for a GET of its stream, and its body is not read. At a request's end its
+    Idempotency-Key is no longer held."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -81,5 +85,5 @@ class LastEventMiddleware:
         try:
             await self._app({**scope, CLAIMS: claims}, receive, send)
         finally:
-            if claims and (streams := scope["app"].state.runtime.streams) is not None:
+            if claims and (streams := scope["app"].state.server.streams) is not None:
                 streams.release(claims)

@@ -20,7 +20,7 @@ from quire.server.routes.bodies import (
     chosen_name,
     worked_on,
 )
-from quire.server.runtime import runtime_of
+from quire.server.runtime import runtime_of, server_of
 from quire.server.served_model import ServedModel, model_of
 from quire.server.sse import closing_on_disconnect
 
@@ -37,7 +37,7 @@ async def answered(request: Request, resolve: Resolve) -> Response:
 async def vectors_reply(request: Request, spec: VectorSpec) -> Response:
     """Raises what Admission.admit raises, and EngineError, Timeout and QueueTimeout."""
     model, runtime, tenant = model_of(request), runtime_of(request), tenant_of(request.scope)
-    urgency = runtime.gateways.priority(request.scope)
+    urgency = server_of(request).gateways.priority(request.scope)
     spec = replace(
         spec,
         priority=spec.priority if urgency is None else urgency,

@@ -64,6 +64,8 @@ READERS = (
     "olmo3",
     "lfm2",
     "qwen3_5",
+    "deepseek_v3",
+    "minicpm3",
     "hunyuan_v1_dense",
     "cohere-norms",
     "gptj",

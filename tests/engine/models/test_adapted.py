@@ -252,7 +252,7 @@ def test_a_class_says_what_its_layers_keep(tmp_path: Path) -> None:
 
 
 def test_the_plan_counts_what_a_class_keeps_of_latents(tmp_path: Path) -> None:
-    save_tiny_class(tmp_path, "deepseek_v3")
+    save_tiny_class(tmp_path, "axk1")
     sizes = read_sizes(json.loads((tmp_path / "config.json").read_text()))
     calls = probe(model_at(tmp_path), 512)
     assert sizes.kv_numbers == sum(2 * each.kv_heads * max(each.head_dim, each.value_dim) for each in calls)

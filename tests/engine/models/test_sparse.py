@@ -28,7 +28,16 @@ from tests.tiny_models import VOCAB, save_tiny_model
 MISSING = Cpu().missing
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 FAMILIES = ["glm4_moe", "qwen2-moe", "phimoe", "ernie4_5_moe", "flex_olmo", "granitemoe_swa", "hunyuan_v1_moe"]
-FAMILIES += ["lfm2_moe", "minimax_m2", "dots1", "olmoe"]
+FAMILIES += [
+    "lfm2_moe",
+    "minimax_m2",
+    "dots1",
+    "olmoe",
+    "deepseek_v2",
+    "deepseek_v2-lite",
+    "deepseek_v3",
+    "glm4_moe_lite",
+]
 
 
 def engine(path: Path, **options: object) -> Engine:

@@ -6,14 +6,12 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
 
-from quire.engine.client.client import EngineClient
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError, ModelNotFound
-from quire.server.config import ServerConfig
-from quire.server.fleet.config import read_fleet
+from quire.server.fleet.config import ModelEntry, read_fleet
 from quire.server.fleet.fleet import Fleet
+from quire.server.runtime import Runtime
 
 LORA = 'enable_lora = true\nlora_modules = ["a=/a"]\n'
 ONE = f'[one]\nmodel = "{DEMO_MODEL}"\n'
@@ -32,7 +30,7 @@ def test_models_have_the_files_bounds_the_commands_settings_and_their_own(tmp_pa
     assert (one.config.dtype, two.config.dtype, one.config.threads) == ("float32", "bfloat16", 1)
     assert (one.config.kv_cache_memory, two.config.kv_cache_memory, two.config.num_kv_blocks) == (1.0, None, 8)
     assert two.config.model_names == ("owner/two", "second")
-    assert (one.config.data_dir, two.config.data_dir) == (tmp_path / "one", tmp_path / "owner--two")
+    assert (one.config.data_dir, two.config.data_dir) == (tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -66,13 +64,13 @@ def test_what_is_wrong_is_named(text: str, said: str, tmp_path: Path) -> None:
 def test_adapters_are_known_before_their_model_is_loaded(tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text(ONE.replace("one", "two") + ONE + LORA)
-    fleet = Fleet(read_fleet(file, {}), open_app=never)
+    fleet = Fleet(read_fleet(file, {}), never)
     assert fleet.find("a") is fleet.members[1]
     with pytest.raises(ModelNotFound, match="served here: two, one, a"):
         fleet.find("b")
 
 
-def never(config: ServerConfig, client: EngineClient) -> AbstractAsyncContextManager[FastAPI]:
+def never(entry: ModelEntry) -> AbstractAsyncContextManager[Runtime]:
     raise AssertionError("nothing is loaded here")
 
 

@@ -27,8 +27,8 @@ def generation(api: Api, *, max_tokens: int, **fields: Any) -> Generation:
     """Three choices for each of two prompts."""
     params = SamplingParams(n=3, max_tokens=max_tokens)
     spec = GenerationSpec(id="cmpl-1", model="m", prompts=PROMPTS, params=params, keep=3, **fields)
-    runtime = api.app.state.runtime
-    return start(spec, api.app.state.model, runtime.client, runtime.metrics, runtime.turns)
+    runtime = api.runtime
+    return start(spec, api.runtime.model, runtime.client, runtime.metrics, runtime.turns)
 
 
 async def metrics(api: Api) -> dict[str, float]:
@@ -83,7 +83,7 @@ async def test_whole_answers_hold_only_so_many_log_probabilities(monkeypatch: py
         assert not engine.running
         streamed = await api.http.post("/v1/completions", json={**body, "max_tokens": 60, "stream": True})
         assert streamed.text.endswith("data: [DONE]\n\n")
-        assert api.app.state.runtime.kept._total == 0
+        assert api.runtime.kept._total == 0
 
 
 def test_the_call_that_holds_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:

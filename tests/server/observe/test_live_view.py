@@ -27,7 +27,7 @@ async def slow() -> AsyncIterator[Api]:
 
 
 def watcher(api: Api) -> LiveViewStream:
-    return LiveViewStream(api.app.state.runtime.live_view)
+    return LiveViewStream(api.runtime.live_view)
 
 
 def parse(event: bytes) -> tuple[str, Any]:
@@ -39,7 +39,7 @@ async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
     await slow.post("/v1/completions", {"prompt": "before", "max_tokens": 5})
     await asyncio.sleep(1.1)  # until the second in which it ended is over
     watching = watcher(slow)
-    events = watching.events(facts(slow.app.state.runtime, slow.app.state.model))
+    events = watching.events(facts(slow.runtime, slow.runtime.model))
     name, hello = parse(await anext(events))
     assert (name, hello["models"], hello["info"]["num_blocks"]) == ("hello", ["owner/model", "second"], 100)
     assert "model" not in hello["info"], "a path of this machine's is nobody's business"
@@ -55,7 +55,7 @@ async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
     (seen,) = state["engine"]["requests"]
     assert (seen["prompt_tokens"], seen["limit"], state["stats"]["running"]) == (5, 400, 1)
     assert seen["age"] > 0
-    assert slow.app.state.runtime.client.cancel(seen["id"]) == 1
+    assert slow.runtime.client.cancel(seen["id"]) == 1
     assert (await call)["choices"][0]["finish_reason"] == "abort"
     while parse(await anext(events))[1]["engine"]["requests"]:
         pass
@@ -64,7 +64,7 @@ async def test_a_watcher_sees_requests_come_and_go(slow: Api) -> None:
 
 
 async def test_tokens_per_second_are_the_engines_own_count(slow: Api) -> None:
-    engine, rolling = slow.engine, slow.app.state.runtime.metrics.rolling
+    engine, rolling = slow.engine, slow.runtime.metrics.rolling
     began = int(time.time())
     await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 7, "n": 3})
     await slow.post("/v1/completions", {"prompt": "Hello", "max_tokens": 4, "n": 2, "use_beam_search": True})
@@ -96,7 +96,7 @@ async def test_one_look_serves_all_watchers_and_none_is_taken_for_nobody(api: Ap
         events = [await anext(stream) for stream in streams]
         assert len(set(events)) == 1
     assert api.engine.looks <= 4
-    api.app.state.runtime.live_view.close()
+    api.runtime.live_view.close()
     for stream in streams:
         assert [event async for event in stream] == []
     await asyncio.sleep(0.6)  # the snapshot under way

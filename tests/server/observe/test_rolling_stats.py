@@ -39,7 +39,7 @@ def test_spans_that_wait_to_be_counted_are_in_what_is_read() -> None:
     metrics = Metrics(client, "m", 64, {})
     metrics.next_token(0.03)
     metrics.next_token(0.5)
-    assert b'vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 2.0' in metrics.text()
+    assert b'vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 2.0' in Metrics.text([metrics])
     metrics.next_token(0.2)
     metrics.rolling.since(0)
     (second, *_) = metrics.rolling._bins

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from quire.server.observe.recent import merged
-from quire.server.observe.summed import Summed, counts, decode, encode
+from quire.server.observe.summed import Summed, Together, counts, decode, encode
 
 
 def registry(hits: dict[str, int], seconds: list[float]) -> CollectorRegistry:
@@ -70,3 +73,23 @@ def test_the_last_answers_of_several_are_one_list() -> None:
     assert (y["name"], x["name"]) == ("y", "x")
     assert (x["requests"], x["open"], x["computed_tokens"], x["weight"]) == (6, 3, 20, 2.0)
     assert x["share"] + y["share"] == 1.0
+
+
+def test_metrics_of_several_are_told_apart() -> None:
+    """As of models in one process, or of replicas that tell theirs as text."""
+    parts = {"one": registry({"a": 2}, [0.5]), "two": registry({"a": 3, "b": 1}, [1.5])}
+    texts = {name: generate_latest(each).decode() for name, each in parts.items()}
+    read = {name: partial(text_string_to_metric_families, text) for name, text in texts.items()}
+    for collected in ({name: each.collect for name, each in parts.items()}, read):
+        found = CollectorRegistry()
+        found.register(Together("replica", collected))
+        assert shown(found) == {
+            f'{name.removesuffix("}") + "," if "{" in name else name + "{"}replica="{part}"}}': value
+            for part, each in parts.items()
+            for name, value in shown(each).items()
+        }
+        text = generate_latest(found).decode()
+        assert text.count("# TYPE hits_total counter") == 1
+    alone = CollectorRegistry()
+    alone.register(Together("", {"one": parts["one"].collect}))
+    assert generate_latest(alone) == generate_latest(parts["one"])

@@ -21,6 +21,7 @@ from quire.engine.lora.modules import adaptable_modules
 from quire.engine.offline.in_process import InProcessLink
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
+from quire.server.served_model import ModelSource
 from tests.adapters import save_adapter
 from tests.server.api import Api
 from tests.texts import CHATML, byte_level_tokenizer
@@ -50,7 +51,7 @@ async def serving(model: Path, **options: Any) -> AsyncIterator[Api]:
     client = EngineClient(InProcessLink(config))
     modules = adaptable_modules(read_model_config(model))
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
-    app = create_app(config, client, tokenizer, vocab_size=VOCAB, generation_defaults={}, modules=modules)
+    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}), modules)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),

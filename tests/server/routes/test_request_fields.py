@@ -313,7 +313,7 @@ async def test_an_answer_that_repeats_itself_is_ended(burst: int) -> None:
 async def test_the_middle_is_filled_in(marks: tuple[str, str, str]) -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     async with open_api(engine) as api:
-        backend = api.app.state.model.tokenizer.backend
+        backend = api.runtime.model.tokenizer.backend
         backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
         before, between, middle = (backend.token_to_id(mark) for mark in marks)
         for prompt in ("Hi", ids("Hi")):
@@ -329,7 +329,7 @@ async def test_a_suffix_begins_without_sentence_pieces_space(api: Api) -> None:
     marks = ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>")
     tokenizer.backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in marks])
     before, between, middle = map(tokenizer.backend.token_to_id, marks)
-    api.app.state.model = dataclasses.replace(api.app.state.model, tokenizer=tokenizer)
+    api.runtime.model = dataclasses.replace(api.runtime.model, tokenizer=tokenizer)
     await api.post(COMPLETIONS, {"prompt": "ab", "suffix": "ab"})
     spaced, bare = map(tokenizer.backend.token_to_id, ("\u2581ab", "ab"))
     assert api.engine.seen[-1].prompt_ids == [1, before, spaced, between, bare, middle]
@@ -338,7 +338,7 @@ async def test_a_suffix_begins_without_sentence_pieces_space(api: Api) -> None:
 async def test_codestral_reads_the_suffix_first() -> None:
     engine = FakeEngine(scripted(b"ab", EOS), eos=[EOS])
     async with open_api(engine) as api:
-        backend = api.app.state.model.tokenizer.backend
+        backend = api.runtime.model.tokenizer.backend
         backend.add_special_tokens([tokenizers.AddedToken(mark, special=True) for mark in ("[PREFIX]", "[SUFFIX]")])
         prefix, suffix = map(backend.token_to_id, ("[PREFIX]", "[SUFFIX]"))
         await api.post(COMPLETIONS, {"prompt": "Hi", "suffix": "xy"})

@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.config import DEMO_MODEL
 from quire.engine.text.tokenizer import Tokenizer
-from quire.server.access.admission import admission_of
 from quire.server.config import ServerConfig
 from tests.server.api import NAME, Api, open_api
 from tests.server.fake import FakeEngine, hashed, scripted
@@ -127,7 +125,7 @@ async def test_answers_of_503_are_counted_by_their_reason() -> None:
         api.engine.owner.share({}, 5)  # as of requests that have no token yet
         await api.post("/v1/completions", {"prompt": "xyz"}, 503)
         api.engine.owner.share({}, 0)
-        admission_of(SimpleNamespace(app=api.app)).drain()  # type: ignore[arg-type]
+        api.runtime.admission.drain()
         await api.post("/v1/completions", {"prompt": "x"}, 503)
         await api.post("/v1/chat/completions", {"messages": []}, 503)
         told = {"max_num_queued_reqs": 1, "max_num_queued_tokens": 1, "shutting_down": 2, "asleep": 0}

@@ -16,6 +16,7 @@ from quire.engine.config import DEMO_MODEL
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
+from quire.server.served_model import ModelSource
 from tests.server.api import Api
 from tests.server.fake import FakeEngine, hashed
 from tests.texts import SHARED
@@ -25,13 +26,9 @@ TALK = [{"role": "user", "content": "Hé"}, {"role": "assistant", "content": "So
 
 
 async def told(tokenizer: Tokenizer, **options: Any) -> dict[str, Any]:
-    app = create_app(
-        ServerConfig(**options),
-        EngineClient(FakeEngine(hashed(b"a"))),
-        tokenizer,
-        vocab_size=tokenizer.vocab_size,
-        generation_defaults={},
-    )
+    config = ServerConfig(**options)
+    files = ModelSource(config, tokenizer, tokenizer.vocab_size, {})
+    app = create_app(EngineClient(FakeEngine(hashed(b"a"))), files)
     transport = httpx.ASGITransport(app=app)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport) as http:
         answer = await http.get("http://quire/tokenizer_info")

@@ -1,0 +1,89 @@
+// Latent attention (kernels/latents/latent.py): normalizes the latent of each token, applies the rotary embedding to
+// the ends of its queries and of its key, and stores latent and key, side by side as one key of one head, in its page.
+#include "../kernels.h"
+
+#include "../rms.h"
+
+namespace {
+
+template <class T>
+struct Latents {
+  T* q;         // [tokens, heads, latent + rotated]
+  const T* kv;  // [tokens, latent + rotated]
+  const float *norm, *cos_sin;
+  int neighbours;
+  const int64_t *positions, *slots;
+  char* cache;
+  KVFormat format;
+  long stride;
+  int heads, latent, rotated;
+  float eps;
+
+  int dim() const { return latent + rotated; }
+};
+
+// Rotates pairs of numbers, neighbours or one of each half; the results stand in halves either way, for queries and
+// keys alike. In float32, rounded once. `out` may be x itself.
+template <class T>
+INLINE void rotate(const T* x, const float* cosines, int size, int neighbours, T* out) {
+  constexpr int kMost = 256;
+  const int half = size / 2;
+  float turned[2 * kMost], numbers[2 * kMost];
+  unpack(x, numbers, size);
+  for (int i = 0; i < half; ++i) {
+    const float first = numbers[neighbours ? 2 * i : i], second = numbers[neighbours ? 2 * i + 1 : half + i];
+    const float cosine = cosines[i], sine = cosines[half + i];
+    turned[i] = first * cosine - second * sine;
+    turned[half + i] = second * cosine + first * sine;
+  }
+  for (int i = 0; i < size; i += 16) vstore_first(out + i, vload_first(turned + i, size - i), size - i);
+}
+
+template <class T>
+void store_token(const Latents<T>& l, long token) {
+  const int dim = l.dim();
+  const float* cosines = l.cos_sin + l.positions[token] * l.rotated;
+  for (int h = 0; h < l.heads; ++h) {
+    T* end = l.q + (token * l.heads + h) * dim + l.latent;
+    rotate(end, cosines, l.rotated, l.neighbours, end);
+  }
+  const T* row = l.kv + token * dim;
+  T* key = reinterpret_cast<T*>(scratch(dim * (sizeof(T) + 1)));
+  const Vec factor = vset(rms_factor(row, l.latent, l.eps));
+  for (int i = 0; i < l.latent; i += 16) {
+    const int n = l.latent - i;
+    vstore_first(key + i, vmul(vmul(vload_first(row + i, n), factor), vload_first(l.norm + i, n)), n);
+  }
+  rotate(row + l.latent, cosines, l.rotated, l.neighbours, key + l.latent);
+  char* page = l.cache + l.slots[token] / kBlock * l.stride * element_bytes<T>(l.format);
+  const int at = static_cast<int>(l.slots[token] % kBlock);
+  if (l.format.held == kPlain) return store_key(key, reinterpret_cast<T*>(page), at, dim);
+  auto* codes = reinterpret_cast<uint8_t*>(key + dim);
+  store_key_codes(key, l.format, reinterpret_cast<uint8_t*>(page), at, dim, codes);
+}
+
+template <class T>
+int store_latents(const Latents<T>& l, long tokens, long pages, int threads) {
+  for (long t = 0; t < tokens; ++t)
+    if (l.slots[t] < 0 || l.slots[t] >= pages * kBlock) return 1;
+  const long cost = tokens * (static_cast<long>(l.heads) * l.rotated + l.dim()) * 4;
+  parallel_rows(threads, tokens, cost, [&](long begin, long end) {
+    for (long t = begin; t < end; ++t) store_token(l, t);
+  });
+  return 0;
+}
+
+}  // namespace
+
+#define EXPORT(suffix, T)                                                                                              \
+  EXPORTED int latent_store_##suffix(T* q, const T* kv, const float* norm, const float* cos_sin, int neighbours,       \
+                                     const int64_t* positions, const int64_t* slots, void* cache,                      \
+                                     const KVFormat* format, long stride, long tokens, long pages, int heads,          \
+                                     int latent, int rotated, float eps, int threads) {                                \
+    const Latents<T> latents = {                                                                                       \
+        q,      kv,    norm,   cos_sin, neighbours, positions, slots, static_cast<char*>(cache), held_as(format),      \
+        stride, heads, latent, rotated, eps};                                                                          \
+    return store_latents(latents, tokens, pages, threads);                                                             \
+  }
+EXPORT(f32, float)
+EXPORT(bf16, bf16)

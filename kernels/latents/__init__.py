@@ -1,0 +1,1 @@
+"""Latent attention: what a token keeps, and linears of single heads."""

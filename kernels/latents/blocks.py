@@ -1,0 +1,25 @@
+"""Linears of which each has inputs and outputs of its own, in plain PyTorch: the judge of linear_blocks.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.kernels.backend import Linear, LinearContext
+
+
+class ReferenceBlocks:
+    """`Backend.pack_blocks`, block by block: each has its own inputs, and the `passed` numbers behind these follow its
+    outputs as they are."""
+
+    def __init__(self, linears: Sequence[Linear], passed: int) -> None:
+        self._linears, self._passed = linears, passed
+
+    def __call__(self, x: Tensor, context: LinearContext) -> Tensor:
+        found = []
+        for linear, block in zip(self._linears, x.chunk(len(self._linears), dim=-1), strict=True):
+            inputs, passed = block.split((block.shape[1] - self._passed, self._passed), dim=-1)
+            found += [linear(inputs.contiguous(), context), passed]
+        return torch.cat(found, dim=-1)

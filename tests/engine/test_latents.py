@@ -1,0 +1,167 @@
+"""Latent attention: what pages hold, what the plan says of it, and the same tokens with everything on."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.checkpoint.kv_plan import GIB
+from quire.engine.config import EngineConfig
+from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.errors import AdapterError, ConfigError
+from quire.engine.loop import Engine
+from quire.engine.lora.files import read_adapter
+from quire.engine.lora.modules import adaptable_modules
+from quire.engine.models import decoder_spec
+from quire.engine.worker.device import check_attention
+from quire.server.cli.plan.configured import predicted_tokens
+from quire.server.cli.plan.machine import Machine
+from tests.adapters import save_adapter
+from tests.engine.harness import Answer, request, run
+from tests.engine.test_speculation import CHEAP, Garbage
+from tests.engine.test_states import PARAMS, PROMPT, SHAPES, SMALL, asked, known
+from tests.engine.tiers.fakes import Always, Inline
+from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
+from tests.tiny_models import save_tiny_model
+from tests.variants import examples
+
+FAMILIES = ["deepseek_v2", "deepseek_v2-lite", "deepseek_v2-dense", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("latents")
+
+
+@cache
+def model(folder: Path, family: str) -> Path:
+    return save_tiny_model(folder / family, family)
+
+
+@cache
+def engine(folder: Path, family: str, dtype: str, kv: str, shape: int | None) -> Engine:
+    """None: alone, with no cached prefixes."""
+    chosen = {"enable_prefix_caching": False} if shape is None else SHAPES[shape]
+    return Engine(EngineConfig(model=str(model(folder, family)), dtype=dtype, kv_cache_dtype=kv, **(SMALL | chosen)))
+
+
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(
+    traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
+    shape=st.integers(0, len(SHAPES) - 1),
+    family=st.sampled_from(["deepseek_v2-lite", "deepseek_v3", "youtu"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    kv=st.sampled_from(["auto", "auto", "int8", "fp8"]),
+    guesses=st.one_of(st.none(), st.integers(0, 99)),
+)
+def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
+    folder: Path,
+    traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]],
+    shape: int,
+    family: str,
+    dtype: str,
+    kv: str,
+    guesses: int | None,
+) -> None:
+    requests, alone = asked(traffic), engine(folder, family, dtype, kv, None)
+    wanted: dict[str, object] = {}
+    for each in requests:
+        wanted |= known(run(alone, [each]))
+    made = engine(folder, family, dtype, kv, shape)
+    plain = made.scheduler._drafter
+    if guesses is not None:
+        made.scheduler._drafter = Adaptive(Garbage(random.Random(guesses)), 8, CHEAP)
+    for _ in range(2):
+        assert known(run(made, requests)) == wanted
+    made.scheduler._drafter = plain
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_are_those_of_float64(family: str, backend: str, folder: Path) -> None:
+    path, prompt = model(folder, family), [3 + (at * at) % 300 for at in range(77)]
+    judge = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, experts_implementation="eager")
+    made = Engine(EngineConfig(model=str(path), dtype="float32", attention_backend=backend, num_kv_blocks=96))
+    found = told(run(made, [request("a", prompt, max_tokens=1, prompt_logprobs=0)])["a"])
+    with torch.inference_mode():
+        logprobs = judge(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    wanted = logprobs[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+    assert found == pytest.approx(wanted.tolist(), abs=5e-5)
+
+
+def told(answer: Answer) -> list[float]:
+    assert answer.prompt_logprobs is not None
+    return [each.logprob for each in answer.prompt_logprobs if each is not None]
+
+
+def test_kimi_is_deepseek_by_another_name(folder: Path, tmp_path: Path) -> None:
+    path, asked = model(folder, "deepseek_v3"), request("a", [3, 40, 7, 99, 5], max_tokens=2, prompt_logprobs=0)
+    copy = shutil.copytree(path, tmp_path / "kimi")
+    content = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(content | {"model_type": "kimi_k2"}))
+    wanted, found = (run(Engine(EngineConfig(model=str(each), **SMALL)), [asked])["a"] for each in (path, copy))
+    assert (found.ids, told(found)) == (wanted.ids, told(wanted))
+
+
+def test_an_adapter_of_what_expands_latents_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = model(folder, "youtu")
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    adapter = save_adapter(tmp_path / "a", base, 4, targets=("kv_b_proj",), seed=4)
+    with pytest.raises(AdapterError, match=r"kv_b_proj.*adapters of what expands latents are not served"):
+        read_adapter(adapter, adaptable_modules(read_model_config(path)), 8)
+
+
+@pytest.mark.parametrize(("kv", "beside"), [("auto", 0), ("int8", 2), ("fp8", 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_page_holds_one_latent_and_one_key_of_each_token(dtype: str, kv: str, beside: int, folder: Path) -> None:
+    config = EngineConfig(
+        model=str(model(folder, "deepseek_v3")),
+        dtype=dtype,
+        kv_cache_dtype=kv,
+        kv_cache_memory=300 * 2**10 / GIB,
+        max_model_len=128,
+        max_num_seqs=12,
+    )
+    made = Engine(config)
+    width = {"float32": 4, "bfloat16": 2}[dtype] if kv == "auto" else 1
+    page = 3 * 16 * (32 + 16 + beside) * width
+    assert made.info.kv_bytes == made.info.num_blocks * page
+    assert made.info.num_blocks == min(300 * 2**10 // page, 12 * 8)
+    assert "32 latent + 16 rotated" in made.info.arithmetic
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
+
+
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_latents_come_back_from_tiers(kv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.tiers.costs.Costs.worthwhile", Always.worthwhile)
+    monkeypatch.setattr("quire.engine.tiers.writer.ThreadPoolExecutor", Inline)
+    path = save_tiny_model(tmp_path / "model", "deepseek_v2")
+    options = {"model": str(path), "num_kv_blocks": 14, "max_model_len": 192, "kv_cache_dtype": kv}
+    plain = Engine(EngineConfig(**options))
+    wanted = converse(plain)
+    made = Engine(EngineConfig(**options, **HOST, **disk(tmp_path)))
+    assert converse(made) == wanted
+    assert made.stats.tiers[0].fetched_pages > 0
+    made.close()
+    again = Engine(EngineConfig(**options, **disk(tmp_path)))
+    assert converse(again) == wanted
+    assert again.stats.prompt_tokens < CONVERSATIONS * TURNS * 40
+    again.close()
+
+
+def test_a_gpu_is_refused_with_what_serves_there(folder: Path) -> None:
+    config = read_model_config(model(folder, "deepseek_v2"))
+    with pytest.raises(ConfigError, match=r"latent attention .* --device cpu, or --model-impl transformers"):
+        check_attention(torch.device("cuda"), config, decoder_spec(config))

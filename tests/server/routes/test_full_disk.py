@@ -1,0 +1,33 @@
+"""A full disk: what would have to be kept is refused or said to have failed, and everything else is answered."""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.server.store.calls import Calls
+from quire.server.store.store import Store
+from tests.server.routes.test_stored_responses import PATH, body, storing
+
+
+async def test_what_a_full_disk_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with storing(tmp_path) as api:
+        with monkeypatch.context() as disk:
+            for kept, name in ((Store, "put"), (Store, "end"), (Store, "append"), (Calls, "put"), (Calls, "note")):
+                disk.setattr(kept, name, full)
+            for path, asked in ((PATH, body()), (PATH, body(background=True)), ("/v1/conversations", {})):
+                assert "disk is full" in (await api.post(path, asked, 503))["error"]["message"]
+            streamed = (await api.http.post(PATH, json=body(stream=True))).text
+            last = json.loads(re.findall("^data: (.*)$", streamed, re.MULTILINE)[-1])
+            assert last["type"] == "response.failed", "what is said to be complete is kept"
+            assert "disk is full" in last["response"]["error"]["message"]
+            assert (await api.post(PATH, body(store=False)))["status"] == "completed"
+        assert (await api.post(PATH, body()))["status"] == "completed", "there is room again"

@@ -1,0 +1,60 @@
+"""What the server asks itself, for batches and for responses in the background: again, until there is room."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.server.batches.calls import answer_to, client_for
+
+
+class Busy:
+    """An application that answers with one status after the other."""
+
+    def __init__(self, *statuses: int, left: asyncio.Event | None = None, **headers: str) -> None:
+        self._statuses = list(statuses)
+        self._left = left
+        self._headers = headers
+        self.asked: list[Any] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.asked.append((scope["path"], (await receive())["body"], scope["tenant"]))
+        if self._left is not None:
+            self._left.set()
+        names = {name.replace("_", "-"): value for name, value in self._headers.items()}
+        await Response(status_code=self._statuses.pop(0), headers=names)(scope, receive, send)
+
+
+async def asked(app: Busy, left: asyncio.Event | None = None) -> int | None:
+    left = left or asyncio.Event()
+    async with client_for(app, {"tenant": "someone"}, left) as client:
+        answer = await answer_to(client, "/v1/responses", b"{}", left)
+    return None if answer is None else answer.status_code
+
+
+@pytest.mark.parametrize("busy", [429, 503])
+async def test_where_there_is_no_room_it_is_asked_again(busy: int) -> None:
+    app = Busy(busy, 200)
+    assert await asked(app) == 200
+    assert app.asked == 2 * [("/v1/responses", b"{}", "someone")]
+
+
+@pytest.mark.parametrize("status", [200, 400, 404, 500])
+async def test_any_other_answer_is_one(status: int) -> None:
+    assert await asked(Busy(status)) == status
+
+
+async def test_what_says_that_no_other_try_helps_is_an_answer() -> None:
+    assert await asked(Busy(429, x_should_retry="false")) == 429
+
+
+async def test_who_leaves_has_no_answer_but_one_that_is_there() -> None:
+    left = asyncio.Event()
+    assert await asked(Busy(503, left=left), left) is None
+    assert await asked(Busy(), left) is None, "nothing is asked any more"
+    left = asyncio.Event()
+    assert await asked(Busy(200, left=left), left) == 200
