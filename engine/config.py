@@ -65,7 +65,7 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def without_mtp(cls, value: object) -> object:
         if isinstance(value, str) and (value == "mtp" or value.endswith("_mtp")):
-            raise ValueError("no family that is served has MTP layers: DeepSeek, GLM, Qwen3-Next and MiMo have")
+            raise ValueError("MTP layers are not read so far, whatever checkpoint has them; other methods guess without them")
         return value
 
     @property
@@ -381,12 +381,10 @@ def _launched(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     machines are asked for: a program that torchrun has started may hold a model of its own."""
     if str(values.get("nnodes", 1)) == "1":
         return {}
-    variables = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "node_rank": "RANK"}
+    names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "node_rank": "RANK"}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at that port
-        del variables["master_port"]
-    return {
-        key: (name, os.environ[name]) for key, name in variables.items() if key not in values and name in os.environ
-    }
+        del names["master_port"]
+    return {key: (name, os.environ[name]) for key, name in names.items() if key not in values and name in os.environ}
 
 
 def _read_toml(config: str) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class Cpu(Reference):
             ahead,
             *native.bias_arguments(softmax.bias),
         )
-        beside = (_sinks(softmax.sinks, heads), softmax.values or 0)
+        beside = (native.sinks_address(softmax.sinks, heads), softmax.values or 0)
         held = native.kv_format(k_cache, softmax.kv_scales)
         pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]
         outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, *beside, torch.get_num_threads())
@@ -377,14 +377,6 @@ class Cpu(Reference):
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _sinks(sinks: Tensor | None, heads: int) -> int | None:
-    if sinks is None:
-        return None
-    if sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads:
-        raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
-    return sinks.data_ptr()
 
 
 def _address(held: native.KVFormat | None) -> int | None:

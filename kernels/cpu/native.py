@@ -141,6 +141,15 @@ def bias_arguments(bias: Tensor | None) -> tuple[int | None, int, int]:
     return bias.data_ptr(), bias.shape[1], (bias.shape[1] - 15) // 2 - 1
 
 
+def sinks_address(sinks: Tensor | None, heads: int) -> int | None:
+    """Softmax.sinks as the kernel takes them."""
+    if sinks is None:
+        return None
+    if sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads:
+        raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
+    return sinks.data_ptr()
+
+
 def activation_numbers(activation: Activation) -> tuple[int, float, float, float]:
     return KINDS.index(activation.kind), activation.positive, activation.negative, activation.slope
 
