@@ -110,6 +110,7 @@ ROOMS = {
             "gguf",
             "text",
             "checkpoint",
+            "images",
             "client",
         ),
         *("blocks", "sequence", "fairness", "executor", "lora", "drafting", "tiers", "scheduler", "snapshot", "steps"),
