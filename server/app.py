@@ -19,9 +19,10 @@ from quire.engine.client.broadcast import WeightsGroup
 from quire.engine.client.client import EngineClient
 from quire.engine.client.weights import Weights
 from quire.engine.hub.remote import HubLink, NoWeightsGroup
+from quire.engine.images.reader import ImageReader
 from quire.engine.lora.modules import Modules
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineInfo
+from quire.engine.types import TEXT_ALONE, EngineInfo
 from quire.server import errors
 from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware
@@ -104,20 +105,21 @@ def create_app(
     vocab_size: int,
     generation_defaults: Mapping[str, float],
     pooling: Pooling | None = None,
+    images: ImageReader | None = None,
     modules: Modules | None = None,
     tenants: Tenants | None = None,
 ) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it.
 
     The model's token ids run from 0 to vocab_size - 1. generation_defaults has the temperature, top_p, top_k, min_p and
-    repetition_penalty of generation_config.json; pooling: how the model makes vectors; modules: its modules that may
+    repetition_penalty of generation_config.json; pooling: how the model makes vectors; images: how it reads them; modules: its modules that may
     have adapters; tenants: where other apps serve them too, whose limits count for all together. Raises ConfigError for
     API keys and gateways that cannot be used; the lifespan what client.link.start(), open_store and adapters_of raise.
     """
     tenants, gateways = tenants or Tenants(config), Gateways(config)
     client.history.keep = config.request_history
     spans = open_spans(config, client)
-    source = ModelSource(config, tokenizer, vocab_size, generation_defaults, pooling=pooling)
+    source = ModelSource(config, tokenizer, vocab_size, generation_defaults, pooling=pooling, images=images)
     unstarted = source.model()
 
     @asynccontextmanager
@@ -134,7 +136,7 @@ def create_app(
             info = await client.link.start()
             served = ending.enter_context(adapters_of(config, modules, lambda: in_use(client), device=info.device))
             app.state.model = model = _started(unstarted, info, client.link.weights_version, served)
-            known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
+            known = replace(source, context_length=info.max_model_len, tasks=info.tasks, images=model.images)
             ending.push_async_callback((workers := WorkerPool(known, model.adapters)).close)
             ending.callback((turns := Turns()).close)
             ending.push_async_callback((background := Background()).close)
@@ -181,6 +183,8 @@ def _started(model: ServedModel, info: EngineInfo, version: str, adapters: Adapt
         fingerprint=fingerprint(info, version),
         context_length=info.max_model_len,
         tasks=info.tasks,
+        images=None if info.no_images else model.images,
+        no_images=info.no_images if info.no_images or model.images is not None else TEXT_ALONE,
         adapters=() if adapters is None else adapters.names,
     )
 

@@ -86,6 +86,7 @@ ROOMS = {
         ),
         *(
             "generation",
+            "images",
             "resolve",
             "workers",
             "batches",

@@ -73,17 +73,22 @@ class Tower:
         self.dtype, self.text_size = dtype, text_size
         self._config = config
         self._side = side = config.tile // config.patch_size
-        kinds = {"dtype": dtype, "device": torch.device("cpu")}
+        device = torch.device("cpu")
         self._encoder = Encoder(
-            tower_spec(config), backend, scheme, **kinds, max_model_len=side * side, progress=progress
+            tower_spec(config),
+            backend,
+            scheme,
+            dtype=dtype,
+            device=device,
+            max_model_len=side * side,
+            progress=progress,
         )
         inner = 3 * config.patch_size**2
         self._patches = JoinedLinear(scheme, inner, {_PATCHES: config.hidden_size}, bias=True)
         joined = config.hidden_size * config.scale_factor**2
         self._connector = JoinedLinear(scheme, joined, {_CONNECTOR: text_size}, bias=False)
         self._positions: Tensor | None = None
-        self._metadata = whole_prompts(np.array([side * side]), backend.block_size, kinds["device"])
-        self._mean, self._std = (torch.tensor(each, dtype=torch.float32) for each in (config.mean, config.std))
+        self._metadata = whole_prompts(np.array([side * side]), backend.block_size, device)
 
     def parameters(self) -> ParameterTable:
         """Every tensor the tower and its connector take, by its name in the checkpoint."""

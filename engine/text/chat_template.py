@@ -36,6 +36,8 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Template variables that chat_template_kwargs may not set."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
+IMAGE_PARTS = ("image", "image_pil", "image_url")
+"""What the types of parts that are images are called."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a message's reasoning, and templates read it."""
 
@@ -196,7 +198,26 @@ class ChatRenderer:
             tools = None
         return turns, tools
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows text in parts alone, as some do of models that see: of a string it shows nothing,
+        or it fails."""
+        turn = {"role": "user", "content": "qtextq"}
+
+        def shows(turn: Message) -> bool:
+            try:
+                return "qtextq" in self._written([turn], None, {})
+            except InvalidRequest:
+                return False
+
+        return not shows(turn) and shows(_in_parts(turn))
+
     def _rendered(
+        self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> str:
+        return self._written([_in_parts(turn) for turn in turns] if self._wants_parts else turns, tools, variables)
+
+    def _written(
         self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
     ) -> str:
         template = self._template(tools)
@@ -257,8 +278,8 @@ def cut_at_mark(text: str, final: str) -> str:
 
 
 def normalize(message: Message, *, text_arguments: bool = False) -> Message:
-    """A message as templates expect it: content as a string, tool arguments as objects, or as JSON in a string, and
-    reasoning under all names."""
+    """A message as templates expect it: content as a string, or as parts where some are images, tool arguments as
+    objects, or as JSON in a string, and reasoning under all names."""
     content = message.get("content")
     result = {**message, "content": content if isinstance(content, str) else _join_parts(content)}
     if result.get("tool_calls"):
@@ -280,9 +301,19 @@ def content_as_thought(message: Message) -> Message:
     }
 
 
-def _join_parts(parts: Sequence[dict[str, Any]] | None) -> str:
+def _join_parts(parts: Sequence[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
     """Join text parts to one string. Null becomes "", as templates concatenate content without a check."""
+    if any(part.get("type") in IMAGE_PARTS for part in parts or ()):
+        return [
+            {"type": "image"} if part.get("type") in IMAGE_PARTS else {"type": "text", "text": part["text"]}
+            for part in parts or ()
+        ]
     return "\n".join(part["text"] for part in parts or ())
+
+
+def _in_parts(turn: Message) -> Message:
+    content = turn.get("content")
+    return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
 
 
 def _probe_tool() -> dict[str, Any]:

@@ -124,7 +124,9 @@ def _start(
         loaded, elsewhere = ranks.load(partial(load_model, config, path, model_config, chosen, progress, tensors))
         model = loaded.model
         tower = load_tower(config, path, model_config, chosen, progress)
-        weight_bytes = tower.weight_bytes + elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        weight_bytes = (
+            tower.weight_bytes + elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        )
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)

@@ -26,6 +26,7 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.client.client import EngineClient
 from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, Overloaded
+from quire.engine.images.reader import image_reader
 from quire.engine.lora.modules import adaptable_modules
 from quire.engine.replicas.replicas import processes
 from quire.engine.text.no_tokenizer import load_tokenizer
@@ -187,6 +188,7 @@ def build_app(config: ServerConfig, client: EngineClient, tenants: Tenants | Non
         vocab_size=vocab_size,
         generation_defaults=defaults,
         pooling=pooling,
+        images=image_reader(path, tokenizer),
         modules=modules,
         tenants=tenants,
     )

@@ -43,9 +43,7 @@ def load_tower(
     return LoadedTower(ImageFeatures(tower), "", load_weights(table, stream, device=chosen.device))
 
 
-def cannot_see(
-    config: EngineConfig, chosen: Chosen, vision: VisionConfig, model_config: ModelConfig
-) -> str | None:
+def cannot_see(config: EngineConfig, chosen: Chosen, vision: VisionConfig, model_config: ModelConfig) -> str | None:
     """Why an engine of this configuration serves the model's text alone; None: it serves images too."""
     if chosen.device.type != "cpu":
         return "images are read on CPUs alone so far (--device cpu)"

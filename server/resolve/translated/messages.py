@@ -27,7 +27,7 @@ from quire.server.resolve.chat import chat_call, ignored_by_template
 from quire.server.resolve.checks import check_text
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse, validated
-from quire.server.resolve.prompts import rendered
+from quire.server.resolve.prompts import rendered, with_images
 from quire.server.resolve.tokenize import Reply
 from quire.server.resolve.tools import tool_use
 from quire.server.resolve.translated.names import in_own_words, named_by_caller
@@ -79,6 +79,7 @@ def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Repl
         headers = ignored_header(ignored, config.strict)
         shown = tool_use(chat, model.formats.tools).shown
         text = rendered(chat, model, shown, trusted=config.trust_request_chat_template)
+        text = with_images(text, chat.messages, model)
         check_text(text, "messages")
     ids = model.tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
     return Reply(encode_json({"input_tokens": len(ids)}), headers)
