@@ -111,8 +111,8 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that serves one model; its lifespan starts the client and stops it.
 
-    The model's token ids run from 0 to vocab_size - 1. generation_defaults has the temperature, top_p, top_k, min_p and
-    repetition_penalty of generation_config.json; pooling: how the model makes vectors; images: how it reads them; modules: its modules that may
+    The model's token ids run from 0 to vocab_size - 1. generation_defaults: the sampling parameters of
+    generation_config.json; pooling: how the model makes vectors; images: how it reads them; modules: those that may
     have adapters; tenants: where other apps serve them too, whose limits count for all together. Raises ConfigError for
     API keys and gateways that cannot be used; the lifespan what client.link.start(), open_store and adapters_of raise.
     """

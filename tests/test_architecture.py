@@ -57,6 +57,7 @@ SHARED = {
     "quire.engine.checkpoint.stages",
     "quire.engine.client.procfs",
     "quire.engine.folder",
+    "quire.engine.images.config",
     "quire.engine.lora.files",
     "quire.engine.lora.modules",
     "quire.engine.gguf.config",

@@ -1,5 +1,6 @@
-"""SigLIP's tower (Zhai et al., 2023) over one square tile, and what makes tokens of its patches in Idefics3 and SmolVLM:
-scale_factor x scale_factor patches side by side go through one linear (pixel shuffle: Laurençon et al., 2024)."""
+"""SigLIP's tower (Zhai et al., 2023) over one square tile, and what makes tokens of its patches in Idefics3 and
+SmolVLM: scale_factor x scale_factor patches side by side go through one linear (pixel shuffle: Laurençon et al.,
+2024)."""
 
 from __future__ import annotations
 

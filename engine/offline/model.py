@@ -17,9 +17,10 @@ from quire.engine.images.reader import Asked, image_reader
 from quire.engine.lora.offline import LocalAdapters
 from quire.engine.offline.images import images_given, images_of
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
-from quire.engine.text.chat_template import IMAGE_PARTS, ChatRenderer
+from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.no_tokenizer import check_textless, load_tokenizer
 from quire.engine.text.pairs import encode_cut
+from quire.engine.text.parts import IMAGE_PARTS
 from quire.engine.types import EngineInfo
 
 

@@ -27,6 +27,7 @@ from quire.engine.text.described_tools import (
     with_descriptions,
     with_results_as_text,
 )
+from quire.engine.text.parts import for_template, in_parts
 from quire.engine.text.roles import check_roles, named_in
 from quire.engine.text.template_bounds import BoundedEnvironment, TooManySteps
 
@@ -36,8 +37,6 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Template variables that chat_template_kwargs may not set."""
 CONTINUE_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 """Appended to the final message before rendering, to find where it ends in the rendered text; as in transformers."""
-IMAGE_PARTS = ("image", "image_pil", "image_url")
-"""What the types of parts that are images are called."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a message's reasoning, and templates read it."""
 
@@ -210,12 +209,12 @@ class ChatRenderer:
             except InvalidRequest:
                 return False
 
-        return not shows(turn) and shows(_in_parts(turn))
+        return not shows(turn) and shows(in_parts(turn))
 
     def _rendered(
         self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
     ) -> str:
-        return self._written([_in_parts(turn) for turn in turns] if self._wants_parts else turns, tools, variables)
+        return self._written([in_parts(turn) for turn in turns] if self._wants_parts else turns, tools, variables)
 
     def _written(
         self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
@@ -281,7 +280,7 @@ def normalize(message: Message, *, text_arguments: bool = False) -> Message:
     """A message as templates expect it: content as a string, or as parts where some are images, tool arguments as
     objects, or as JSON in a string, and reasoning under all names."""
     content = message.get("content")
-    result = {**message, "content": content if isinstance(content, str) else _join_parts(content)}
+    result = {**message, "content": content if isinstance(content, str) else for_template(content)}
     if result.get("tool_calls"):
         result["tool_calls"] = [_with_arguments(call, as_text=text_arguments) for call in result["tool_calls"]]
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
@@ -299,21 +298,6 @@ def content_as_thought(message: Message) -> Message:
         **dict.fromkeys(REASONING_FIELDS, f"{message['reasoning_content']}\n\n{message['content']}"),
         "content": "",
     }
-
-
-def _join_parts(parts: Sequence[dict[str, Any]] | None) -> str | list[dict[str, Any]]:
-    """Join text parts to one string. Null becomes "", as templates concatenate content without a check."""
-    if any(part.get("type") in IMAGE_PARTS for part in parts or ()):
-        return [
-            {"type": "image"} if part.get("type") in IMAGE_PARTS else {"type": "text", "text": part["text"]}
-            for part in parts or ()
-        ]
-    return "\n".join(part["text"] for part in parts or ())
-
-
-def _in_parts(turn: Message) -> Message:
-    content = turn.get("content")
-    return {**turn, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else turn
 
 
 def _probe_tool() -> dict[str, Any]:

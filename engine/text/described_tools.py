@@ -10,6 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from quire.engine.text.parts import joined
+
 Message = dict[str, Any]
 
 NAME, OBJECT, KEYWORDS = "<function-name>", "<args-json-object>", "<parameter-name>=<value>, ..."
@@ -37,7 +39,7 @@ def described(
         if message["role"] == ("system" if system else "user"):
             given = message.get("content", "")
             parts = (given, text) if system else (text, given)
-            message["content"] = _joined("\n\n", *parts)
+            message["content"] = joined("\n\n", *parts)
             return result
     return [{"role": "system" if system else "user", "content": text}, *result]
 
@@ -73,19 +75,11 @@ def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
             else:
                 result.append({"role": "user", "content": text})
         elif role == "user" and open_results:
-            result[-1] = {**result[-1], "content": _joined("\n", result[-1]["content"], content)}
+            result[-1] = {**result[-1], "content": joined("\n", result[-1]["content"], content)}
         else:
             result.append(message)
         open_results = role == "tool"
     return result
-
-
-def _joined(between: str, *contents: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Contents behind one another; in parts where one is, as of a message with images."""
-    if all(isinstance(each, str) for each in contents):
-        return between.join(str(each) for each in contents if each)
-    parts = [[{"type": "text", "text": f"{each}{between}"}] if isinstance(each, str) else each for each in contents]
-    return [part for each in parts for part in each]
 
 
 def _written(message: Message, example: str) -> Message:

@@ -28,8 +28,8 @@ class LoadedTower(NamedTuple):
 def load_tower(
     config: EngineConfig, path: Path, model_config: ModelConfig, chosen: Chosen, progress: Callable[[], None]
 ) -> LoadedTower:
-    """The tower of the model at `path`, in the model's own type: it is not quantized. Raises ModelError for weights that
-    are missing or of another shape."""
+    """The tower of the model at `path`, in the model's own type: it is not quantized. Raises ModelError for weights
+    that are missing or of another shape."""
     vision = None if model_config.given is not None else read_vision(path)
     if vision is None:
         return LoadedTower(None, TEXT_ALONE)
