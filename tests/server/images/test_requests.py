@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -15,11 +16,15 @@ from openai import AsyncOpenAI
 from PIL import Image
 
 from quire.engine.client.client import EngineClient
+from quire.engine.errors import InvalidRequest
 from quire.engine.images.reader import image_reader
 from quire.engine.offline.in_process import InProcessLink
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.app import create_app
 from quire.server.config import ServerConfig
+from quire.server.resolve.chat import resolve_chat
+from quire.server.routes import bodies
+from quire.server.served_model import ModelSource
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.tiny_models import VOCAB
@@ -36,7 +41,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 async def api(path: Path) -> AsyncIterator[Api]:
-    config = ServerConfig(model=str(path), served_model_name=["tiny"], num_kv_blocks=256)
+    options = {"served_model_name": ["tiny"], "num_kv_blocks": 256, "allowed_media_domains": ["*.example.com"]}
+    config = ServerConfig(model=str(path), **options)
     tokenizer = Tokenizer.load(path)
     client = EngineClient(InProcessLink(config))
     images = image_reader(path, tokenizer)
@@ -131,6 +137,36 @@ async def test_every_api_asks_the_same(api: Api, path: Path) -> None:
     assert tokens["tokens"] == tokens_of(path, image)
 
 
+class Fetched:
+    """What a Fetcher is, with one image at every address."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, domains: Sequence[str]) -> None:
+        assert domains == ["*.example.com"]
+
+    async def all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
+        self.asked.extend(urls)
+        return dict.fromkeys(urls, PNG)
+
+
+async def test_an_address_is_asked_and_its_image_read(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "Fetcher", Fetched)
+    url = "https://pictures.example.com/cat.png"
+    by_address = await api.post(CHAT, {"messages": asking(url, url), **SAMPLING, "logprobs": True})
+    assert Fetched.asked == [url]
+    given = await api.post(CHAT, {"messages": asking(*[data_url(PNG)] * 2), **SAMPLING, "logprobs": True})
+    assert by_address["choices"] == given["choices"]
+
+
+async def test_addresses_are_not_asked_by_default(path: Path) -> None:
+    tokenizer = Tokenizer.load(path)
+    source = ModelSource(ServerConfig(), tokenizer, VOCAB, {}, 2048, images=image_reader(path, tokenizer))
+    body = json.dumps({"messages": asking("https://example.com/a.png")}).encode()
+    with pytest.raises(InvalidRequest, match="not fetched from addresses here: send a data: URL"):
+        resolve_chat(body, source.model(expendable=True), ServerConfig())
+
+
 async def test_low_detail_takes_one_tile(api: Api, path: Path) -> None:
     image = picture(4, 300, 100)
     found = await api.post("/tokenize", {"messages": asking(data_url(file_of(image)), detail="low")})
@@ -188,7 +224,7 @@ PNG = file_of(picture(1, 90, 90))
         ("data:image/png,abc", "in base64"),
         ("file:///etc/passwd", "must be a data: URL"),
         ("ftp://127.0.0.1/a.png", "must be a data: URL"),
-        ("http://127.0.0.1/a.png", "--allowed-media-domains"),
+        ("http://127.0.0.1/a.png", "not fetched from 127.0.0.1 here (--allowed-media-domains)"),
         ("", "must be a data: URL"),
     ],
 )
