@@ -136,7 +136,8 @@ def create_app(
             info = await client.link.start()
             served = ending.enter_context(adapters_of(config, modules, lambda: in_use(client), device=info.device))
             app.state.model = model = _started(unstarted, info, client.link.weights_version, served)
-            known = replace(source, context_length=info.max_model_len, tasks=info.tasks, images=model.images)
+            told = {"context_length": info.max_model_len, "tasks": info.tasks}
+            known = replace(source, **told, images=model.images, no_images=model.no_images)
             ending.push_async_callback((workers := WorkerPool(known, model.adapters)).close)
             ending.callback((turns := Turns()).close)
             ending.push_async_callback((background := Background()).close)

@@ -98,6 +98,7 @@ class ModelSource:
     tasks: tuple[Task, ...] = ("generate",)
     pooling: Pooling | None = None
     images: ImageReader | None = None
+    no_images: str = TEXT_ALONE
 
     def model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
         """Raises ModelError for a chat template that is not valid Jinja."""
@@ -111,6 +112,7 @@ class ModelSource:
             tasks=self.tasks,
             pooling=self.pooling,
             images=self.images,
+            no_images=self.no_images,
             media_domains=tuple(self.config.allowed_media_domains),
             adapters=adapters,
             expendable=expendable,
