@@ -28,7 +28,7 @@ from quire.server.access.admission import Admission
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
-from quire.server.access.held import HELD_BYTES, HeldMiddleware
+from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
 from quire.server.access.tenants import Tenants
 from quire.server.adapters import Adapters, adapters_of
 from quire.server.budget import Budget
@@ -136,9 +136,7 @@ def create_app(
             info = await client.link.start()
             served = ending.enter_context(adapters_of(config, modules, lambda: in_use(client), device=info.device))
             app.state.model = model = _started(unstarted, info, client.link.weights_version, served)
-            told = {"context_length": info.max_model_len, "tasks": info.tasks}
-            known = replace(source, **told, images=model.images, no_images=model.no_images)
-            ending.push_async_callback((workers := WorkerPool(known, model.adapters)).close)
+            ending.push_async_callback((workers := WorkerPool(source.started(model), model.adapters)).close)
             ending.callback((turns := Turns()).close)
             ending.push_async_callback((background := Background()).close)
             parts = None
@@ -157,7 +155,7 @@ def create_app(
             yield
 
     app = _application(lifespan)
-    _add_middleware(app, config, tenants, gateways, spans)
+    _add_middleware(app, config, tenants, gateways, spans, HELD_BYTES + (IMAGE_BYTES if images else 0))
     return app
 
 
@@ -267,14 +265,16 @@ def _add_middleware(
     tenants: Tenants,
     gateways: Gateways,
     spans: OpenTelemetrySpans | None,
+    held: int,
 ) -> None:
-    """Add the middleware, the innermost first: a request meets the one added last first."""
+    """Add the middleware, the innermost first: a request meets the one added last first. `held`: bytes that all
+    requests may hold."""
     ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
     if config.data_dir is not None:
         app.add_middleware(streams.LastEventMiddleware)
-    app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))
+    app.add_middleware(HeldMiddleware, budget=Budget(held))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
     if config.allowed_origins:

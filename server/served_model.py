@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from starlette.requests import Request
@@ -99,6 +99,11 @@ class ModelSource:
     pooling: Pooling | None = None
     images: ImageReader | None = None
     no_images: str = TEXT_ALONE
+
+    def started(self, model: ServedModel) -> ModelSource:
+        """With what the engine says of the model."""
+        told = {"context_length": model.context_length, "tasks": model.tasks}
+        return replace(self, **told, images=model.images, no_images=model.no_images)
 
     def model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
         """Raises ModelError for a chat template that is not valid Jinja."""

@@ -117,12 +117,30 @@ def read_vision(path: Path) -> VisionConfig | None:
     content, label = files.json("config.json"), files.label("config.json")
     if content is None or not reads_images(content):
         return None
+    config, channels = _vision(content, _preparing(files), label)
+    _check(config, channels, label)
+    return config
+
+
+def tower_numbers(raw: Mapping[str, Any], text_size: int) -> int:
+    """Parameters of the tower and connector of a config.json, beside a text part whose hidden states have this size; 0
+    where it has none that is read. Raises ModelError, naming a wrong field."""
+    if not reads_images(raw):
+        return 0
+    config, _ = _vision(raw, {}, "config.json")
+    hidden, inner = config.hidden_size, config.intermediate_size
+    layer = 4 * (hidden + 1) * hidden + (hidden + 1) * inner + (inner + 1) * hidden + 4 * hidden
+    ends = (3 * config.patch_size**2 + 1 + (config.image_size // config.patch_size) ** 2 + 2) * hidden
+    return config.num_layers * layer + ends + config.scale_factor**2 * hidden * text_size
+
+
+def _vision(content: Mapping[str, Any], preparing: PreparingFields, label: str) -> tuple[VisionConfig, int]:
+    """What a config.json and the preparation say, and the number of colours. Raises ModelError."""
     given = content.get("vision_config") or {}
     if not isinstance(given, dict):
         raise ModelError(f"model: {label}: vision_config: expected object")
     tower = checked(given, VisionFields, f"{label}: vision_config")
-    outer = checked(content, OuterFields, label)
-    preparing = _preparing(files)
+    outer = checked(dict(content), OuterFields, label)
     size, tile = preparing.get("size") or {}, preparing.get("max_image_size") or {}
     std = preparing.get("image_std") or _MEAN
     config = VisionConfig(
@@ -144,8 +162,7 @@ def read_vision(path: Path) -> VisionConfig | None:
         rescale=preparing.get("rescale_factor") or 1 / 255,
         resample=_LANCZOS if (filter := preparing.get("resample")) is None else filter,
     )
-    _check(config, tower.get("num_channels") or 3, label)
-    return config
+    return config, tower.get("num_channels") or 3
 
 
 def _preparing(files: ModelFiles) -> PreparingFields:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.sizes import read_sizes
 from quire.engine.client.messages import Submit, apart, decode_to_engine, encode, together
 from quire.engine.config import EngineConfig
+from quire.engine.encoders.siglip import Tower
+from quire.engine.images.config import read_vision
 from quire.engine.images.reader import Asked, ImageReader, image_reader
+from quire.engine.layers.schemes import Unquantized
 from quire.engine.loop import Engine
 from quire.engine.replicas.router import prefix_pieces
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import Request
 from quire.engine.worker.images.features import ImageFeatures
+from quire.kernels.reference import Reference
 from tests.engine.harness import Answer, request, run
 from tests.tiny_vision import MARK, picture, save_tiny_vision
 
@@ -139,3 +147,11 @@ def test_a_router_tells_pictures_apart(path: Path) -> None:
     assert one[0] == other[0]
     assert one[-1] != other[-1]
     assert one == prefix_pieces(about(path, "c", 1))
+
+
+def test_the_plan_counts_the_tower(path: Path) -> None:
+    vision = read_vision(path)
+    assert vision is not None
+    tower = Tower(vision, 64, Reference(), Unquantized(Reference(), torch.float32), dtype=torch.float32, progress=int)
+    numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
+    assert read_sizes(read_raw_config(str(path))[0]).tower == numbers
