@@ -277,7 +277,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the error."""
 
 
-TEXT_ALONE = "this model reads text alone"
+TEXT_ALONE = "this model reads no images"
 """Why a request may not bring images, where the model is made for none."""
 
 

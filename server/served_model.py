@@ -102,8 +102,13 @@ class ModelSource:
 
     def started(self, model: ServedModel) -> ModelSource:
         """With what the engine says of the model."""
-        told = {"context_length": model.context_length, "tasks": model.tasks}
-        return replace(self, **told, images=model.images, no_images=model.no_images)
+        return replace(
+            self,
+            context_length=model.context_length,
+            tasks=model.tasks,
+            images=model.images,
+            no_images=model.no_images,
+        )
 
     def model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
         """Raises ModelError for a chat template that is not valid Jinja."""

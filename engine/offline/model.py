@@ -186,8 +186,8 @@ class Model:
         if params.truncate_prompt_tokens is not None:
             most = info.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             ids = ids[-most:]
-        seen = {"spans": prompt.spans, "images": prompt.images}
-        return Task(id, text, ids, sent, kind or params.output_kind, params.detokenize, **seen)
+        kind = kind or params.output_kind
+        return Task(id, text, ids, sent, kind, params.detokenize, spans=prompt.spans, images=prompt.images)
 
     def check(self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", room: int = 1) -> None:
         """Raises InvalidRequest for a prompt that the engine would refuse. room: tokens that the context must have

@@ -184,8 +184,8 @@ def add_turns(turns: list[Turn], message: InputMessage, called: dict[str, str]) 
         elif isinstance(block, TextBlock | ImageBlock):
             if not turns or turns[-1]["role"] != message.role:
                 turns.append({"role": message.role, "content": []})
-            image = isinstance(block, ImageBlock)
-            turns[-1]["content"] += [image_part(block.url)] if image else parts([block.text])
+            shown = [image_part(block.url)] if isinstance(block, ImageBlock) else parts([block.text])
+            turns[-1]["content"] += shown
         else:
             raise InvalidRequest(f"messages: a block of type {block.type} is the assistant's", param="messages")
 
