@@ -101,13 +101,11 @@ class Sequence:
     def stretch(self, count: int) -> int:
         """How many of its next `count` tokens, at least one, a step may compute: with those of one span alone, so that
         no step makes the features of many while others wait for it."""
-        begun = 0
-        for span in self.request.spans:
-            if self.computed < span.start + span.count and span.start < self.computed + count:
-                if begun:
-                    return span.start - self.computed
-                begun = 1
-        return count
+        if self.computed >= self.num_prompt:
+            return count
+        end = self.computed + count
+        within = [each for each in self.request.spans if self.computed < each.start + each.count and each.start < end]
+        return within[1].start - self.computed if len(within) > 1 else count
 
     def digests(self, count: int, size: int) -> SequenceOf[bytes]:
         """Hashes of the first `count` pieces of `size` tokens. Their tokens must be known; `size` is the same in all

@@ -28,7 +28,7 @@ from quire.server.served_model import ModelSource
 from tests.server.api import Api, open_api
 from tests.server.fake import FakeEngine, hashed
 from tests.tiny_models import VOCAB
-from tests.tiny_vision import MARK, picture, processor, save_tiny_vision
+from tests.tiny_vision import MARK, MARK_ID, TILE_TOKENS, picture, processor, save_tiny_vision
 
 CHAT = "/v1/chat/completions"
 SAMPLING = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -184,6 +184,21 @@ async def test_several_choices_and_beams(api: Api) -> None:
     }
     beams = await api.post(CHAT, {"messages": messages, "n": 2, "use_beam_search": True, "max_tokens": 3})
     assert len(beams["choices"]) == 2
+
+
+async def test_tools_are_described_beside_images(api: Api) -> None:
+    function = {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    image = asking(data_url(file_of(picture(5, 40, 40))))
+    answered = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "A cat."},
+    ]
+    body = {"messages": [*image, *answered, *image], "tools": [{"type": "function", "function": function}]}
+    chat = await api.post(CHAT, {**body, **SAMPLING, "tool_choice": "none"})
+    tokens = await api.post("/tokenize", body)
+    assert chat["usage"]["prompt_tokens"] > 2 * 16
+    assert tokens["tokens"].count(MARK_ID) == 2 * TILE_TOKENS * 5
 
 
 async def test_structured_outputs(api: Api) -> None:
