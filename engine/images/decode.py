@@ -76,11 +76,12 @@ def upright(image: Image.Image, where: str) -> Image.Image:
 
     try:
         image.load()
-        image = ImageOps.exif_transpose(image)
+        if image.getexif().get(_ORIENTATION, 1) != 1:  # else it would be a copy
+            image = ImageOps.exif_transpose(image)
         if "A" in image.getbands() or image.info.get("transparency") is not None:
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     except MemoryError:
         raise
     except Exception as error:

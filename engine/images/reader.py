@@ -66,8 +66,8 @@ class ImageReader:
         layouts = [self._layout(file, each) for file, each in zip(files, asked, strict=True)]
         ids = encode(self._expanded(text, layouts))
         tiles: list[Image] = []
-        for file, layout, each in zip(files, layouts, asked, strict=True):
-            tiles += tiles_of(upright(file, each.where), layout, self.vision)
+        for layout, each in zip(layouts, asked, strict=True):  # one at a time has its pixels in memory
+            tiles += tiles_of(upright(files.pop(0), each.where), layout, self.vision)
         return ReadPrompt(ids, self._spans(ids, tiles), tuple({tile.digest: tile for tile in tiles}.values()))
 
     def _expanded(self, text: str, layouts: Sequence[Layout]) -> str:
