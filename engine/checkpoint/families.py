@@ -118,8 +118,9 @@ ENCODERS = {
     "xlm-roberta": "roberta",
 }
 """The same of models that only read, to the modules of engine/encoders."""
-WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-"""Families with image input whose text part, in text_config, is served; and what that is where it does not say."""
+WITH_IMAGES = {"gemma3": "gemma3_text", "idefics3": "llama", "mistral3": "mistral", "smolvlm": "llama"}
+"""Families with image input whose text part, in text_config, is served; and what that is where it does not say. Those
+of engine/images/config.py read images too."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 

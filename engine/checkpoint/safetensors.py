@@ -69,9 +69,9 @@ class StoredWeights(NamedTuple):
 
 def text_tensor(name: str) -> str | None:
     """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder."""
-    if "vision_tower." in name or "multi_modal_projector." in name:
+    if any(part in name for part in ("vision_tower.", "multi_modal_projector.", "vision_model.", "model.connector.")):
         return None
-    return name.replace("language_model.", "")
+    return name.replace("language_model.", "").replace("text_model.", "")
 
 
 def weight_files(path: Path) -> list[Path]:

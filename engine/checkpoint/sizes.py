@@ -29,6 +29,7 @@ from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.files import text_config
 from quire.engine.checkpoint.page_groups import PIECE, ColumnState, PagedState, State
 from quire.engine.errors import ModelError
+from quire.engine.images.config import tower_numbers
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
 _TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_BERTS}
@@ -101,6 +102,8 @@ class ModelSizes:
     """Why Quire does not serve such a model; empty where it does."""
     notes: tuple[str, ...]
     """What is not counted or only guessed, for people to read."""
+    tower: int = 0
+    """Parameters of the tower and connector for images, which are not in `parameters` and not quantized."""
     state_formula: str = ""
     """How column_numbers comes about; "" where it is 0."""
 
@@ -167,8 +170,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
     kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
     hidden, layers, vocab = (_number(text, name) for name in wanted)
-    whole = kind == raw.get("model_type", "")
-    notes = _class_notes(raw) + ([] if whole else ["only the text part is counted, no image or audio tower"])
+    notes = _notes(raw, kind, tower := tower_numbers(raw, hidden))
     windows = layer_windows(text, layers)
     attending, states = len(windows), _columns(text, hidden)
     if states is None and attending < layers:
@@ -212,6 +214,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         states=_in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
+        tower=tower,
         state_formula=f"{states.columns} columns x {hidden} / {PIECE} x {layers - attending} layers" if states else "",
     )
 
@@ -240,11 +243,16 @@ def _in_layers(
     return tuple(columns if kind == own else next(rest) for kind in kinds) or tuple(attention)
 
 
-def _class_notes(raw: Mapping[str, Any]) -> list[str]:
-    """What is to be known of a model that no file of ours serves."""
-    if has_file(raw) or class_not_served(raw) is not None:
-        return []
-    return ["transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs"]
+def _notes(raw: Mapping[str, Any], kind: str, tower: int) -> list[str]:
+    """What is to be known of a model that no file of ours serves, and of one of whose parts the text is one."""
+    found = []
+    if not has_file(raw) and class_not_served(raw) is None:
+        found = ["transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs"]
+    if tower:
+        found.append(f"its tower for images, {tower / 1e6:,.0f} M parameters, is counted where images are read")
+    elif kind != raw.get("model_type", ""):
+        found.append("only the text part is counted, no image or audio tower")
+    return found
 
 
 def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[int, int, str, int]:
