@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from quire.engine.types import Cause, PoolingParams, SamplingParams, TokenLogprob
+from quire.engine.types import Cause, Image, PoolingParams, SamplingParams, Span, TokenLogprob
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -19,6 +19,11 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int
     adapter: int = 0
     """The slot of its adapter; 0: none."""
+    spans: tuple[Span, ...] = ()
+    images: tuple[Image, ...] = ()
+    """The content of each span, once."""
+    salt: str = ""
+    """Features are shared only with requests of the same salt."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 
+from quire.engine.types import Span
+
 GONE = -1
 """In a sequence's table: a page that it has given back, for no token to come sees what was in it."""
 
@@ -22,9 +24,16 @@ def root_hash(salt: str, adapter: str = "") -> bytes:
     return blake2b(salt.encode(), digest_size=16, person=bytes.fromhex(adapter)[:16]).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """16 bytes that stand for these tokens and all before them."""
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=16).digest()
+def block_hash(parent: bytes, token_ids: Sequence[int], contents: bytes = b"") -> bytes:
+    """16 bytes that stand for these tokens and all before them; `contents`: what `contents_between` says of them."""
+    return blake2b(parent + array("q", token_ids).tobytes() + contents, digest_size=16).digest()
+
+
+def contents_between(spans: Sequence[Span], begin: int, end: int) -> bytes:
+    """What the prompt's tokens from `begin` to `end` stand for beside themselves: the contents of the spans that they
+    are part of, and where in them they are."""
+    found = (span for span in spans if span.start < end and begin < span.start + span.count)
+    return b"".join(span.digest + (span.start - begin).to_bytes(8, "little", signed=True) for span in found)
 
 
 def group_key(digest: bytes, group: int) -> bytes:

@@ -65,7 +65,7 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def without_mtp(cls, value: object) -> object:
         if isinstance(value, str) and (value == "mtp" or value.endswith("_mtp")):
-            raise ValueError("MTP layers are not read so far, whatever checkpoint has them; other methods guess without them")
+            raise ValueError("MTP layers are not read so far; other methods guess without them")
         return value
 
     @property

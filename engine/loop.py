@@ -34,6 +34,7 @@ from quire.engine.client.messages import (
     Submit,
     decode_to_engine,
     encode,
+    together,
 )
 from quire.engine.config import EngineConfig
 from quire.engine.drafting.choose import choose_drafter
@@ -177,6 +178,7 @@ def engine_info(config: EngineConfig, worker: Worker, load_seconds: float, tiers
         page_groups=len(plan.windows),
         context_pages=plan.context_pages,
         state_bytes=plan.state_bytes,
+        no_images=worker.no_images,
     )
 
 
@@ -255,9 +257,9 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig 
         if idle and not socket.poll(0) and engine.prepare():
             continue
         match decode_to_engine(socket.recv()):
-            case Submit(requests):
+            case Submit(requests, images):
                 idle = False
-                for request in requests:
+                for request in together(requests, images):
                     engine.add(request)
             case Abort(ids):
                 idle = False

@@ -230,7 +230,8 @@ class Scheduler:
         going = sum(seq.in_flight > 0 or pending[seq] == 1 for seq in self._running)
         share = -(-going // self._micro_batches)
         for seq in sorted(self._running, key=lambda seq: (pending[seq] > 1, seq.rank)):
-            count = min(pending[seq], budget.most(seq), self.prefixes.snapshots.bound(seq, self._most_of_one))
+            most = min(pending[seq], budget.most(seq))
+            count = seq.stretch(min(most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
             if count <= 0 or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
                 continue
             if self._tables.windowed:
@@ -262,12 +263,12 @@ class Scheduler:
             if self.tiers.load(seq, cached):
                 continue  # its pages are on their way
             copies += self._start(seq, cached)
-            count = min(seq.pending, most, self.prefixes.snapshots.bound(seq, self._most_of_one))
+            count = seq.stretch(min(seq.pending, most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
             self._tables.grow(seq, seq.computed + count)
             budget.take(seq, count)
             rows.append(self._commit(seq, count, []))
             assert seq.slot is not None
-            how = (seq.request.params, seq.request.seed, self._waiting.slot(seq))
+            how = (seq.request.params, seq.request.seed, self._waiting.slot(seq), *seq.request.contents)
             admissions.append(Admission(seq.slot, list(seq.tokens), seq.num_prompt, *how))
         return admissions
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
-from quire.engine.blocks import block_hash, root_hash
+from quire.engine.blocks import block_hash, contents_between, root_hash
 from quire.engine.types import FinishReason, Request, SamplingParams, TokenLogprob
 
 
@@ -100,6 +100,15 @@ class Sequence:
             return 0
         return len(self.tokens) + self.in_flight - self.computed
 
+    def stretch(self, count: int) -> int:
+        """How many of its next `count` tokens, at least one, a step may compute: with those of one span alone, so that
+        no step makes the features of many while others wait for it."""
+        if self.computed >= self.num_prompt:
+            return count
+        end = self.computed + count
+        within = [each for each in self.request.spans if self.computed < each.start + each.count and each.start < end]
+        return within[1].start - self.computed if len(within) > 1 else count
+
     def digests(self, count: int, size: int) -> SequenceOf[bytes]:
         """Hashes of the first `count` pieces of `size` tokens. Their tokens must be known; `size` is the same in all
         calls."""
@@ -107,7 +116,8 @@ class Sequence:
         while len(self._digests) < count:
             begin = len(self._digests) * size
             parent = self._digests[-1] if self._digests else self._root
-            self._digests.append(block_hash(parent, self.tokens[begin : begin + size]))
+            contents = contents_between(self.request.spans, begin, begin + size)
+            self._digests.append(block_hash(parent, self.tokens[begin : begin + size], contents))
         return self._digests[:count]
 
     def finish(self, token: int, eos: Collection[int]) -> tuple[FinishReason | None, int | None]:

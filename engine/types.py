@@ -170,6 +170,33 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
     """Where its files are; they stay as they are as long as a request needs them."""
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Tokens of a prompt in whose place the model reads features: of an image, or of a part of one."""
+
+    start: int
+    """The place of the first of them among the prompt's tokens."""
+    count: int
+    digest: bytes
+    """Of the content that the features are made of; another content has another."""
+    kind: Literal["image"] = "image"
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a span's features are made of, resized as the model reads it, not yet normalised."""
+
+    digest: bytes
+    """Of all that follows."""
+    height: int
+    width: int
+    pixels: bytes
+    """uint8 [height, width, 3], RGB."""
+
+    @classmethod
+    def of(cls, height: int, width: int, pixels: bytes) -> Image:
+        size = f"{height}x{width}".encode()
+        return cls(blake2b(pixels, digest_size=16, person=size[:16]).digest(), height, width, pixels)
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to generate, or one prompt to make a vector of; a request with n > 1 is submitted as n of these."""
 
@@ -189,6 +216,15 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     weight: float = 1.0
     """The tenant's share, above 0."""
     adapter: Adapter | None = None
+    spans: tuple[Span, ...] = ()
+    """In the order of their places; they do not overlap."""
+    images: tuple[Image, ...] = ()
+    """The content of each span, once."""
+
+    @property
+    def contents(self) -> tuple[tuple[Span, ...], tuple[Image, ...], str]:
+        """What the device needs to make its spans' features; those of other salts are made anew."""
+        return self.spans, self.images, self.cache_salt
 
     @property
     def sampling(self) -> SamplingParams | None:
@@ -241,6 +277,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the error."""
 
 
+TEXT_ALONE = "this model reads no images"
+"""Why a request may not bring images, where the model is made for none."""
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """What the engine reports once, when it is ready."""
 
@@ -269,3 +309,5 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """Most pages of a full context. It and stats count those of each of the `page_groups`, num_blocks those of all."""
     state_bytes: int = 0
     """Of what layers keep of sequences beside pages, in every slot."""
+    no_images: str = TEXT_ALONE
+    """Why requests may not bring images; "" where they may."""

@@ -18,7 +18,7 @@ from quire.engine.lora.modules import Modules
 from quire.server import errors
 from quire.server.access.authentication import AuthenticationMiddleware
 from quire.server.access.gateways import Gateways
-from quire.server.access.held import HELD_BYTES, HeldMiddleware
+from quire.server.access.held import HELD_BYTES, IMAGE_BYTES, HeldMiddleware
 from quire.server.access.tenants import Tenants
 from quire.server.budget import Budget
 from quire.server.config import ServerConfig
@@ -109,7 +109,7 @@ def create_app(client: EngineClient, source: ModelSource, modules: Modules | Non
         async with serving(source, modules, client, keyed=tenants.closed, folder=config.data_dir) as runtime:
             yield OnlyModel(runtime)
 
-    return application(config, tenants, opened)
+    return application(config, tenants, opened, held=HELD_BYTES + (0 if source.images is None else IMAGE_BYTES))
 
 
 def application(
@@ -117,10 +117,12 @@ def application(
     tenants: Tenants,
     opened: Callable[[], AbstractAsyncContextManager[Models]],
     routers: Iterable[APIRouter] = (),
+    *,
+    held: int = HELD_BYTES + IMAGE_BYTES,
 ) -> FastAPI:
     """An ASGI application of the models that are `opened` as long as its lifespan lasts. `routers`: routes that go
     before its own. Raises ConfigError for API keys and gateways that cannot be used; the lifespan what open_data and
-    `opened` raise."""
+    `opened` raise. `held`: bytes that all requests may hold."""
     gateways = Gateways(config)
 
     def histories() -> list[History]:
@@ -166,7 +168,7 @@ def application(
     for router in routers:
         app.include_router(router)
     _add_routes(app)
-    _add_middleware(app, config, tenants, gateways, spans)
+    _add_middleware(app, config, tenants, gateways, spans, held)
     return app
 
 
@@ -188,15 +190,17 @@ def _add_middleware(
     tenants: Tenants,
     gateways: Gateways,
     spans: OpenTelemetrySpans | None,
+    held: int,
 ) -> None:
-    """Add the middleware, the innermost first: a request meets the one added last first."""
+    """Add the middleware, the innermost first: a request meets the one added last first. `held`: bytes that all
+    requests may hold."""
     ended: list[Callable[[RequestRecord], None]] = [] if config.disable_access_log else [log_request]
     if spans is not None:
         ended.append(spans.ended)
     app.add_middleware(ModelMiddleware)
     if config.data_dir is not None:
         app.add_middleware(streams.ResumptionMiddleware)
-    app.add_middleware(HeldMiddleware, budget=Budget(HELD_BYTES))
+    app.add_middleware(HeldMiddleware, budget=Budget(held))
     app.add_middleware(AuthenticationMiddleware, tenants=tenants, gateways=gateways)
     app.add_middleware(errors.UnexpectedErrorMiddleware)
     if config.allowed_origins:

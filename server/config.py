@@ -71,6 +71,11 @@ class ServerConfig(EngineConfig):
     max_queued_tokens: int = Field(
         4_000_000, ge=1, description="Prompt tokens of requests that wait; more are answered 503"
     )
+    allowed_media_domains: list[str] = Field(
+        default_factory=list,
+        description="Hosts from which images are fetched that requests name by address; *.HOST: all below it, *: any; "
+        "default: none",
+    )
     max_body_size: float = Field(16.0, gt=0, description="MiB of a request's body; larger ones are answered 413")
     read_timeout: float = Field(
         20.0, gt=0, description="Seconds in which a request's headers, and then each 16 KiB of its body, must come"

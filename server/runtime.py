@@ -20,7 +20,7 @@ from quire.engine.client.client import EngineClient
 from quire.engine.client.weights import WeightChanges, Weights
 from quire.engine.hub.remote import HubLink, NoWeightsGroup
 from quire.engine.lora.modules import Modules
-from quire.engine.types import EngineInfo
+from quire.engine.types import TEXT_ALONE, EngineInfo
 from quire.server.access.admission import Admission
 from quire.server.access.bodies import Bodies
 from quire.server.access.gateways import Gateways
@@ -141,16 +141,17 @@ async def serving(
         adapters = ending.enter_context(
             adapters_of(config, modules, lambda: in_use(client), folder, device=info.device)
         )
-        known = replace(source, context_length=info.max_model_len, tasks=info.tasks)
         model = replace(
             unstarted,
             created=int(time.time()),
             fingerprint=fingerprint(info, client.link.weights_version),
             context_length=info.max_model_len,
             tasks=info.tasks,
+            images=None if info.no_images else unstarted.images,
+            no_images=info.no_images if info.no_images or unstarted.images is not None else TEXT_ALONE,
             adapters=() if adapters is None else adapters.names,
         )
-        ending.push_async_callback((workers := WorkerPool(known, model.adapters)).close)
+        ending.push_async_callback((workers := WorkerPool(source.started(model), model.adapters)).close)
         ending.callback((turns := Turns()).close)
         admission = Admission(client, config, info.max_model_len, keyed=keyed)
         runtime = _runtime(config, info, model, admission, client, group, workers, turns, adapters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from starlette.requests import Request
@@ -13,10 +13,11 @@ from quire.engine import VERSION
 from quire.engine.advice import nearest
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.errors import InvalidRequest, ModelNotFound
+from quire.engine.images.reader import ImageReader
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.text.tokenizer import Tokenizer
-from quire.engine.types import EngineInfo, Task
+from quire.engine.types import TEXT_ALONE, EngineInfo, Task
 from quire.server.config import ServerConfig
 from quire.server.formats.chat_formats import ChatFormats
 
@@ -44,6 +45,14 @@ class ServedModel:
     """What requests may ask of it."""
     pooling: Pooling | None = None
     """How it makes vectors."""
+    images: ImageReader | None = None
+    """How it reads images; None where requests may not bring any."""
+    no_images: str = TEXT_ALONE
+    """Why they may not."""
+    media_domains: tuple[str, ...] = ()
+    """Hosts from which images are fetched."""
+    fetched: Mapping[str, bytes] = field(default_factory=dict)
+    """Images of the request that is resolved, by address."""
     adapters: Collection[str] = ()
     """Names of the adapters beside it, which requests may use too; they come and go."""
     created: int = 0
@@ -88,6 +97,18 @@ class ModelSource:
     """Known when the engine has started, as `tasks` are."""
     tasks: tuple[Task, ...] = ("generate",)
     pooling: Pooling | None = None
+    images: ImageReader | None = None
+    no_images: str = TEXT_ALONE
+
+    def started(self, model: ServedModel) -> ModelSource:
+        """With what the engine says of the model."""
+        return replace(
+            self,
+            context_length=model.context_length,
+            tasks=model.tasks,
+            images=model.images,
+            no_images=model.no_images,
+        )
 
     def model(self, *, expendable: bool = False, adapters: Collection[str] = ()) -> ServedModel:
         """Raises ModelError for a chat template that is not valid Jinja."""
@@ -100,6 +121,9 @@ class ModelSource:
             formats=ChatFormats.chosen(self.config, self.tokenizer),
             tasks=self.tasks,
             pooling=self.pooling,
+            images=self.images,
+            no_images=self.no_images,
+            media_domains=tuple(self.config.allowed_media_domains),
             adapters=adapters,
             expendable=expendable,
         )

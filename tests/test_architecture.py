@@ -60,6 +60,7 @@ SHARED = {
     "quire.engine.client.exit_cause",
     "quire.engine.client.procfs",
     "quire.engine.folder",
+    "quire.engine.images.config",
     "quire.engine.lora.files",
     "quire.engine.lora.modules",
     "quire.engine.gguf.config",
@@ -89,6 +90,7 @@ ROOMS = {
         ),
         *(
             "generation",
+            "images",
             "resolve",
             "workers",
             "batches",
@@ -112,6 +114,7 @@ ROOMS = {
             "folder",
             "gguf",
             "text",
+            "images",
             "checkpoint",
             "client",
         ),

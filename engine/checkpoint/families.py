@@ -124,9 +124,10 @@ ENCODERS = {
     "xlm-roberta": "roberta",
 }
 """The same of models that only read, to the modules of engine/encoders."""
-WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+WITH_IMAGES = {"gemma3": "gemma3_text", "idefics3": "llama", "mistral3": "mistral", "smolvlm": "llama"}
 WITH_IMAGES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""Families with image input whose text part, in text_config, is served; and what that is where it does not say."""
+"""Families with image input whose text part, in text_config, is served; and what that is where it does not say. Those
+of engine/images/config.py read images too."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")
 """The scalings of rotary positions that engine/layers/rope.py computes."""
 

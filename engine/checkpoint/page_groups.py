@@ -94,6 +94,17 @@ def state_of(text: Mapping[str, Any], hidden: int) -> ColumnState | DeltaState |
     return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1)
 
 
+def in_layers(
+    text: Mapping[str, Any], state: ColumnState | DeltaState | None, attention: Sequence[PagedState]
+) -> tuple[State, ...]:
+    """What layers keep, in their order: this state, or what those with attention keep."""
+    if state is None:
+        return tuple(attention)
+    rest, own = iter(attention), STATES[str(text.get("model_type"))]
+    kinds = [kind for kind in text.get("layer_types") or () if kind == own or "attention" in kind]
+    return tuple(state if kind == own else next(rest) for kind in kinds) or tuple(attention)
+
+
 @dataclass(frozen=True, slots=True)
 class PageGroups:
     windows: tuple[int | None, ...]

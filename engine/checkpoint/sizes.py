@@ -8,7 +8,7 @@ It does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.families import (
     ENCODERS,
     GATED,
-    STATES,
     WITHOUT_GATES,
     family_not_served,
     has_file,
@@ -28,8 +27,9 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.files import text_config
-from quire.engine.checkpoint.page_groups import PIECE, ColumnState, DeltaState, PagedState, State, state_of
+from quire.engine.checkpoint.page_groups import PIECE, ColumnState, DeltaState, PagedState, State, in_layers, state_of
 from quire.engine.errors import ModelError
+from quire.engine.images.config import tower_numbers
 
 _BERTS = {"bert", "camembert", "distilbert", "mpnet", "roberta", "xlm-roberta"}
 _TWO_MATRICES = {*WITHOUT_GATES, "gpt_neo", "codegen", *_BERTS}
@@ -102,6 +102,8 @@ class ModelSizes:
     """Why Quire does not serve such a model; empty where it does."""
     notes: tuple[str, ...]
     """What is not counted or only guessed, for people to read."""
+    tower: int = 0
+    """Parameters of the tower and connector for images, which are not in `parameters` and not quantized."""
     state_formula: str = ""
     """How column_numbers comes about; "" where it is 0."""
 
@@ -173,8 +175,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         raise ModelError(f"model: {family}, and its config.json gives no num_attention_heads to plan with")
     kind, wanted = str(text.get("model_type", "")), ("hidden_size", "num_hidden_layers", "vocab_size")
     hidden, layers, vocab = (_number(text, name) for name in wanted)
-    whole = kind == raw.get("model_type", "")
-    notes = _class_notes(raw) + ([] if whole else ["only the text part is counted, no image or audio tower"])
+    notes = _notes(raw, kind, tower := tower_numbers(raw, hidden))
     windows = layer_windows(text, layers)
     attending, states = len(windows), state_of(text, hidden)
     if states is None and attending < layers:
@@ -215,9 +216,10 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         kv_heads=1 if latents else _kv_heads(text),
         head_dim=kv if latents else _head_dim(text, hidden),
         attention_width=width * attending,
-        states=_in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
+        states=in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
+        tower=tower,
         state_formula=_state_formula(states, layers - attending),
     )
 
@@ -244,22 +246,16 @@ def _short_conv(text: Mapping[str, Any], hidden: int) -> int:
     return 4 * hidden * hidden + int(text.get("conv_L_cache") or 3) * hidden + biases
 
 
-def _in_layers(
-    text: Mapping[str, Any], columns: ColumnState | DeltaState | None, attention: Sequence[PagedState]
-) -> tuple[State, ...]:
-    """In the order of the layers."""
-    if columns is None:
-        return tuple(attention)
-    rest, own = iter(attention), STATES[str(text.get("model_type"))]
-    kinds = [kind for kind in text.get("layer_types") or () if kind == own or "attention" in kind]
-    return tuple(columns if kind == own else next(rest) for kind in kinds) or tuple(attention)
-
-
-def _class_notes(raw: Mapping[str, Any]) -> list[str]:
-    """What is to be known of a model that no file of ours serves."""
-    if has_file(raw) or class_not_served(raw) is not None:
-        return []
-    return ["transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs"]
+def _notes(raw: Mapping[str, Any], kind: str, tower: int) -> list[str]:
+    """What is to be known of a model that no file of ours serves, and of one of whose parts the text is one."""
+    found = []
+    if not has_file(raw) and class_not_served(raw) is None:
+        found = ["transformers' class computes it, on Quire's pages: slower, and without LoRA, ranks and CUDA graphs"]
+    if tower:
+        found.append(f"its tower for images, {tower / 1e6:,.0f} M parameters, is counted where images are read")
+    elif kind != raw.get("model_type", ""):
+        found.append("only the text part is counted, no image or audio tower")
+    return found
 
 
 def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[int, int, str, int]:

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
-from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.types import EngineInfo, Image, Request, RequestOutput
+
+
+def apart(requests: Sequence[Request]) -> tuple[list[Request], list[Image]]:
+    """Requests without their images, and these: one that several of them have, as the choices of a call do, goes
+    once."""
+    images = {image.digest: image for request in requests for image in request.images}
+    bare = [msgspec.structs.replace(each, images=()) if each.images else each for each in requests]
+    return bare, list(images.values())
+
+
+def together(requests: list[Request], images: list[Image]) -> list[Request]:
+    """The requests as they were before `apart`."""
+    if not images:
+        return requests
+    known = {image.digest: image for image in images}
+    found = []
+    for each in requests:
+        own = tuple(known[digest] for digest in dict.fromkeys(span.digest for span in each.spans))
+        found.append(msgspec.structs.replace(each, images=own) if own else each)
+    return found
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     requests: list[Request]
+    """Without their images."""
+    images: list[Image] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -213,7 +213,8 @@ class ProcessLink(EngineLink):
         if not self.ready or self._process is None:
             return
         if ready := self._replay.take_ready():
-            self._process.send(messages.Submit([self.owner.request(request_id) for request_id in ready]))
+            requests = [self.owner.request(request_id) for request_id in ready]
+            self._process.send(messages.Submit(*messages.apart(requests)))
         self.owner.changed(self.number)
 
     async def _start_engine(self, tries: int) -> EngineInfo:

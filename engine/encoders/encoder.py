@@ -99,7 +99,9 @@ class EncoderSpec:
     gate_last: bool = False
     """The checkpoint's one tensor of both has the gate behind what it gates."""
     pre_norm: bool = False
-    """Norms stand before the parts of a layer; the first layer lacks the one before its attention."""
+    """Norms stand before the parts of a layer; the first layer lacks the one before its attention, unless"""
+    first_norm: bool = False
+    """it has that too."""
     unused: tuple[str, ...] = ()
     """How the names of tensors begin that are not needed."""
 
@@ -152,7 +154,7 @@ class _Layer:
         self.gate_last = spec.gate_last
         self.down = linear(spec.intermediate_size, [names.down], hidden)
         self.attention_norm: LayerNormWeights | None = None
-        if not (spec.pre_norm and index == 0):
+        if not (spec.pre_norm and index == 0) or spec.first_norm:
             self.attention_norm = LayerNormWeights(f"{name}.{names.attention_norm}", hidden, bias=spec.norm_bias)
         self.mlp_norm = LayerNormWeights(f"{name}.{names.mlp_norm}", hidden, bias=spec.norm_bias)
         self.rope = Rope(spec.head_dim, cos_sin)
@@ -228,7 +230,10 @@ class Encoder:
     def forward(self, token_ids: Tensor, segments: Tensor | None, metadata: AttentionMetadata) -> Tensor:
         """Hidden states [T, hidden] of whole prompts. segments [T] int64: which of two texts a token is of; None: all
         are of the first. The metadata's pages are of this call alone; they begin at 0."""
-        x = self._embedded(token_ids, segments, metadata.positions)
+        return self.encode(self._embedded(token_ids, segments, metadata.positions), metadata)
+
+    def encode(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """The same of embedded tokens [T, hidden], or of an image's patches."""
         backend, spec = self._backend, self.spec
         pages = 1 + int(metadata.block_table.max())
         shape = backend.kv_cache_shape(pages, spec.num_heads, spec.head_dim, self.dtype)

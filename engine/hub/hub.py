@@ -16,6 +16,7 @@ from time import monotonic
 import zmq
 
 from quire.engine.client.client import EngineClient
+from quire.engine.client.messages import together
 from quire.engine.client.weights import Weights
 from quire.engine.client.wire import Wire
 from quire.engine.errors import EngineError, QuireError
@@ -177,9 +178,10 @@ class Hub:
             self._write(identity, Welcome(self._info, self._now(), self._lasting.get(channel.number)))
 
     def _submit(self, channel: Channel, message: Submit) -> None:
-        reader = Relayed(message.requests, channel, self._stats)
+        requests = together(message.requests, message.images)
+        reader = Relayed(requests, channel, self._stats)
         try:
-            self._client.add(message.requests, reader)
+            self._client.add(requests, reader)
         except QuireError as error:
             reader.fail(error)
 

@@ -12,7 +12,7 @@ from quire.engine import errors
 from quire.engine.client.weights import Mode
 from quire.engine.errors import ConfigError, ModelError, QuireError
 from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
-from quire.engine.types import EngineInfo, Request, RequestOutput
+from quire.engine.types import EngineInfo, Image, Request, RequestOutput
 
 LASTING = "metrics"
 """The topic of questions whose answers still count after the end of the API process that gave them."""
@@ -62,7 +62,8 @@ class NotStarted(msgspec.Struct, frozen=True, tag=True):
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     requests: list[Request]
-    """All of one tenant: those of one call."""
+    """All of one tenant: those of one call. Without their images."""
+    images: list[Image] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,7 @@ import zmq
 from quire.engine.client.broadcast import Group, WeightsGroup
 from quire.engine.client.client import EngineClient
 from quire.engine.client.link import Link
+from quire.engine.client.messages import apart
 from quire.engine.client.weights import Mode
 from quire.engine.client.wire import Wire
 from quire.engine.config import EngineConfig
@@ -164,7 +165,7 @@ class HubLink(Link):
         return changed.version
 
     def send(self, requests: Sequence[Request]) -> None:
-        self._write(Submit(list(requests)))
+        self._write(Submit(*apart(requests)))
 
     def abort(self, request_id: str) -> None:
         if not self._unsent_aborts:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -115,6 +115,13 @@ def base_spec(config: ModelConfig, norm_offset: float = 0.0) -> DecoderSpec:
 _FEW_TOKENS = 64
 """Steps of up to this many tokens run all recorded layers in one call; longer ones report progress after each layer."""
 _NORM, _EMBEDDING_NORM = "model.norm", "model.embed_norm"
+
+
+class Features(NamedTuple):
+    """What goes into the layers for tokens that stand for a part of an image."""
+
+    rows: Tensor  # [P] int64, the tokens' places in the step
+    values: Tensor  # [P, hidden]
 
 
 class Decoder:
@@ -262,9 +269,13 @@ class Decoder:
         kv_cache: KVCache,
         rows: Tensor,
         taps: Sequence[int],
+        features: Features | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """The same; and the residual streams [T, hidden] that go into the layers `taps`, ascending."""
+        """The same; and the residual streams [T, hidden] that go into the layers `taps`, ascending. `features` take the
+        place of some tokens' embeddings."""
         x, residual = self.begin(token_ids, metadata)
+        if features is not None:
+            x[features.rows] = features.values
         kept = None if len(rows) == len(token_ids) else rows
         begin, tapped = 0, list[Tensor]()
         assert self.is_last

@@ -120,11 +120,11 @@ class AsyncLLM:
     ) -> Pooled:
         """The vector that the model makes of a prompt: `.outputs.data`. Raises as `generate`."""
         info, params = await self.start(), pooling_params or PoolingParams()
-        encoded = self._model.encode(prompt)
-        self._model.check(encoded[1], info, room=0)
+        encoded = self._model.cut(self._model.encode(prompt), None, info)
+        self._model.check(encoded.ids, info, room=0)
         check_params([params], info, self._model.pooling)
         adapters = adapters_for(self._model.adapters, lora_request, 1)
-        (found,) = await pool_all(self._client, [encoded], [params], adapters, lambda: None)
+        (found,) = await pool_all(self._client, [encoded[:2]], [params], adapters, lambda: None)
         return found
 
     async def abort(self, request_id: str) -> None:

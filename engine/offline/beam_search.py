@@ -25,13 +25,13 @@ async def beam_search(
     context: int,
 ) -> BeamSearchOutput:
     """The most likely continuations of a prompt. `context`: the most tokens of both. Raises EngineError."""
-    _, prompt_ids = prompt
+    prompt_ids = prompt.ids
     width = params.beam_width
     ends = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
     scores = Scores(params.length_penalty, min(context - len(prompt_ids), params.max_tokens))
     running, completed = [Beam()], list[Beam]()
     for step in range(scores.longest):
-        outputs = await _step(client, f"{id}-{step}", prompt_ids, adapter, running, 2 * width)
+        outputs = await _step(client, f"{id}-{step}", prompt, adapter, running, 2 * width)
         running, ended = continued(running, outputs, width, width, ends)
         completed = sorted(completed + ended, key=scores.of, reverse=True)[:width]
         worst = scores.of(completed[-1]) if len(completed) == width else -math.inf
@@ -43,12 +43,20 @@ async def beam_search(
 
 
 async def _step(
-    client: EngineClient, name: str, prompt_ids: list[int], adapter: Adapter | None, beams: Sequence[Beam], top: int
+    client: EngineClient, name: str, prompt: Encoded, adapter: Adapter | None, beams: Sequence[Beam], top: int
 ) -> list[RequestOutput]:
     """One more token of every beam, with its alternatives."""
     params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=top, ignore_eos=True)
     requests = [
-        Request(id=f"{name}-{index}", prompt_ids=[*prompt_ids, *beam.ids], params=params, seed=0, adapter=adapter)
+        Request(
+            id=f"{name}-{index}",
+            prompt_ids=[*prompt.ids, *beam.ids],
+            params=params,
+            seed=0,
+            adapter=adapter,
+            spans=prompt.spans,
+            images=prompt.images,
+        )
         for index, beam in enumerate(beams)
     ]
     found: dict[str, RequestOutput] = {}
@@ -65,7 +73,7 @@ async def _step(
 
 
 def _sequence(tokenizer: Tokenizer, prompt: Encoded, beam: Beam) -> BeamSearchSequence:
-    text, prompt_ids = prompt
+    text, prompt_ids = prompt.text, prompt.ids
     answer = Answer(tokenizer, prompt_ids, SamplingParams(), 0, detokenize=True)
     reason: FinishReason = "stop" if beam.ended else "length"
     answer.add(RequestOutput("", list(beam.ids), finish_reason=reason))

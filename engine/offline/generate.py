@@ -29,6 +29,8 @@ async def generate(client: EngineClient, tokenizer: Tokenizer, task: Task) -> As
             seed=params.choice_seed(index),
             adapter=task.adapter,
             priority=task.priority,
+            spans=task.spans,
+            images=task.images,
         )
         for index, name in enumerate(names)
     ]

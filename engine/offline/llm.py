@@ -252,7 +252,7 @@ class LLM:
         limit = self._limit(truncate_prompt_tokens)
         if "classify" in self.info.tasks:
             prompts, params = pair_prompts(self.tokenizer, self._model.pooling, pairs, instruction, limit)
-            return self._pooled([(None, ids) for ids in prompts], params, use_tqdm, lora_request)
+            return self._pooled([Encoded(None, ids) for ids in prompts], params, use_tqdm, lora_request)
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
         vectors = self.embed(texts, truncate_prompt_tokens=limit, use_tqdm=use_tqdm, lora_request=lora_request)
         found = dict(zip(texts, vectors, strict=True))
@@ -276,7 +276,7 @@ class LLM:
         check_params(each, self.info, self._model.pooling)
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
         with _progress("reading", len(prompts), show_progress) as done:
-            return self._run(pool_all(self._client, prompts, each, adapters, done))
+            return self._run(pool_all(self._client, [prompt[:2] for prompt in prompts], each, adapters, done))
 
     def _answer(
         self,
@@ -299,7 +299,7 @@ class LLM:
         ]
         adapters = adapters_for(self._model.adapters, lora_request, len(prompts))
         tasks = [replace(task, adapter=adapter) for task, adapter in zip(tasks, adapters, strict=True)]
-        self._check_all([(task.prompt, task.prompt_ids) for task in tasks])
+        self._check_all([Encoded(task.prompt, task.prompt_ids) for task in tasks])
         return self._each(tasks, self._generate, "generating", show_progress)
 
     async def _generate(self, task: Task, done: Callable[[], None]) -> RequestOutput:
@@ -324,8 +324,8 @@ class LLM:
 
     def _check_all(self, prompts: Sequence[Encoded], room: int = 1) -> None:
         self._running.check_awake()
-        for index, (_, ids) in enumerate(prompts):
-            self._model.check(ids, self.info, f"prompt {index}", room)
+        for index, prompt in enumerate(prompts):
+            self._model.check(prompt.ids, self.info, f"prompt {index}", room)
 
     def _next_id(self) -> str:
         return str(next(self._counter))

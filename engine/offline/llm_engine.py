@@ -125,7 +125,8 @@ class LLMEngine:
             model.check(task.prompt_ids, info)
             work = generate(self._running.client, model.tokenizer, task)
         else:
-            model.check(encoded[1], info, room=0)
+            encoded = model.cut(encoded, None, info)
+            model.check(encoded.ids, info, room=0)
             check_params([params], info, model.pooling)
             work = _pool(self._running.client, request_id, encoded, params, adapter)
         deltas = isinstance(params, SamplingParams) and params.output_kind is RequestOutputKind.DELTA
@@ -184,5 +185,5 @@ async def _tell(news: _News, request: _Request, work: AsyncIterator[Output]) -> 
 async def _pool(
     client: EngineClient, request_id: str, prompt: Encoded, params: PoolingParams, adapter: Adapter | None
 ) -> AsyncIterator[Pooled]:
-    (found,) = await pool_all(client, [prompt], [params], [adapter], lambda: None)
+    (found,) = await pool_all(client, [prompt[:2]], [params], [adapter], lambda: None)
     yield replace(found, request_id=request_id)

@@ -5,23 +5,29 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypedDict
+from functools import partial
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from quire.engine import types
 from quire.engine.checkpoint.files import read_generation_defaults, read_model_config, resolve_model
 from quire.engine.checkpoint.pooling import read_tasks
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest
+from quire.engine.images.reader import Asked, image_reader
 from quire.engine.lora.offline import LocalAdapters
+from quire.engine.offline.images import images_given, images_of
 from quire.engine.offline.params import RequestOutputKind, SamplingParams
 from quire.engine.text.chat_template import ChatRenderer
 from quire.engine.text.no_tokenizer import check_textless, load_tokenizer
 from quire.engine.text.pairs import encode_cut
+from quire.engine.text.parts import IMAGE_PARTS
 from quire.engine.types import EngineInfo
 
 
 class TextPrompt(TypedDict):
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
+    """vLLM's: `image` is one image of Pillow, or a list with one for each mark of an image in the text."""
 
 
 class TokensPrompt(TypedDict):
@@ -34,8 +40,16 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 PromptType = Prompt
 """vLLM's name."""
 Message = Mapping[str, Any]
-Encoded = tuple[str | None, list[int]]
-"""A text, None where the prompt was given as token ids, and its token ids."""
+
+
+class Encoded(NamedTuple):
+    """A prompt as the engine takes it."""
+
+    text: str | None
+    """None where it was given as token ids."""
+    ids: list[int]
+    spans: tuple[types.Span, ...] = ()
+    images: tuple[types.Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +65,8 @@ class Task:
     adapter: types.Adapter | None = None
     priority: int = 0
     """Lower goes first."""
+    spans: tuple[types.Span, ...] = ()
+    images: tuple[types.Image, ...] = ()
 
 
 class Model:
@@ -67,6 +83,7 @@ class Model:
         self.tokenizer = load_tokenizer(folder, config.chat_template, self.vocab_size, skip=skip)
         self.renderer = ChatRenderer(self.tokenizer.chat_templates, self.tokenizer.special_tokens)
         self.adapters = LocalAdapters(config, model_config) if config.enable_lora else None
+        self.images = image_reader(path, self.tokenizer)
         self._defaults = read_generation_defaults(path)
 
     def default_params(self) -> SamplingParams:
@@ -80,16 +97,21 @@ class Model:
     def encode(self, prompt: Any, name: str = "prompt") -> Encoded:
         """Raises InvalidRequest, calling the prompt `name`, for what is none."""
         if isinstance(prompt, Mapping):
-            more = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
+            more = sorted(set(prompt) - {"prompt", "prompt_token_ids", "multi_modal_data"})
             if more:
-                raise InvalidRequest(f"{name} has {', '.join(more)}, and only text is read", param="prompts")
+                raise InvalidRequest(f"{name} has {', '.join(more)}, which is not read", param="prompts")
+            asked = images_given(prompt.get("multi_modal_data") or {}, name)
+            if asked and isinstance(prompt.get("prompt"), str):
+                return self._seen(prompt["prompt"], asked, add_special_tokens=True)
+            if asked:
+                raise InvalidRequest(f"{name}: multi_modal_data goes with a text, not with token ids", param="prompts")
             prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return Encoded(prompt, self.tokenizer.encode(prompt))
         try:
             if isinstance(prompt, bytes) or not hasattr(prompt, "__len__"):
                 raise TypeError
-            return None, [operator.index(token) for token in prompt]  # accepts numpy's and torch's integers
+            return Encoded(None, [operator.index(token) for token in prompt])  # accepts numpy's and torch's integers
         except TypeError:
             message = f"{name} must be a text or a list of token ids, got {type(prompt).__name__}"
             raise InvalidRequest(message, param="prompts") from None
@@ -107,6 +129,7 @@ class Model:
         """The prompts of one conversation or several. Raises InvalidRequest."""
         renderer = self.renderer if chat_template is None else self.renderer.with_template(chat_template)
         shown = _tools(tools)
+        talks = _talks(messages)
         texts = [
             renderer.render(
                 talk,
@@ -115,17 +138,31 @@ class Model:
                 continue_final_message=continue_final_message,
                 variables=variables,
             )
-            for talk in _talks(messages)
+            for talk in talks
         ]
-        return list(zip(texts, self.tokenizer.encode_batch(texts, add_special_tokens=False), strict=True))
+        encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            self._seen(text, asked, add_special_tokens=False) if (asked := images_of(talk)) else Encoded(text, ids)
+            for talk, text, ids in zip(talks, texts, encoded, strict=True)
+        ]
+
+    def _seen(self, text: str, asked: list[Asked], *, add_special_tokens: bool) -> Encoded:
+        """A text with images. Raises InvalidRequest, naming the field."""
+        if self.images is None:
+            raise InvalidRequest(f"{asked[0].where}: {types.TEXT_ALONE}", param="prompts")
+        read = self.images.read(text, asked, partial(self.tokenizer.encode, add_special_tokens=add_special_tokens))
+        return Encoded(text, read.ids, read.spans, read.images)
 
     def cut(self, prompt: Encoded, length: int | None, info: EngineInfo) -> Encoded:
         """The prompt's first tokens, those that the tokenizer puts around a text kept; None: all, -1: what fits."""
-        text, ids = prompt
+        text, ids = prompt.text, prompt.ids
+        if prompt.spans:
+            raise InvalidRequest("multi_modal_data: vectors are made of texts alone", param="prompts")
         length = info.max_model_len if length == -1 else length
         if length is None or len(ids) <= length:
             return prompt
-        return text, ids[:length] if text is None else encode_cut(self.tokenizer, [text], length, "right")[0]
+        cut = ids[:length] if text is None else encode_cut(self.tokenizer, [text], length, "right")[0]
+        return Encoded(text, cut)
 
     def task(
         self,
@@ -140,11 +177,17 @@ class Model:
             raise InvalidRequest(f"the model serves {' and '.join(info.tasks)}, not generate", param="model")
         sent = params.for_model(self.tokenizer, self.vocab_size)
         check_textless(self.tokenizer, stop=sent.stop, structured_outputs=sent.grammar)
-        text, ids = prompt
+        text, ids = prompt.text, prompt.ids
+        if prompt.spans and info.no_images:
+            raise InvalidRequest(f"multi_modal_data: {info.no_images}", param="prompts")
+        if prompt.spans and params.truncate_prompt_tokens is not None:
+            message = "truncate_prompt_tokens: a prompt with images is not cut"
+            raise InvalidRequest(message, param="truncate_prompt_tokens")
         if params.truncate_prompt_tokens is not None:
             most = info.max_model_len - 1 if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
             ids = ids[-most:]
-        return Task(id, text, ids, sent, kind or params.output_kind, params.detokenize)
+        kind = kind or params.output_kind
+        return Task(id, text, ids, sent, kind, params.detokenize, spans=prompt.spans, images=prompt.images)
 
     def check(self, ids: Sequence[int], info: EngineInfo, name: str = "prompt", room: int = 1) -> None:
         """Raises InvalidRequest for a prompt that the engine would refuse. room: tokens that the context must have
@@ -189,15 +232,17 @@ def _talks(messages: Any) -> list[list[dict[str, Any]]]:
 
 
 def _checked(message: Any) -> dict[str, Any]:
-    """A message; its content is a text or parts that are texts. Raises InvalidRequest."""
+    """A message; its content is a text, or parts that are texts and images. Raises InvalidRequest."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequest(f"a message must be an object with a role, got {message!r}", param="messages")
     content = message.get("content")
     parts = content if isinstance(content, list | tuple) else []
     for part in [content] if not isinstance(content, str | list | tuple | None) else parts:
+        if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS and part.get(part["type"]) is not None:
+            continue
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise InvalidRequest(f"a message's content must be text, got {kind}", param="messages")
+            raise InvalidRequest(f"a message's content must be text or images, got {kind}", param="messages")
     return dict(message)
 
 

@@ -240,7 +240,12 @@ class Replicas(EngineLink):
 
 def _alike(one: Request, other: Request) -> bool:
     """Whether they surely have the same pieces: those of one call do."""
-    return (one.prompt_ids, one.cache_salt, one.adapter) == (other.prompt_ids, other.cache_salt, other.adapter)
+    return (one.prompt_ids, one.cache_salt, one.adapter, one.spans) == (
+        other.prompt_ids,
+        other.cache_salt,
+        other.adapter,
+        other.spans,
+    )
 
 
 def processes(config: EngineConfig) -> EngineClient:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from quire.engine.blocks import block_hash, root_hash
+from quire.engine.blocks import block_hash, contents_between, root_hash
 from quire.engine.types import Request
 
 PIECE = 16
@@ -29,7 +29,8 @@ def prefix_pieces(request: Request) -> list[bytes]:
     ids = request.prompt_ids
     parent, found = root_hash(request.cache_salt, "" if request.adapter is None else request.adapter.digest), []
     for end in range(PIECE, len(ids) + 1, PIECE):
-        parent = block_hash(parent, ids[end - PIECE : end])
+        contents = contents_between(request.spans, end - PIECE, end)
+        parent = block_hash(parent, ids[end - PIECE : end], contents)
         found.append(parent)
     return found
 

@@ -27,6 +27,7 @@ from quire.engine.text.described_tools import (
     with_descriptions,
     with_results_as_text,
 )
+from quire.engine.text.parts import for_template, in_parts
 from quire.engine.text.roles import check_roles, named_in
 from quire.engine.text.template_bounds import BoundedEnvironment, TooManySteps
 
@@ -196,7 +197,26 @@ class ChatRenderer:
             tools = None
         return turns, tools
 
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template shows text in parts alone, as some do of models that see: of a string it shows nothing,
+        or it fails."""
+        turn = {"role": "user", "content": "qtextq"}
+
+        def shows(turn: Message) -> bool:
+            try:
+                return "qtextq" in self._written([turn], None, {})
+            except InvalidRequest:
+                return False
+
+        return not shows(turn) and shows(in_parts(turn))
+
     def _rendered(
+        self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
+    ) -> str:
+        return self._written([in_parts(turn) for turn in turns] if self._wants_parts else turns, tools, variables)
+
+    def _written(
         self, turns: list[Message], tools: Sequence[dict[str, Any]] | None, variables: Mapping[str, Any]
     ) -> str:
         template = self._template(tools)
@@ -257,10 +277,10 @@ def cut_at_mark(text: str, final: str) -> str:
 
 
 def normalize(message: Message, *, text_arguments: bool = False) -> Message:
-    """A message as templates expect it: content as a string, tool arguments as objects, or as JSON in a string, and
-    reasoning under all names."""
+    """A message as templates expect it: content as a string, or as parts where some are images, tool arguments as
+    objects, or as JSON in a string, and reasoning under all names."""
     content = message.get("content")
-    result = {**message, "content": content if isinstance(content, str) else _join_parts(content)}
+    result = {**message, "content": content if isinstance(content, str) else for_template(content)}
     if result.get("tool_calls"):
         result["tool_calls"] = [_with_arguments(call, as_text=text_arguments) for call in result["tool_calls"]]
     reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
@@ -278,11 +298,6 @@ def content_as_thought(message: Message) -> Message:
         **dict.fromkeys(REASONING_FIELDS, f"{message['reasoning_content']}\n\n{message['content']}"),
         "content": "",
     }
-
-
-def _join_parts(parts: Sequence[dict[str, Any]] | None) -> str:
-    """Join text parts to one string. Null becomes "", as templates concatenate content without a check."""
-    return "\n".join(part["text"] for part in parts or ())
 
 
 def _probe_tool() -> dict[str, Any]:

@@ -10,6 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from quire.engine.text.parts import joined
+
 Message = dict[str, Any]
 
 NAME, OBJECT, KEYWORDS = "<function-name>", "<args-json-object>", "<parameter-name>=<value>, ..."
@@ -37,7 +39,7 @@ def described(
         if message["role"] == ("system" if system else "user"):
             given = message.get("content", "")
             parts = (given, text) if system else (text, given)
-            message["content"] = "\n\n".join(part for part in parts if part)
+            message["content"] = joined("\n\n", *parts)
             return result
     return [{"role": "system" if system else "user", "content": text}, *result]
 
@@ -73,7 +75,7 @@ def with_results_as_text(messages: Sequence[Message]) -> list[Message]:
             else:
                 result.append({"role": "user", "content": text})
         elif role == "user" and open_results:
-            result[-1] = {**result[-1], "content": f"{result[-1]['content']}\n{content}"}
+            result[-1] = {**result[-1], "content": joined("\n", result[-1]["content"], content)}
         else:
             result.append(message)
         open_results = role == "tool"

@@ -17,6 +17,7 @@ from quire.engine.encoders.runner import EncoderRunner
 from quire.engine.errors import ConfigError
 from quire.engine.layers.pooling import Pooler, vector_head
 from quire.engine.layers.schemes import Unquantized
+from quire.engine.types import TEXT_ALONE
 from quire.engine.worker.device import choose_device, choose_dtype
 from quire.engine.worker.loading.check import Checkpoint
 from quire.engine.worker.loading.loader import Tensors, safetensors_stream
@@ -86,6 +87,7 @@ def start_encoder(
         adapters=None,
         checkpoint=checkpoint.bare(),
         compiler=lambda: grammar_compiler(config, path, model_config),
+        no_images=TEXT_ALONE,
     )
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from quire.engine.batch import Batch, Row
 from quire.engine.executor import PageMover, Pending
 from quire.engine.layers.pooling import PooledRow, Pooler
-from quire.engine.models.decoder import Decoder
+from quire.engine.models.decoder import Decoder, Features
 from quire.engine.types import PoolingParams, SamplingParams
 from quire.engine.worker.graphs import Capture, DecodeGraphs
 from quire.engine.worker.heads import Heads, HiddenStates
+from quire.engine.worker.images.features import ImageFeatures
 from quire.engine.worker.inputs import ForwardInputs, Owner, Picks, Slots
 from quire.engine.worker.memory import Headroom, copy_page, copy_slot, layers_of
 from quire.engine.worker.pages import page_mover
@@ -40,6 +41,8 @@ class Begun:
     batch: Batch
     picks: Picks
     inputs: ForwardInputs | None
+    features: Features | None = None
+    """Of the images that some of its tokens stand for."""
 
 
 class Runner:
@@ -53,11 +56,13 @@ class Runner:
         capture: Capture | None = None,
         pooler: Pooler | None = None,
         heads: Heads | None = None,
+        features: ImageFeatures | None = None,
     ) -> None:
         """`pages`: what allocate_pages made. `capture`: how decode steps become graphs, if they do; the slots have a
         scratch page then. `pooler`: makes vectors, where requests may ask for them. `heads`: guess tokens from the
-        hidden states, on the same slots."""
+        hidden states, on the same slots. `features`: of images, where requests may have some."""
         self._model = model
+        self._features = features
         self._pages = pages
         self._kv_cache = layers_of(model, pages, slots.states)
         self._slots = slots
@@ -90,7 +95,8 @@ class Runner:
         self._take_in(batch)
         picks = self._slots.picks(batch)
         inputs = None if self.graphs is not None and self.graphs.fit(batch) else self._slots.build(batch)
-        return Begun(batch, picks, inputs)
+        features = None if self._features is None else self._features.of(batch.rows, self._owner)
+        return Begun(batch, picks, inputs, features)
 
     def _take_in(self, batch: Batch) -> None:
         self._admit(batch)
@@ -112,7 +118,7 @@ class Runner:
         found: list[Tensor] = []
         pooled = [] if self._pooler is None else self._pooled(batch.rows)
         whole = bool(pooled) or any(self._wants_prompt_logprobs(row) for row in batch.rows)
-        hidden = self._compute(picks, inputs, whole=whole)
+        hidden = self._compute(picks, inputs, whole=whole, features=begun.features)
         if whole and hidden.every is not None:
             chunks, found = self._prompt_logprobs(batch.rows, hidden.every)
             if self._pooler is not None and pooled:
@@ -178,7 +184,9 @@ class Runner:
             begin += row.count
         return found
 
-    def _compute(self, picks: Picks, inputs: ForwardInputs | None, *, whole: bool) -> HiddenStates:
+    def _compute(
+        self, picks: Picks, inputs: ForwardInputs | None, *, whole: bool, features: Features | None = None
+    ) -> HiddenStates:
         """The forward pass; by a graph where there are no `inputs`. `whole`: the hidden states of all tokens too."""
         taps = () if self._heads is None else self._heads.head.taps
         if inputs is None:
@@ -189,10 +197,14 @@ class Runner:
             hidden, *tapped = (part.contiguous() for part in side_by_side.chunk(1 + len(taps), dim=1))
             return HiddenStates(hidden, hidden, tapped)
         if not whole and (self._heads is None or not self._heads.reads_all):
-            hidden = self._model.forward(inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled)
+            hidden, _ = self._model.forward_tapped(
+                inputs.token_ids, inputs.metadata, self._kv_cache, inputs.sampled, (), features
+            )
             return HiddenStates(hidden)
         every = torch.arange(len(inputs.token_ids), device=self._slots.device)
-        hidden, tapped = self._model.forward_tapped(inputs.token_ids, inputs.metadata, self._kv_cache, every, taps)
+        hidden, tapped = self._model.forward_tapped(
+            inputs.token_ids, inputs.metadata, self._kv_cache, every, taps, features
+        )
         return HiddenStates(hidden[inputs.sampled], hidden, tapped)
 
     def _decode(self, rows: Tensor, pages: int) -> Tensor:

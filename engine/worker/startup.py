@@ -25,6 +25,7 @@ from quire.engine.worker.device import Chosen, choose, choose_device, keep_kerne
 from quire.engine.worker.draft_runner import DraftRunner
 from quire.engine.worker.drafting import load_drafting, start_drafting
 from quire.engine.worker.heads import Heads
+from quire.engine.worker.images.load import load_tower
 from quire.engine.worker.loading.adapted import adapted_notes, by_class
 from quire.engine.worker.loading.adapters import adapter_loader
 from quire.engine.worker.loading.check import Checkpoint
@@ -83,6 +84,8 @@ class Worker:
     """What compiles grammars; loads it if need be."""
     checkpoint: Checkpoint
     """What other weights must hold to take the place of these."""
+    no_images: str
+    """Why requests may not bring images; "" where they may."""
 
 
 def start_worker(
@@ -122,7 +125,10 @@ def _start(
     with explained_weights():
         loaded, elsewhere = ranks.load(partial(load_model, config, path, model_config, chosen, progress, tensors))
         model = loaded.model
-        weight_bytes = elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        tower = load_tower(config, path, model_config, chosen, progress)
+        weight_bytes = (
+            tower.weight_bytes + elsewhere + held_bytes(model.parameters(), config, backend, loaded.read_bytes)
+        )
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
@@ -134,7 +140,7 @@ def _start(
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
     notes = (*adapted, chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec), fewer(config, plan))
     eos = model_config.eos_token_ids
-    runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads)
+    runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, loaded.adapters)
     return Worker(
         runner=runner,
@@ -159,6 +165,7 @@ def _start(
         adapters=None if adapters is None else ranks.adapters(adapters),
         compiler=lambda: grammars.prepare().result(),
         checkpoint=loaded.checkpoint.bare(),
+        no_images=tower.why_not,
     )
 
 

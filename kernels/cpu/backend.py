@@ -46,6 +46,7 @@ from quire.kernels.softmax import Softmax
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ALL = 2**31 - 1
+_MOST_EXPERTS = 1024
 _MOST_TOKENS = 2**19
 """From this size of a vocabulary on, the reference draws."""
 
@@ -285,9 +286,11 @@ class Cpu(Reference):
 
         Against oneDNN with packed weights, on one Zen 4 core: 1.5 to 3 times as fast for one row, 1.1 for 32, level
         from 128 up, in both dtypes. Held to AVX-512 without bf16, oneDNN takes 3 times as long for bfloat16, and on
-        AVX2 it refuses to pack it; in float32 on AVX2 it is the faster for more than a few rows, so it stays there.
+        AVX2 it refuses to pack it; in float32 on AVX2 it is the faster for more than a few rows, so it stays there,
+        but for routers of experts, which a compiled mixture calls.
         """
-        if not self.multiplies(weight.dtype) or weight.shape[1] * weight.element_size() % 4:
+        router = wide and weight.dtype in self.library.linear and len(weight) <= _MOST_EXPERTS
+        if not (router or self.multiplies(weight.dtype)) or weight.shape[1] * weight.element_size() % 4:
             return super().pack_linear(weight, bias, wide=wide)
         return linear.PackedLinear(self.library, weight, bias, wide=wide)
 

@@ -11,6 +11,8 @@ from quire.server.budget import Budget
 
 HELD_BYTES = 64 << 20
 """Of all requests. Sixty agents that send 100 KB of tools and instructions, which a response repeats, hold 18 MB."""
+IMAGE_BYTES = 512 << 20
+"""The same, beside that, where a model reads images: one in high resolution takes 13 MB until its answer has ended."""
 _HOLD = "quire.hold"
 
 

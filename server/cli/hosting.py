@@ -25,6 +25,7 @@ from quire.engine.checkpoint.safetensors import read_stored_weights
 from quire.engine.client.client import EngineClient
 from quire.engine.client.socket_folder import SocketFolder
 from quire.engine.errors import ConfigError, Overloaded
+from quire.engine.images.reader import image_reader
 from quire.engine.lora.modules import Modules, adaptable_modules
 from quire.engine.replicas.replicas import processes
 from quire.engine.text.no_tokenizer import load_tokenizer
@@ -174,7 +175,8 @@ def read_files(config: ServerConfig) -> tuple[ModelSource, Modules | None]:
     skip = config.skip_tokenizer_init
     tokenizer = load_tokenizer(tokenizer_path, config.chat_template, vocab_size, skip=skip)
     modules = adaptable_modules(model_config) if config.enable_lora else None
-    return ModelSource(config, tokenizer, vocab_size, defaults, pooling=pooling), modules
+    images = image_reader(path, tokenizer)
+    return ModelSource(config, tokenizer, vocab_size, defaults, pooling=pooling, images=images), modules
 
 
 @contextmanager

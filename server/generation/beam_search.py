@@ -118,7 +118,7 @@ class BeamSearch(Generation):
             if self._call.cancelled or self._cut_short:
                 return []
             requests = [
-                spec.request(f"{spec.id}-{index}-{step}-{i}", [*prompt.ids, *beam.ids], params, seed=0)
+                spec.request(f"{spec.id}-{index}-{step}-{i}", prompt, params, seed=0, then=beam.ids)
                 for i, beam in enumerate(beams)
             ]
             stream = self._client.submit(requests, spec.answer_id)

@@ -37,7 +37,7 @@ class Sampling(Generation):
         if spec.progress is not None and spec.progress.cached:
             self.progress.cached = list(spec.progress.cached)
         requests = [
-            spec.request(id, choice.prompt.ids, single, params.choice_seed(choice.index % params.n), [*known])
+            spec.request(id, choice.prompt, single, params.choice_seed(choice.index % params.n), [*known])
             for (id, choice), known in zip(self._by_id.items(), self.progress.ids, strict=True)
         ]
         self._stream = client.submit(requests, spec.answer_id)

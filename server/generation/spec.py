@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.types import Adapter, Request, SamplingParams
+from quire.engine.types import Adapter, Image, Request, SamplingParams, Span
 from quire.server.formats.message import MessageFormat
 from quire.server.generation.questions import Question
 from quire.server.generation.response_fields import ResponseFields
@@ -20,6 +20,10 @@ class Prompt:
     """What `echo` repeats; None where the prompt is known by its ids alone."""
     offsets: Sequence[int] = ()
     """Where each of the ids begins in that text, in characters; empty where nobody asks."""
+    spans: tuple[Span, ...] = ()
+    """Ids that stand for images."""
+    images: tuple[Image, ...] = ()
+    """The content of each span, once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +129,20 @@ class GenerationSpec:
         return model if self.adapter is None else f"{known}-{self.adapter.digest[:12]}_{promise}"
 
     def request(
-        self, id: str, prompt_ids: list[int], params: SamplingParams, seed: int, emitted: list[int] | None = None
+        self,
+        id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        seed: int,
+        emitted: list[int] | None = None,
+        then: Sequence[int] = (),
     ) -> Request:
-        """The engine's request for one sequence."""
+        """The engine's request for one sequence; `then`: tokens behind the prompt."""
         return Request(
             id=id,
-            prompt_ids=prompt_ids,
+            prompt_ids=[*prompt.ids, *then] if then else prompt.ids,
+            spans=prompt.spans,
+            images=prompt.images,
             params=params,
             seed=seed,
             cache_salt=self.cache_salt,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from quire.engine.errors import InvalidRequest
 from quire.server.protocol.bounds import MAX_DOCUMENTS, MAX_MESSAGES, MAX_PARTS, AtMost
@@ -25,9 +25,39 @@ class TextPart(BaseModel):
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         if kind not in get_args(cls.model_fields["type"].annotation):
             raise InvalidRequest(
-                f"messages: only text is read here, got a content part of type {kind}", param="messages"
+                f"messages: only text and images are read, got a content part of type {kind}", param="messages"
             )
         return part
+
+
+class ImageUrl(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    """low: the image takes few tokens."""
+
+
+class ImagePart(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @model_validator(mode="before")
+    @classmethod
+    def plain_text(cls, part: Any) -> Any:
+        if isinstance(part, dict) and isinstance(part.get("image_url"), str):
+            return {**part, "image_url": {"url": part["image_url"]}}
+        return part
+
+
+def _part_kind(given: Any) -> str:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return "[image]" if kind == "image_url" else "[text]"
+
+
+Part = Annotated[Annotated[TextPart, Tag("[text]")] | Annotated[ImagePart, Tag("[image]")], Discriminator(_part_kind)]
 
 
 class ChatMessage(BaseModel):
@@ -36,7 +66,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     role: str
-    content: str | Annotated[list[TextPart], AtMost(MAX_PARTS)] | None = None
+    content: str | Annotated[list[Part], AtMost(MAX_PARTS)] | None = None
     tool_calls: ToolCalls | None = None
 
     def as_dict(self) -> dict[str, Any]:

@@ -57,8 +57,17 @@ class Refusal(Given):
         return self.refusal
 
 
+class ImageContent(Given):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high", "original"] = "auto"
+
+
 Content = Annotated[
     list[Annotated[TextContent | JsonContent | Refusal, Field(discriminator="type")]], AtMost(MAX_PARTS)
+]
+MessageContent = Annotated[
+    list[Annotated[TextContent | JsonContent | Refusal | ImageContent, Field(discriminator="type")]], AtMost(MAX_PARTS)
 ]
 
 
@@ -67,12 +76,15 @@ def _text_or_parts(given: Any) -> str:
 
 
 Text = Annotated[Annotated[str, Tag("str")] | Annotated[Content, Tag("[]")], Discriminator(_text_or_parts)]
+TextOrImages = Annotated[
+    Annotated[str, Tag("str")] | Annotated[MessageContent, Tag("[]")], Discriminator(_text_or_parts)
+]
 
 
 class Message(Given):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text
+    content: TextOrImages
 
 
 class FunctionCall(Given):

@@ -18,6 +18,28 @@ class TextBlock(Given):
     text: str
 
 
+class Base64Source(Given):
+    type: Literal["base64"]
+    data: str
+    media_type: str = ""
+
+
+class UrlSource(Given):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Given):
+    type: Literal["image"]
+    source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
+
+    @property
+    def url(self) -> str:
+        """The image as a chat has it."""
+        source = self.source
+        return source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+
+
 class ThinkingBlock(Given):
     type: Literal["thinking"]
     thinking: str
@@ -52,7 +74,8 @@ class ToolResultBlock(Given):
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 Blocks = Annotated[list[Block], AtMost(MAX_PARTS)]
 Content = Annotated[Annotated[str, Tag("str")] | Annotated[Blocks, Tag("[]")], Discriminator(_text_or_blocks)]

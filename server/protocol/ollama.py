@@ -28,7 +28,8 @@ class OllamaMessage(Given):
     role: str
     content: str = ""
     thinking: str = ""
-    images: list[Any] = Field(default_factory=list)
+    images: list[str] = Field(default_factory=list)
+    """Files in base64."""
     tool_calls: Annotated[list[ToolCall], AtMost(MAX_TOOLS)] = Field(default_factory=list)
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -78,7 +79,8 @@ class OllamaGenerateRequest(OllamaBody):
     suffix: str | None = None
     raw: bool = False
     """The prompt is what the model reads, without its template."""
-    images: list[Any] = Field(default_factory=list)
+    images: list[str] = Field(default_factory=list)
+    """Files in base64."""
 
     def ignored_params(self) -> list[str]:
         if (self.model_extra or {}).get("template"):

@@ -44,14 +44,15 @@ def measured(
     """What `work` makes of a body, and its size in bytes, without prompts' token ids: the queue bounds those."""
     made = work(given, model, config)
     kept: object = made
-    ids = 0
+    ids = pixels = 0
     if isinstance(made, Resolved):
         ids = sum(carried(made.spec.params).values())
-        prompts = [replace(prompt, ids=[]) for prompt in made.spec.prompts]
+        pixels = sum(len(image.pixels) for prompt in made.spec.prompts for image in prompt.images)
+        prompts = [replace(prompt, ids=[], images=()) for prompt in made.spec.prompts]
         kept = replace(made, spec=replace(made.spec, prompts=prompts))
     elif isinstance(made, VectorSpec):
         kept = replace(made, inputs=())
-    return made, len(pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)) + BYTES_OF_ID * ids
+    return made, len(pickle.dumps(kept, pickle.HIGHEST_PROTOCOL)) + BYTES_OF_ID * ids + pixels
 
 
 def resolved(

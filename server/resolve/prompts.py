@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quire.engine.errors import ContextLengthExceeded, InvalidRequest
+from quire.engine.images.reader import Asked
 from quire.engine.text.chat_template import ChatRenderer, normalize
 from quire.engine.text.offsets import offsets_in, shown
 from quire.engine.text.tokenizer import Tokenizer
 from quire.server.generation.spec import Prompt
+from quire.server.images.asked import has_images, images_of
 from quire.server.protocol.bounds import MAX_PROMPTS
-from quire.server.protocol.chat import ChatRequest
+from quire.server.protocol.chat import ChatMessage, ChatRequest
 from quire.server.protocol.common import GenerationBody
 from quire.server.protocol.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from quire.server.resolve.checks import NeedsWorker, check_length, check_text, check_token_ids
@@ -117,12 +119,47 @@ def chat_prompt(
             f"{len(body.messages)} messages are more than this model's context of {longest} tokens holds",
             param="messages",
         )
+    asked = asked_images(body.messages, model)
     text = rendered(body, model, tools, trusted=trusted)
+    if asked:
+        return image_prompt(body, model, text, asked)
     cut = body.truncate_prompt_tokens is not None
     (ids,) = encode(model, [text], body.add_special_tokens, "messages", cut=cut)
     prompt = truncated(Prompt(ids), body, room(body.max_completion_tokens or body.max_tokens, 1, model), model)
     check_length(prompt.ids, model.context_length, "messages")
     return Prompt(prompt.ids, continued(body, text)) if body.echo else prompt
+
+
+def image_prompt(body: ChatRequest, model: ServedModel, text: str, asked: Sequence[Asked]) -> Prompt:
+    """The same of a conversation with images. Raises InvalidRequest."""
+    if body.truncate_prompt_tokens is not None:
+        raise InvalidRequest("truncate_prompt_tokens: a prompt with images is not cut", param="truncate_prompt_tokens")
+    assert model.images is not None
+
+    def encoded(text: str) -> list[int]:
+        (ids,) = encode(model, [text], body.add_special_tokens, "messages")
+        check_length(ids, model.context_length, "messages")
+        return ids
+
+    read = model.images.read(text, asked, encoded)
+    echoed = continued(body, text) if body.echo else None
+    return Prompt(read.ids, echoed, spans=read.spans, images=read.images)
+
+
+def with_images(text: str, messages: Sequence[ChatMessage], model: ServedModel) -> str:
+    """A rendered conversation with all that stands for its images. Raises as above."""
+    asked = asked_images(messages, model)
+    if not asked:
+        return text
+    assert model.images is not None
+    return model.images.text(text, asked)
+
+
+def asked_images(messages: Sequence[ChatMessage], model: ServedModel) -> list[Asked]:
+    """The images of a conversation. Raises what images_of raises, and NeedsWorker: their files may be hostile."""
+    if model.images is not None and not model.expendable and has_images(messages):
+        raise NeedsWorker
+    return images_of(messages, model)
 
 
 def rendered(body: ChatRequest, model: ServedModel, tools: Sequence[dict[str, Any]] | None, *, trusted: bool) -> str:

@@ -10,7 +10,7 @@ from quire.server.protocol.common import ignored_header
 from quire.server.protocol.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.server.resolve.checks import check_text, check_token_ids
 from quire.server.resolve.parse import parse
-from quire.server.resolve.prompts import renderer_for
+from quire.server.resolve.prompts import renderer_for, with_images
 from quire.server.served_model import ServedModel
 
 
@@ -36,6 +36,7 @@ def tokenized(given: bytes, model: ServedModel, config: ServerConfig) -> Reply:
             continue_final_message=body.continue_final_message,
             variables=body.chat_template_kwargs,
         )
+        text = with_images(text, body.messages, model)
         param, special = "messages", False
     check_text(text, param)
     special = special if body.add_special_tokens is None else body.add_special_tokens

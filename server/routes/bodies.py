@@ -21,6 +21,8 @@ from quire.server.access.bodies import Body
 from quire.server.access.held import hold
 from quire.server.config import ServerConfig
 from quire.server.generation.spec import GenerationSpec
+from quire.server.images.asked import NeedsImages
+from quire.server.images.fetch import Fetcher
 from quire.server.observe.request_log import HEADER, is_sound
 from quire.server.resolve.checks import NeedsWorker
 from quire.server.resolve.common import Resolved, measured
@@ -144,14 +146,28 @@ async def _here_or_there(request: Request, body: Body, work: Work[Result]) -> Re
                 return work(b"".join(body.pieces), model_of(request), runtime.config)
     except NeedsWorker:
         slow = True
-    working = runtime.workers.run(partial(measured, work=work), body.pieces, tenant_of(request.scope), slow=slow)
-    made, size = await _unless_left(request, working)
+    tenant = tenant_of(request.scope)
+    try:
+        working = runtime.workers.run(partial(measured, work=work), body.pieces, tenant, slow=slow)
+        made, size = await _unless_left(request, working)
+    except NeedsImages as needed:
+        fetched = await _unless_left(request, Fetcher(runtime.config.allowed_media_domains).all(needed.urls))
+        hold(request.scope, sum(map(len, fetched.values())))
+        again = partial(measured, work=partial(with_fetched, work=work, fetched=fetched))
+        made, size = await _unless_left(request, runtime.workers.run(again, body.pieces, tenant, slow=slow))
     try:
         hold(request.scope, size)
     except Exception:
         del made  # else it stays as long as the error's traceback
         raise
     return made
+
+
+def with_fetched(
+    given: bytes, model: ServedModel, config: ServerConfig, *, work: Work[Result], fetched: dict[str, bytes]
+) -> Result:
+    """What `work` makes of a body some of whose images were fetched."""
+    return work(given, replace(model, fetched=fetched), config)
 
 
 async def _unless_left(request: Request, working: Coroutine[Any, Any, Result]) -> Result:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.engine.errors import QuireError
+from quire.engine.images.decode import preload
 from quire.server.config import ServerConfig
 from quire.server.resolve import invocations  # noqa: F401 - what jobs need is there before workers are forked
 from quire.server.served_model import ModelSource, ServedModel
@@ -61,6 +62,8 @@ def fork_workers(control: socket.socket) -> None:
     assert isinstance(source, ModelSource)
     adapters: list[str] = []
     model = source.model(expendable=True, adapters=adapters)
+    if model.images is not None:
+        preload()
     gc.collect()
     gc.freeze()
     while True:

@@ -93,7 +93,7 @@ def test_compiled_mixtures_do_the_same_for_each_row(
     given = {key: each if key == "router" and float_router else each.to(dtype) for key, each in given.items()}
     x = torch.randn((70, HIDDEN), generator=generator).to(dtype)
     mixture = cpu.mixture(made(cpu, rule, correction, given))
-    assert isinstance(mixture, CompiledMixture)
+    assert isinstance(mixture, CompiledMixture) or not cpu.multiplies(dtype)
     got, w = mixture(x), {key: each.double() for key, each in given.items()}
     total = torch.zeros((70, HIDDEN), dtype=torch.float64)
     for at, row in enumerate(x.double()):

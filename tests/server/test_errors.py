@@ -130,7 +130,16 @@ BAD_INPUTS = [
     (chat(messages=[{"rol": "user", "content": "x"}]), "messages", r"\[0\].role: .*; got rol: did you mean role\?"),
     (chat(tool_choice="atuo"), "tool_choice", "did you mean auto\\?"),
     (chat(messages=[{"content": "x"}]), "messages", r"messages\[0\].role"),
-    (chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "messages", "only text.*type image_url"),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]),
+        "messages",
+        "only text.*type input_audio",
+    ),
+    (
+        chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+        "messages",
+        r"content\[0\].image_url: Field",
+    ),
     (
         chat(messages=[{"role": "user", "content": [{"type": "text"}]}]),
         "messages",

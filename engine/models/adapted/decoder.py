@@ -41,7 +41,7 @@ from quire.engine.models.adapted.probe import inputs_of
 from quire.engine.models.adapted.rows import ByRows
 from quire.engine.models.adapted.spec import AdaptedSpec
 from quire.engine.models.adapted.weights import Conversion, TensorStream
-from quire.engine.models.decoder import Decoder, KVCache
+from quire.engine.models.decoder import Decoder, Features, KVCache
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, LinearContext
 from quire.kernels.kv_codes import KVScales, scale_elements
 
@@ -167,8 +167,10 @@ class AdaptedDecoder(Decoder):
         kv_cache: KVCache,
         rows: Tensor,
         taps: Sequence[int],
+        features: Features | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         assert not taps
+        assert features is None
         self._paged.begin(metadata, kv_cache)
         positions = metadata.positions[None]
         positions = positions + self._first if self._first else positions

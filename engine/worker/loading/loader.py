@@ -79,6 +79,12 @@ def safetensors_stream(path: Path, *, as_stored: bool = False) -> TensorStream:
             yield text_tensor(stored) or stored, tensor
 
 
+def image_stream(path: Path) -> TensorStream:
+    """The tensors of a model directory that are for images, by the names that they have there."""
+    for shard in present(weight_files(path)):
+        yield from stored_tensors(shard, lambda stored: text_tensor(stored) is None)
+
+
 def present(shards: Sequence[Path]) -> Sequence[Path]:
     """The shards of one folder. Raises ModelError where some are not there."""
     if missing := [shard.name for shard in shards if not shard.is_file()]:

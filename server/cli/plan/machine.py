@@ -54,6 +54,11 @@ class Machine:
     """How many machines like this the devices are divided among."""
 
     @property
+    def reads_images(self) -> bool:
+        """Whether a model's tower for images is loaded: on CPUs, in one process."""
+        return not self.gpu and self.count == 1
+
+    @property
     def sharing(self) -> int:
         """How many devices of an engine share one memory: the parts of a CPU's machine."""
         return 1 if self.gpu else self.count // self.nodes

@@ -117,6 +117,6 @@ def answerable(chat: ChatRequest, model: ServedModel) -> Prompt:
     ):
         return prompt
     closing = model.tokenizer.encode(f"{reasoning.end}\n\n", add_special_tokens=False)
-    ended = Prompt([*prompt.ids, *closing])
+    ended = replace(prompt, ids=[*prompt.ids, *closing])
     check_length(ended.ids, model.context_length, "input")
     return ended

@@ -11,7 +11,7 @@ from typing import Any
 from quire.engine.errors import InvalidRequest
 from quire.server.encoding import encode_json
 from quire.server.protocol.bounds import MAX_MESSAGES
-from quire.server.protocol.items import CallOutput, Item, Message, Reasoning
+from quire.server.protocol.items import CallOutput, ImageContent, Item, Message, Reasoning, TextContent
 from quire.server.resolve.checks import check_texts
 from quire.server.store.store import Item as StoredItem
 from quire.server.store.store import Known, Reader, reading, size_of
@@ -130,8 +130,11 @@ def _kept(item: Item) -> dict[str, Any]:
     if isinstance(item, Message):
         kind = "output_text" if item.role == "assistant" else "input_text"
         more: dict[str, Any] = {"annotations": [], "logprobs": []} if item.role == "assistant" else {}
-        texts = [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
-        fields["content"] = [{"type": kind, "text": text, **more} for text in texts]
+        parts = [TextContent(type="text", text=item.content)] if isinstance(item.content, str) else item.content
+        fields["content"] = [
+            part.model_dump() if isinstance(part, ImageContent) else {"type": kind, "text": part.text, **more}
+            for part in parts
+        ]
     elif isinstance(item, CallOutput) and not isinstance(item.output, str):
         fields["output"] = [{"type": "input_text", "text": part.text} for part in item.output]
     elif isinstance(item, Reasoning):

@@ -12,8 +12,10 @@ from quire.server.protocol.items import (
     Content,
     CustomToolCall,
     FunctionCall,
+    ImageContent,
     Item,
     Message,
+    MessageContent,
     Reasoning,
     full_name,
     unsealed,
@@ -31,13 +33,13 @@ def turns_of(items: Sequence[Item], system: str, *, developer: bool) -> list[Tur
     turns: list[Turn] = []
     names: dict[str, str] = {}
     if system:
-        add_text(turns, "system", [system])
+        add_parts(turns, "system", parts_of(system))
     for item in items:
         if isinstance(item, Message) and item.role == "assistant":
-            assistant(turns, "tool_calls")["content"] += parts(texts_of(item.content))
+            assistant(turns, "tool_calls")["content"] += parts_of(item.content)
         elif isinstance(item, Message):
             role = "system" if item.role == "developer" and not developer else item.role
-            add_text(turns, role, texts_of(item.content))
+            add_parts(turns, role, parts_of(item.content))
         elif isinstance(item, CallOutput):
             turn = {"role": "tool", "tool_call_id": item.call_id, "content": "\n".join(texts_of(item.output))}
             name = names.get(item.call_id)
@@ -51,10 +53,10 @@ def turns_of(items: Sequence[Item], system: str, *, developer: bool) -> list[Tur
     return turns
 
 
-def add_text(turns: list[Turn], role: str, texts: Sequence[str]) -> None:
+def add_parts(turns: list[Turn], role: str, given: Sequence[Turn]) -> None:
     if not turns or turns[-1]["role"] != role:
         turns.append({"role": role, "content": []})
-    turns[-1]["content"] += parts(texts)
+    turns[-1]["content"] += given
 
 
 def assistant(turns: list[Turn], *before: str) -> Turn:
@@ -80,5 +82,17 @@ def texts_of(content: str | Content) -> list[str]:
     return [content] if isinstance(content, str) else [part.text for part in content]
 
 
-def parts(texts: Sequence[str]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text} for text in texts]
+def parts_of(content: str | MessageContent) -> list[Turn]:
+    """A chat's content."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [
+        image_part(part.image_url, part.detail)
+        if isinstance(part, ImageContent)
+        else {"type": "text", "text": part.text}
+        for part in content
+    ]
+
+
+def image_part(url: str, detail: str) -> Turn:
+    return {"type": "image_url", "image_url": {"url": url, "detail": "high" if detail == "original" else detail}}

@@ -13,6 +13,7 @@ from quire.server.protocol.chat import ChatRequest
 from quire.server.protocol.common import ignored_header
 from quire.server.protocol.messages import (
     CountTokensRequest,
+    ImageBlock,
     InputMessage,
     InputTool,
     MessagesRequest,
@@ -27,7 +28,7 @@ from quire.server.resolve.chat import chat_call, ignored_by_template
 from quire.server.resolve.checks import check_text
 from quire.server.resolve.common import Resolved
 from quire.server.resolve.parse import parse, validated
-from quire.server.resolve.prompts import rendered
+from quire.server.resolve.prompts import rendered, with_images
 from quire.server.resolve.tokenize import Reply
 from quire.server.resolve.tools import tool_use
 from quire.server.resolve.translated.names import in_own_words, named_by_caller
@@ -79,6 +80,7 @@ def count_tokens(given: bytes, model: ServedModel, config: ServerConfig) -> Repl
         headers = ignored_header(ignored, config.strict)
         shown = tool_use(chat, model.formats.tools).shown
         text = rendered(chat, model, shown, trusted=config.trust_request_chat_template)
+        text = with_images(text, chat.messages, model)
         check_text(text, "messages")
     ids = model.tokenizer.encode(text, add_special_tokens=chat.add_special_tokens)
     return Reply(encode_json({"input_tokens": len(ids)}), headers)
@@ -179,10 +181,11 @@ def add_turns(turns: list[Turn], message: InputMessage, called: dict[str, str]) 
             turn = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
             name = called.get(block.tool_use_id)
             turns.append(turn if name is None else {**turn, "name": name})
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, TextBlock | ImageBlock):
             if not turns or turns[-1]["role"] != message.role:
                 turns.append({"role": message.role, "content": []})
-            turns[-1]["content"] += parts([block.text])
+            shown = [image_part(block.url)] if isinstance(block, ImageBlock) else parts([block.text])
+            turns[-1]["content"] += shown
         else:
             raise InvalidRequest(f"messages: a block of type {block.type} is the assistant's", param="messages")
 
@@ -201,8 +204,8 @@ def assistant_turn(message: InputMessage, called: dict[str, str]) -> Turn:
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
             for call in calls
         ]
-    if any(isinstance(each, ToolResultBlock) for each in blocks):
-        raise InvalidRequest("messages: a block of type tool_result is the user's", param="messages")
+    if theirs := [each for each in blocks if isinstance(each, ToolResultBlock | ImageBlock)]:
+        raise InvalidRequest(f"messages: a block of type {theirs[0].type} is the user's", param="messages")
     return turn
 
 
@@ -213,6 +216,10 @@ def blocks_of(message: InputMessage) -> list[Any]:
 
 def texts_of(content: str | list[TextBlock]) -> list[str]:
     return [content] if isinstance(content, str) else [block.text for block in content]
+
+
+def image_part(url: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def parts(texts: list[str]) -> list[dict[str, str]]:

@@ -44,7 +44,6 @@ NAMES = {
     "response_format": "format",
 }
 """Names of a chat's fields, and what Ollama calls them."""
-NO_IMAGES = "images are not supported here yet"
 
 
 def resolve_chat(given: bytes, model: ServedModel, config: ServerConfig) -> Resolved | Reply:
@@ -62,13 +61,14 @@ def resolve_generate(given: bytes, model: ServedModel, config: ServerConfig) -> 
     above."""
     body = parse(given, OllamaGenerateRequest)
     name = model.answer_name(plain_name(body.model, model))
-    if body.images:
-        raise InvalidRequest(NO_IMAGES, param="images")
-    if not body.prompt:
+    if body.images and (body.raw or body.suffix):
+        raise InvalidRequest("images: not with raw or suffix, which are read without the template", param="images")
+    if not body.prompt and not body.images:
         return Reply(loaded(name, "response"), {})
     if not body.raw and not body.suffix:
         turns = [{"role": "system", "content": body.system}] if body.system else []
-        return _chat(body, [*turns, {"role": "user", "content": body.prompt}], (), name, model, config)
+        content = with_images(body.prompt, body.images)
+        return _chat(body, [*turns, {"role": "user", "content": content}], (), name, model, config)
     with named_by_caller(NAMES):
         fields = {**sampling(body, model), "prompt": body.prompt, "model": name}
         if body.suffix:
@@ -109,9 +109,7 @@ def turns_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     turns: list[dict[str, Any]] = []
     open_calls: list[str] = []
     for index, message in enumerate(messages):
-        if message.images:
-            raise InvalidRequest(f"messages[{index}].images: {NO_IMAGES}", param="messages")
-        turn: dict[str, Any] = {"role": message.role, "content": message.content}
+        turn: dict[str, Any] = {"role": message.role, "content": with_images(message.content, message.images)}
         if message.thinking:
             turn["reasoning"] = message.thinking
         if message.tool_calls:
@@ -125,6 +123,12 @@ def turns_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
             turn["tool_call_id"] = message.tool_call_id or (open_calls.pop(0) if open_calls else "call")
         turns.append(turn)
     return turns
+
+
+def with_images(text: str, images: Sequence[str]) -> list[dict[str, Any]]:
+    """A message's content; its images, in base64, stand before the text, as in Ollama."""
+    shown = [{"type": "image_url", "image_url": {"url": f"data:;base64,{image}"}} for image in images]
+    return [*shown, {"type": "text", "text": text}]
 
 
 def sampling(body: OllamaBody, model: ServedModel) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_what_is_no_conversation_is_refused(llm: LLM, talk: object) -> None:
         [None],
         [b"a"],
         [5.5],
-        {"prompt": "a", "multi_modal_data": {}},
+        {"prompt": "a", "multi_modal_data": {"audio": 1}},
     ],
 )
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: object) -> None:

@@ -1,0 +1,112 @@
+"""From a file's bytes to an image, within bounds. Files may be hostile: a server calls this in a process that may be
+killed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from quire.engine.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Those that are read, by Pillow's names; of a GIF the first frame."""
+_SHOWN = 100
+READABLE = "a PNG, JPEG, WEBP or GIF file"
+MOST_BYTES = 20 << 20
+"""Of a file."""
+MOST_PIXELS = 25_000_000
+"""Of an image: a bomb is a few bytes that say they are more."""
+
+
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+"""Of EXIF: the tag, and its values for an image that lies on its side."""
+
+
+def preload() -> None:
+    """Import what decodes: a process that is forked has it then. Without this Pillow imports its forty formats at the
+    first WEBP."""
+    for name in ("PngImagePlugin", "JpegImagePlugin", "WebPImagePlugin", "GifImagePlugin", "ImageOps"):
+        import_module(f"PIL.{name}")
+
+
+def opened(content: bytes, where: str) -> Image.Image:
+    """An image whose size is known and whose pixels are not read yet. Raises InvalidRequest, naming the field `where`
+    the bytes came from."""
+    from PIL import Image  # it takes 30 ms, which a server without images need not spend
+
+    preload()
+    if len(content) > MOST_BYTES:
+        raise refused(where, f"an image's file may have {MOST_BYTES >> 20} MiB, this one has {len(content) >> 20}")
+    try:
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        width, height = image.size
+    except MemoryError:
+        raise
+    except Image.DecompressionBombError:
+        raise refused(where, f"the image has more than {MOST_PIXELS:,} pixels") from None
+    except Exception:  # Pillow's formats raise any of theirs on what is broken
+        raise refused(where, f"is not {READABLE}") from None
+    if width * height > MOST_PIXELS:
+        raise refused(where, f"the image has {width} x {height} pixels; at most {MOST_PIXELS:,} are read")
+    if not width * height:
+        raise refused(where, "the image has no pixels")
+    return image
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height as `upright` will have them."""
+    try:
+        turned = image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE
+    except MemoryError:
+        raise
+    except Exception:  # broken, as Pillow finds again when it decodes
+        turned = False
+    return (image.height, image.width) if turned else image.size
+
+
+def upright(image: Image.Image, where: str) -> Image.Image:
+    """All pixels of an image in RGB, turned as its camera says, what is transparent on white. Raises InvalidRequest."""
+    from PIL import Image, ImageOps
+
+    try:
+        image.load()
+        if image.getexif().get(_ORIENTATION, 1) != 1:  # else it would be a copy
+            image = ImageOps.exif_transpose(image)
+        if "A" in image.getbands() or image.info.get("transparency") is not None:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+        return image if image.mode == "RGB" else image.convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise refused(where, f"the image cannot be decoded: {str(error)[:100]}") from None
+
+
+def from_data(url: str, where: str) -> bytes:
+    """The bytes of a data: URL in base64. Raises InvalidRequest."""
+    head, comma, body = url.partition(",")
+    if not comma or not head.lower().startswith("data:"):
+        raise refused(where, f"must be a data: URL with the image in base64, got {head[:_SHOWN]!r}")
+    if not head.lower().endswith(";base64"):
+        raise refused(where, "a data: URL must have its content in base64 (data:image/png;base64,…)")
+    return from_base64(body, where)
+
+
+def from_base64(text: str, where: str) -> bytes:
+    """Raises InvalidRequest."""
+    if len(text) // 4 * 3 > MOST_BYTES + 2:
+        raise refused(where, f"an image's file may have {MOST_BYTES >> 20} MiB, this one has {len(text) * 3 >> 22}")
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError):
+        raise refused(where, "its base64 is not valid") from None
+
+
+def refused(where: str, why: str) -> InvalidRequest:
+    return InvalidRequest(f"{where}: {why}", param=where.partition("[")[0].partition(".")[0])

@@ -1,0 +1,1 @@
+"""Images of requests: where they come from, and which bytes these are."""

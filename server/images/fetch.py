@@ -1,0 +1,162 @@
+"""Fetches images from addresses that the operator allows, by HTTP.
+
+A caller's address must not reach what only this machine reaches: a host must be one of the operator's, and after its
+name is resolved, at the moment of the connection, its address must be a public one; redirections are looked at in the
+same way. Proxies of the environment are not asked, as they would resolve names themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import httpcore
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.images.decode import MOST_BYTES, refused
+
+SECONDS = 10.0
+"""For one image, redirections included."""
+MOST_REDIRECTS = 3
+MOST_IN_ALL = 48 << 20
+"""Bytes of all images of a request."""
+_REDIRECTS = (301, 302, 303, 307, 308)
+_EMBEDDING = tuple(ipaddress.ip_network(each) for each in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32"))
+"""Networks of IPv6 whose addresses stand for others of IPv4."""
+
+
+class Forbidden(Exception):
+    """A host has no address that may be reached."""
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the public network: not private, loopback, link-local, multicast or reserved."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        if found.ipv4_mapped is not None:
+            return is_public(str(found.ipv4_mapped))
+        if any(found in network for network in _EMBEDDING):
+            return False
+    return found.is_global and not found.is_multicast and not found.is_reserved
+
+
+class GuardedNetwork(httpcore.AsyncNetworkBackend):
+    """Connects to addresses that may be reached, and to no others, whatever a name stands for."""
+
+    def __init__(self, may_reach: Callable[[str], bool] = is_public) -> None:
+        self._may_reach = may_reach
+        self._network = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109 - the interface is httpcore's
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
+        if not addresses or not all(self._may_reach(each) for each in addresses):
+            raise Forbidden
+        return await self._network.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+
+    async def connect_unix_socket(self, *args: Any, **options: Any) -> httpcore.AsyncNetworkStream:
+        raise Forbidden
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class Fetcher:
+    """Fetches for all requests."""
+
+    def __init__(self, domains: Sequence[str], may_reach: Callable[[str], bool] = is_public) -> None:
+        """`domains`: hosts that may be asked; *.example.com: all below it; *: any."""
+        self._domains = [each.lower().rstrip(".") for each in domains]
+        self._may_reach = may_reach
+
+    async def all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
+        """What is at these addresses, each with the field that names it. Raises InvalidRequest, naming the field."""
+        found: dict[str, bytes] = {}
+        async with (
+            httpcore.AsyncConnectionPool(
+                network_backend=GuardedNetwork(self._may_reach), max_connections=4, keepalive_expiry=0
+            ) as pool,
+            asyncio.TaskGroup() as tasks,
+        ):
+            asked = {url: tasks.create_task(_kept(self._one(pool, url, where))) for url, where in urls.items()}
+        for url, task in asked.items():
+            content = task.result()
+            if isinstance(content, InvalidRequest):
+                raise content
+            found[url] = content
+        if sum(map(len, found.values())) > MOST_IN_ALL:
+            raise refused("messages", f"the images at its addresses have more than {MOST_IN_ALL >> 20} MiB together")
+        return found
+
+    async def _one(self, pool: httpcore.AsyncConnectionPool, url: str, where: str) -> bytes:
+        try:
+            async with asyncio.timeout(SECONDS):
+                for _ in range(MOST_REDIRECTS + 1):
+                    content, url = await self._answer(pool, self._allowed(url, where), where)
+                    if content is not None:
+                        return content
+        except TimeoutError:
+            raise refused(where, f"the image did not come within {SECONDS:g} seconds") from None
+        except Forbidden:
+            raise refused(where, "its host is not of the public network") from None
+        except (
+            OSError,
+            UnicodeError,
+            ValueError,
+            httpcore.NetworkError,
+            httpcore.ProtocolError,
+            httpcore.TimeoutException,
+        ):
+            raise refused(where, "the image cannot be fetched from its address") from None
+        raise refused(where, f"its address leads on more than {MOST_REDIRECTS} times")
+
+    def _allowed(self, url: str, where: str) -> str:
+        """The address itself. Raises InvalidRequest for one that may not be asked."""
+        split = urlsplit(url)
+        host = (split.hostname or "").rstrip(".")
+        if split.scheme not in ("http", "https") or not host or split.username or split.password:
+            raise refused(where, "must be an http or https address of a host, without a user's name")
+        below = [f"*.{host.partition('.')[2]}"] if "." in host else []
+        while below and "." in below[-1][2:]:
+            below.append(f"*.{below[-1][2:].partition('.')[2]}")
+        if not {"*", host, *below} & set(self._domains):
+            raise refused(where, f"images are not fetched from {host[:100]} here (--allowed-media-domains)")
+        return url
+
+    async def _answer(self, pool: httpcore.AsyncConnectionPool, url: str, where: str) -> tuple[bytes | None, str]:
+        """The content, or None and the address that it leads on to."""
+        kept, size = [], 0
+        headers = [(b"accept", b"image/*"), (b"user-agent", b"quire")]
+        async with pool.stream("GET", url, headers=headers) as response:
+            if response.status in _REDIRECTS:
+                location = next((value for name, value in response.headers if name.lower() == b"location"), b"")
+                return None, urljoin(url, location.decode("ascii", "replace"))
+            if response.status != 200:
+                raise refused(where, f"its address answered with status {response.status}")
+            async for piece in response.aiter_stream():
+                kept.append(piece)
+                size += len(piece)
+                if size > MOST_BYTES:
+                    raise refused(where, f"the image at its address has more than {MOST_BYTES >> 20} MiB")
+        return b"".join(kept), url
+
+
+async def _kept(work: Any) -> bytes | InvalidRequest:
+    """The result, or the error: the others are not cut off by it."""
+    try:
+        content: bytes = await work
+    except InvalidRequest as error:
+        return error
+    return content

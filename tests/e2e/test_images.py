@@ -1,0 +1,101 @@
+"""Images in a real server: its engine is killed while it answers; several API processes, engines and drafts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.server import Server
+from tests.server.images.test_requests import asking, data_url, file_of
+from tests.tiny_vision import picture, save_tiny_vision
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ("--num-kv-blocks", "256", "--served-model-name", "tiny")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision(tmp_path_factory.mktemp("vision"), max_position_embeddings=2048)
+
+
+def client_of(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def ask(client: openai.OpenAI, seed: int, **options: Any) -> Any:
+    messages = asking(data_url(file_of(picture(seed, 120, 90))), data_url(file_of(picture(seed + 1, 60, 60))))
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    return client.chat.completions.create(
+        model="tiny", messages=messages, temperature=0, extra_body=extra, **{"max_tokens": 20, **options}
+    )
+
+
+def ids_of(answer: Any) -> list[int]:
+    found: list[int] = answer.choices[0].token_ids
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, list[int]]]:
+    """What a server alone answers."""
+    server = Server(tmp_path_factory.mktemp("log") / "log", str(path), *OPTIONS)
+    try:
+        yield {seed: ids_of(ask(client_of(server), seed, max_tokens=400)) for seed in (1, 5)}
+    finally:
+        server.stop()
+
+
+def test_an_engine_that_is_killed_is_given_the_pixels_again(
+    path: Path, wanted: dict[int, list[int]], tmp_path: Path
+) -> None:
+    server = Server(tmp_path / "log", str(path), *OPTIONS)
+    try:
+        found, killed = list[int](), False
+        for chunk in ask(client_of(server), 1, max_tokens=400, stream=True):
+            found += [token for choice in chunk.choices for token in choice.model_dump().get("token_ids") or ()]
+            if found and not killed:
+                (engine,) = server.engine_pids()
+                os.kill(engine, signal.SIGKILL)
+                killed = True
+        assert found == wanted[1]
+        assert server.metric("quire:engine_deaths_total") == 1
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--api-server-count", "2", "--data-parallel-size", "2"),
+        ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
+        ("--max-num-batched-tokens", "40"),
+    ],
+    ids=["processes", "drafts", "chunks"],
+)
+def test_answers_are_the_same(
+    path: Path, wanted: dict[int, list[int]], tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    server = Server(tmp_path / "log", str(path), *OPTIONS, *options)
+    try:
+        for _ in range(2):
+            for seed, ids in wanted.items():
+                assert ids_of(ask(client_of(server), seed, max_tokens=400)) == ids
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("option", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+def test_ranks_say_that_they_read_none(path: Path, tmp_path: Path, option: str) -> None:
+    server = Server(tmp_path / "log", str(path), *OPTIONS, option, "2")
+    try:
+        with pytest.raises(openai.BadRequestError, match="read no images yet"):
+            ask(client_of(server), 1)
+    finally:
+        server.stop()

@@ -1,0 +1,157 @@
+"""A request with images has the same bits alone, beside others, in chunks, from the cache and after a preemption."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from quire.engine.checkpoint.files import read_raw_config
+from quire.engine.checkpoint.sizes import read_sizes
+from quire.engine.client.messages import Submit, apart, decode_to_engine, encode, together
+from quire.engine.config import EngineConfig
+from quire.engine.encoders.siglip import Tower
+from quire.engine.images.config import read_vision
+from quire.engine.images.reader import Asked, ImageReader, image_reader
+from quire.engine.layers.schemes import Unquantized
+from quire.engine.loop import Engine
+from quire.engine.replicas.router import prefix_pieces
+from quire.engine.text.tokenizer import Tokenizer
+from quire.engine.types import Request
+from quire.engine.worker.images.features import ImageFeatures
+from quire.kernels.reference import Reference
+from tests.engine.harness import Answer, request, run
+from tests.tiny_vision import MARK, picture, save_tiny_vision
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision(tmp_path_factory.mktemp("vision"), max_position_embeddings=2048)
+
+
+def about(path: Path, name: str, *pictures: int, more: str = "", **options: object) -> Request:
+    """A question about pictures, which are cut into several tiles."""
+    tokenizer = Tokenizer.load(path)
+    reader = image_reader(path, tokenizer)
+    assert isinstance(reader, ImageReader)
+    text = "Look at what follows: " + "".join(f"see {MARK} and " for _ in pictures) + f"say what it is{more}"
+    read = reader.read(text, [Asked("image", picture(seed, 120, 70)) for seed in pictures], tokenizer.encode)
+    asked = request(name, read.ids, **{"max_tokens": 12, "logprobs": 2, "prompt_logprobs": None, **options})
+    return msgspec.structs.replace(asked, spans=read.spans, images=read.images)
+
+
+def engine(path: Path, **options: object) -> Engine:
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 64, "dtype": "bfloat16", **options}))
+
+
+def bits(answers: dict[str, Answer]) -> dict[str, object]:
+    return {name: (each.ids, each.logprobs) for name, each in answers.items()}
+
+
+def alone(path: Path, asked: Request) -> Answer:
+    return run(engine(path, enable_prefix_caching=False), [asked])[asked.id]
+
+
+def made(computed: Engine) -> int:
+    """Tiles that the tower has read."""
+    features = computed.runner._features  # type: ignore[attr-defined]
+    assert isinstance(features, ImageFeatures)
+    return features.made
+
+
+def test_beside_others_and_in_chunks(path: Path) -> None:
+    asked = [about(path, "a", 1), about(path, "b", 2, 3), about(path, "c", 1, 4), request("d", [5, 6, 7], logprobs=2)]
+    wanted = bits({each.id: alone(path, each) for each in asked})
+    for options in (
+        {},
+        {"max_num_batched_tokens": 23, "max_num_seqs": 3},
+        {"long_prefill_token_threshold": 7},
+    ):
+        assert bits(run(engine(path, **options), asked)) == wanted, options
+
+
+def test_the_next_turn_hits_and_another_picture_does_not(path: Path) -> None:
+    served = engine(path)
+    first, again = about(path, "a", 1, 2), about(path, "b", 1, 2, more="? and why")
+    other = about(path, "c", 1, 3)
+    run(served, [first])
+    tiles = made(served)
+    assert tiles == len(first.images)
+    found = run(served, [again])["b"]
+    assert found.cached_tokens >= (len(first.prompt_ids) - 16) // 16 * 16
+    assert made(served) == tiles  # nothing of it is read again
+    assert found.ids == alone(path, again).ids
+    # The prompts' tokens are the same, up to the end of the first picture their contents too.
+    assert other.prompt_ids == first.prompt_ids
+    seen = run(served, [other])["c"]
+    second = first.spans[len(first.spans) // 2]
+    assert 0 < seen.cached_tokens <= second.start
+    wanted = alone(path, other)
+    assert (seen.ids, seen.logprobs) == (wanted.ids, wanted.logprobs)
+
+
+def test_after_a_preemption(path: Path) -> None:
+    asked = [about(path, f"{index}", 1 + index, max_tokens=40) for index in range(3)]
+    wanted = {each.id: alone(path, each) for each in asked}
+    blocks = -(-(len(asked[0].prompt_ids) + 40) // 16)
+    served = engine(path, num_kv_blocks=2 * blocks + 2, enable_prefix_caching=False)
+    assert run(served, asked) == wanted
+    assert served.stats.preemptions > 0
+
+
+def test_features_that_were_let_go_of_are_made_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = about(path, "a", 1, 2)
+    wanted = alone(path, asked)
+    served = engine(path, long_prefill_token_threshold=5, enable_prefix_caching=False)
+    monkeypatch.setattr(served.runner._features, "_most", 0)  # type: ignore[attr-defined]
+    assert run(served, [asked])["a"] == wanted
+    assert made(served) > len(asked.images)
+
+
+def test_salts_are_apart(path: Path) -> None:
+    served = engine(path)
+    run(served, [about(path, "a", 1)])
+    before = made(served)
+    asked = msgspec.structs.replace(about(path, "b", 1), cache_salt="x")
+    assert run(served, [asked])["b"].cached_tokens == 0
+    assert made(served) == 2 * before
+
+
+def test_no_step_reads_two_tiles_of_a_request(path: Path) -> None:
+    served, asked = engine(path, enable_prefix_caching=False), about(path, "a", 1, 2)
+    served.add(asked)
+    before = 0
+    while served.busy:
+        served.step()
+        assert made(served) - before <= 1
+        before = made(served)
+    assert before == len(asked.images)
+
+
+def test_an_image_of_several_choices_crosses_the_socket_once(path: Path) -> None:
+    one = about(path, "a", 1)
+    asked = [one, msgspec.structs.replace(one, id="b"), request("c", [1])]
+    message = encode(Submit(*apart(asked)))
+    pixels = sum(len(image.pixels) for image in one.images)
+    assert pixels < len(message) < 1.5 * pixels
+    sent = decode_to_engine(message)
+    assert isinstance(sent, Submit)
+    assert together(sent.requests, sent.images) == asked
+
+
+def test_a_router_tells_pictures_apart(path: Path) -> None:
+    one, other = prefix_pieces(about(path, "a", 1)), prefix_pieces(about(path, "b", 2))
+    assert one[0] == other[0]
+    assert one[-1] != other[-1]
+    assert one == prefix_pieces(about(path, "c", 1))
+
+
+def test_the_plan_counts_the_tower(path: Path) -> None:
+    vision = read_vision(path)
+    assert vision is not None
+    tower = Tower(vision, 64, Reference(), Unquantized(Reference(), torch.float32), dtype=torch.float32, progress=int)
+    numbers = sum(math.prod(each.shape) for each in tower.parameters().values())
+    assert read_sizes(read_raw_config(str(path))[0]).tower == numbers

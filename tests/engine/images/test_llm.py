@@ -1,0 +1,111 @@
+"""Images through LLM, against transformers' processor and model."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from quire.engine.errors import InvalidRequest
+from quire.engine.offline.llm import LLM
+from quire.engine.offline.params import SamplingParams
+from tests.tiny_vision import MARK, expected, picture, save_tiny_vision
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision(tmp_path_factory.mktemp("vision"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+def llm(path: Path) -> LLM:
+    return LLM(path, dtype="float32", num_kv_blocks=256)
+
+
+def data_url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def test_a_talk_about_several_images_is_as_transformers_has_it(llm: LLM, path: Path) -> None:
+    images = [picture(1, 300, 200), picture(2, 90, 400), picture(3, 40, 40)]
+    talk = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Compare "},
+                {"type": "image", "image": images[0]},
+                {"type": "text", "text": " with "},
+                {"type": "image_url", "image_url": {"url": data_url(images[1])}},
+            ],
+        },
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": [{"type": "image_pil", "image_pil": images[2]}, {"type": "text", "text": "?"}]},
+    ]
+    (answer,) = llm.chat(talk, GREEDY, use_tqdm=False)
+    plain = [
+        {"role": turn["role"], "content": [_bare(part) for part in turn["content"]]}
+        if isinstance(turn["content"], list)
+        else {"role": turn["role"], "content": [{"type": "text", "text": turn["content"]}]}
+        for turn in talk
+    ]
+    tokens = list(answer.outputs[0].token_ids)
+    ids, logprobs = expected(path, plain, images, tokens)
+    assert answer.prompt_token_ids == ids
+    assert answer.prompt_logprobs is not None
+    assert answer.outputs[0].logprobs is not None
+    found = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
+    for place, (row, token) in enumerate(zip(found, [*ids[1:], *tokens], strict=True)):
+        assert row is not None
+        assert row[token].logprob == pytest.approx(logprobs[place, token].item(), abs=1e-4)
+    assert logprobs[len(ids) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_multi_modal_data_is_the_same_prompt(llm: LLM) -> None:
+    image = picture(4, 100, 60)
+    talk = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]
+    (chat,) = llm.chat(talk, GREEDY, use_tqdm=False)
+    text = f"<|im_start|>User:{MARK}What?<end_of_utterance>\nAssistant:"
+    (given,) = llm.generate({"prompt": text, "multi_modal_data": {"image": image}}, GREEDY, use_tqdm=False)
+    assert given.prompt_token_ids == chat.prompt_token_ids
+    assert given.outputs[0].token_ids == chat.outputs[0].token_ids
+    other = {"prompt": text, "multi_modal_data": {"image": [picture(5, 100, 60)]}}
+    (answer,) = llm.generate(other, GREEDY, use_tqdm=False)
+    assert answer.prompt_token_ids == chat.prompt_token_ids
+    assert answer.prompt_logprobs != chat.prompt_logprobs
+
+
+def test_text_alone_is_shown_to_a_template_of_parts(llm: LLM) -> None:
+    (answer,) = llm.chat([{"role": "user", "content": "Hello"}], GREEDY, use_tqdm=False)
+    assert answer.prompt == "<|im_start|>User: Hello<end_of_utterance>\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"type": "image", "image": "cat.png"}, "messages[0].content[0]: must be an image of Pillow, got str"),
+        ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "must be a data: URL"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,%%%"}}, "its base64 is not valid"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGVsbG8="}}, "is not a PNG, JPEG"),
+        ({"type": "input_audio", "input_audio": {}}, "must be text or images, got input_audio"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_its_field(llm: LLM, part: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said.replace("[", r"\[")):
+        llm.chat([{"role": "user", "content": [part]}], GREEDY, use_tqdm=False)
+
+
+def test_the_mark_of_an_image_in_a_text_is_refused(llm: LLM) -> None:
+    content = [{"type": "image", "image": picture(1, 40, 40)}, {"type": "text", "text": f"and {MARK}"}]
+    with pytest.raises(InvalidRequest, match="text may not hold it"):
+        llm.chat([{"role": "user", "content": content}], GREEDY, use_tqdm=False)
+
+
+def _bare(part: dict[str, object]) -> dict[str, object]:
+    return part if part["type"] == "text" else {"type": "image"}

@@ -1,0 +1,289 @@
+"""Images in requests of every API: the whole server on a tiny SmolVLM, its engine in this process."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from PIL import Image
+
+from quire.engine.client.client import EngineClient
+from quire.engine.errors import InvalidRequest
+from quire.engine.images.reader import image_reader
+from quire.engine.offline.in_process import InProcessLink
+from quire.engine.text.tokenizer import Tokenizer
+from quire.server.app import create_app
+from quire.server.config import ServerConfig
+from quire.server.resolve.chat import resolve_chat
+from quire.server.routes import bodies
+from quire.server.served_model import ModelSource
+from tests.server.api import Api, open_api
+from tests.server.fake import FakeEngine, hashed
+from tests.tiny_models import VOCAB
+from tests.tiny_vision import MARK, MARK_ID, TILE_TOKENS, picture, processor, save_tiny_vision
+
+CHAT = "/v1/chat/completions"
+SAMPLING = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_vision(tmp_path_factory.mktemp("vision"), max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="module")
+async def api(path: Path) -> AsyncIterator[Api]:
+    options = {"served_model_name": ["tiny"], "num_kv_blocks": 256, "allowed_media_domains": ["*.example.com"]}
+    config = ServerConfig(model=str(path), **options)
+    tokenizer = Tokenizer.load(path)
+    client = EngineClient(InProcessLink(config))
+    images = image_reader(path, tokenizer)
+    app = create_app(client, ModelSource(config, tokenizer, VOCAB, {}, images=images))
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://quire", timeout=60) as http,
+    ):
+        openai = AsyncOpenAI(base_url="http://quire/v1", api_key="none", http_client=http, max_retries=0)
+        yield Api(client.link, app, http, openai)  # type: ignore[arg-type]
+
+
+def file_of(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def data_url(content: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def asking(*urls: str, text: str = "What?", **detail: str) -> list[dict[str, Any]]:
+    images = [{"type": "image_url", "image_url": {"url": url, **detail}} for url in urls]
+    return [{"role": "user", "content": [*images, {"type": "text", "text": text}]}]
+
+
+def tokens_of(path: Path, *images: Image.Image, **options: Any) -> list[int]:
+    """transformers' prompt for `asking` about these."""
+    made = processor(path)
+    talk = [{"role": "user", "content": [*[{"type": "image"}] * len(images), {"type": "text", "text": "What?"}]}]
+    text = made.apply_chat_template(talk, add_generation_prompt=True)
+    ids = made(text=[text], images=[list(images)], add_special_tokens=False, **options)["input_ids"][0]
+    return [int(each) for each in ids]
+
+
+async def test_openais_client_sends_pictures(api: Api, path: Path) -> None:
+    images = [picture(1, 200, 120), picture(2, 64, 64)]
+    messages = asking(data_url(file_of(images[0])), data_url(file_of(images[1], "WEBP", lossless=True), "webp"))
+    chat = await api.openai.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=8, temperature=0, extra_body={"return_token_ids": True}
+    )
+    wanted = tokens_of(path, *images)
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == len(wanted)
+    assert chat.model_dump()["prompt_token_ids"] == wanted
+    again = await api.openai.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_tokens=8,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, usage = "", None
+    async for chunk in again:
+        text += "".join(choice.delta.content or "" for choice in chunk.choices)
+        usage = chunk.usage or usage
+    assert text == chat.choices[0].message.content
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == (len(wanted) - 1) // 16 * 16
+
+
+async def test_every_api_asks_the_same(api: Api, path: Path) -> None:
+    image = picture(3, 120, 200)
+    file = file_of(image)
+    url, encoded = data_url(file), base64.b64encode(file).decode()
+    chat = await api.post(CHAT, {"messages": asking(url), **SAMPLING})
+    said, count = chat["choices"][0]["message"]["content"], len(tokens_of(path, image))
+    source = {"type": "base64", "media_type": "image/png", "data": encoded}
+    blocks = [{"type": "image", "source": source}, {"type": "text", "text": "What?"}]
+    body = {"messages": [{"role": "user", "content": blocks}], "model": "tiny"}
+    message = await api.post("/v1/messages", {**body, "max_tokens": 8, "temperature": 0, "ignore_eos": True})
+    usage = message["usage"]
+    assert message["content"][0]["text"] == said
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
+    assert await api.post("/v1/messages/count_tokens", body) == {"input_tokens": count}
+    parts = [{"type": "input_image", "image_url": url, "detail": "auto"}, {"type": "input_text", "text": "What?"}]
+    given = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 8, "temperature": 0}
+    response = await api.post("/v1/responses", {**given, "ignore_eos": True})
+    assert response["output"][0]["content"][0]["text"] == said
+    assert response["usage"]["input_tokens"] == count
+    options = {"num_predict": 8, "temperature": 0}
+    asked = {"messages": [{"role": "user", "content": "What?", "images": [encoded]}], "stream": False}
+    ollama = await api.post("/api/chat", {**asked, "options": options})
+    assert ollama["prompt_eval_count"] == count
+    one = await api.post("/api/generate", {"prompt": "What?", "images": [encoded], "stream": False, "options": options})
+    assert one["response"] == ollama["message"]["content"]
+    tokens = await api.post("/tokenize", {"messages": asking(url)})
+    assert tokens["tokens"] == tokens_of(path, image)
+
+
+class Fetched:
+    """What a Fetcher is, with one image at every address."""
+
+    asked: ClassVar[list[str]] = []
+
+    def __init__(self, domains: Sequence[str]) -> None:
+        assert domains == ["*.example.com"]
+
+    async def all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
+        self.asked.extend(urls)
+        return dict.fromkeys(urls, PNG)
+
+
+async def test_an_address_is_asked_and_its_image_read(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "Fetcher", Fetched)
+    url = "https://pictures.example.com/cat.png"
+    by_address = await api.post(CHAT, {"messages": asking(url, url), **SAMPLING, "logprobs": True})
+    assert Fetched.asked == [url]
+    given = await api.post(CHAT, {"messages": asking(*[data_url(PNG)] * 2), **SAMPLING, "logprobs": True})
+    assert by_address["choices"] == given["choices"]
+
+
+async def test_addresses_are_not_asked_by_default(path: Path) -> None:
+    tokenizer = Tokenizer.load(path)
+    source = ModelSource(ServerConfig(), tokenizer, VOCAB, {}, 2048, images=image_reader(path, tokenizer))
+    body = json.dumps({"messages": asking("https://example.com/a.png")}).encode()
+    with pytest.raises(InvalidRequest, match="not fetched from addresses here: send a data: URL"):
+        resolve_chat(body, source.model(expendable=True), ServerConfig())
+
+
+async def test_low_detail_takes_one_tile(api: Api, path: Path) -> None:
+    image = picture(4, 300, 100)
+    found = await api.post("/tokenize", {"messages": asking(data_url(file_of(image)), detail="low")})
+    assert found["tokens"] == tokens_of(path, image, do_image_splitting=False)
+
+
+async def test_several_choices_and_beams(api: Api) -> None:
+    messages = asking(data_url(file_of(picture(5, 100, 100))))
+    several = {**SAMPLING, "n": 3, "temperature": 1, "seed": 4}
+    first = await api.post(CHAT, {"messages": messages, **several})
+    assert await api.post(CHAT, {"messages": messages, **several}) | {"id": 0, "created": 0, "usage": 0} == first | {
+        "id": 0,
+        "created": 0,
+        "usage": 0,
+    }
+    beams = await api.post(CHAT, {"messages": messages, "n": 2, "use_beam_search": True, "max_tokens": 3})
+    assert len(beams["choices"]) == 2
+
+
+async def test_tools_are_described_beside_images(api: Api) -> None:
+    function = {"name": "look_up", "description": "Looks up.", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "c1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
+    image = asking(data_url(file_of(picture(5, 40, 40))))
+    answered = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "A cat."},
+    ]
+    body = {"messages": [*image, *answered, *image], "tools": [{"type": "function", "function": function}]}
+    chat = await api.post(CHAT, {**body, **SAMPLING, "tool_choice": "none"})
+    tokens = await api.post("/tokenize", body)
+    assert chat["usage"]["prompt_tokens"] > 2 * 16
+    assert tokens["tokens"].count(MARK_ID) == 2 * TILE_TOKENS * 5
+
+
+async def test_structured_outputs(api: Api) -> None:
+    body = {
+        "messages": asking(data_url(file_of(picture(5, 100, 100)))),
+        "structured_outputs": {"choice": ["cat", "dog"]},
+    }
+    chat = await api.post(CHAT, body)
+    assert chat["choices"][0]["message"]["content"] in ("cat", "dog")
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of some bytes that says it has as many pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return len(content).to_bytes(4, "big") + kind + content + zlib.crc32(kind + content).to_bytes(4, "big")
+
+    header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+WHERE = "messages[0].content[0].image_url.url"
+PNG = file_of(picture(1, 90, 90))
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (data_url(bomb(30_000, 30_000)), "pixels"),
+        (data_url(bomb(6000, 6000)), "the image has 6000 x 6000 pixels"),
+        (data_url(bomb(0, 10)), ""),
+        (data_url(PNG[: len(PNG) // 2]), "cannot be decoded"),
+        (data_url(b"not an image"), "is not a PNG, JPEG, WEBP or GIF file"),
+        (data_url(file_of(picture(1, 9, 9), "BMP")), "is not a PNG, JPEG, WEBP or GIF file"),
+        (data_url(file_of(picture(1, 9, 9), "TIFF")), "is not a PNG, JPEG, WEBP or GIF file"),
+        (data_url(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"), "is not a PNG, JPEG, WEBP or GIF file"),
+        ("data:image/png;base64,@@@", "its base64 is not valid"),
+        ("data:image/png,abc", "in base64"),
+        ("file:///etc/passwd", "must be a data: URL"),
+        ("ftp://127.0.0.1/a.png", "must be a data: URL"),
+        ("http://127.0.0.1/a.png", "not fetched from 127.0.0.1 here (--allowed-media-domains)"),
+        ("", "must be a data: URL"),
+    ],
+)
+async def test_what_is_no_image_is_refused_with_its_field(api: Api, url: str, said: str) -> None:
+    error = (await api.post(CHAT, {"messages": asking(url), **SAMPLING}, 400))["error"]
+    assert error["message"].startswith(f"{WHERE}: ")
+    assert said in error["message"]
+    assert error["param"] == "messages"
+
+
+async def test_what_does_not_fit_is_refused(api: Api) -> None:
+    url = data_url(PNG)
+    error = (await api.post(CHAT, {"messages": asking(*[url] * 40)}, 400))["error"]
+    assert error["code"] == "context_length_exceeded"
+    error = (await api.post(CHAT, {"messages": asking(url), "truncate_prompt_tokens": 9}, 400))["error"]
+    assert error["param"] == "truncate_prompt_tokens"
+    error = (await api.post(CHAT, {"messages": asking(url, text=f"a {MARK}")}, 400))["error"]
+    assert "text may not hold it" in error["message"]
+    turn = {"role": "assistant", "content": asking(url)[0]["content"]}
+    error = (await api.post(CHAT, {"messages": [*asking(url), turn, *asking(url)]}, 400))["error"]
+    assert "messages of the user" in error["message"]
+
+
+async def test_formats_turned_and_transparent_images(api: Api, path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = picture(6, 90, 60)
+    found = await api.post("/tokenize", {"messages": asking(data_url(file_of(turned, "JPEG", exif=exif), "jpeg"))})
+    assert found["tokens"] == tokens_of(path, turned.transpose(Image.Transpose.ROTATE_270))
+    for content in (file_of(picture(7, 50, 40), "GIF"), file_of(picture(7, 50, 40).convert("RGBA"))):
+        await api.post(CHAT, {"messages": asking(data_url(content)), **SAMPLING})
+
+
+async def test_ollamas_messages_of_the_user_may_follow_each_other(api: Api) -> None:
+    messages = [{"role": "user", "content": "One."}, {"role": "user", "content": "Two."}]
+    await api.post("/api/chat", {"messages": messages, "stream": False, "options": {"num_predict": 3}})
+
+
+async def test_a_model_without_eyes_says_so() -> None:
+    async with open_api(FakeEngine(hashed(b"abc"))) as blind:
+        error = (await blind.post(CHAT, {"messages": asking(data_url(PNG))}, 400))["error"]
+        assert error["message"] == f"{WHERE}: this model reads no images"
+        parts = [{"type": "input_image", "image_url": data_url(PNG)}]
+        await blind.post("/v1/responses", {"input": [{"role": "user", "content": parts}]}, 400)
+        asked = {"messages": [{"role": "user", "content": "a", "images": ["aGVsbG8="]}]}
+        error = await blind.post("/api/chat", asked, 400)
+        assert "this model reads no images" in error["error"]
