@@ -35,10 +35,11 @@ from quire.engine.worker import graphs, inputs, runner, transfer
 from quire.engine.worker.loading import room
 from quire.engine.worker.memory import allocate_pages, layers_of, prompts
 from quire.engine.worker.sampling import device_sampler, sampling_rules
-from quire.kernels.backend import AttentionMetadata, Linear, Softmax
+from quire.kernels.backend import AttentionMetadata, Linear
 from quire.kernels.gpu import triton_sampling
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 
 ROWS = (1, 8, 32, 64, 128, 256, 512)
 KINDS = {

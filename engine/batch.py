@@ -93,6 +93,13 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: int
 
 
+class SlotCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What layers keep in slot `source` beside pages goes to slot `target` too, in every layer."""
+
+    source: int
+    target: int
+
+
 class Fetched(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Pages of a request's prefix that came back from a tier, before the step that admits the request."""
 
@@ -119,6 +126,8 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Names of the adapters that were put into slots before it, each with the seconds for which all waited for that."""
     left: list[int] = []
     """Slots whose owners have left since the step before."""
+    slot_copies: list[SlotCopy] = []
+    """Made in this order, before any row is computed."""
 
     @property
     def admitted_ids(self) -> list[str]:

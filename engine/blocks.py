@@ -128,6 +128,12 @@ class BlockPool:
                 if block not in self._hashes_of:
                     self._free.move_to_end(block, last=False)
 
+    def drop(self, block: int) -> None:
+        """Let a page that nobody holds be found by no hash, and be handed out first."""
+        assert self.references[block] == 0
+        self._forget(block)
+        self._free.move_to_end(block, last=False)
+
     def forget(self) -> None:
         """Let no page be found by a hash that it has now. Those that are held keep their content."""
         self._hashes_of.clear()

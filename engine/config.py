@@ -65,7 +65,7 @@ class SpeculativeConfig(BaseModel):
     @classmethod
     def without_mtp(cls, value: object) -> object:
         if isinstance(value, str) and (value == "mtp" or value.endswith("_mtp")):
-            raise ValueError("no family that is served has MTP layers: DeepSeek, GLM, Qwen3-Next and MiMo have")
+            raise ValueError("MTP layers are not read so far; other methods guess without them")
         return value
 
     @property
@@ -144,6 +144,8 @@ class EngineConfig(BaseModel):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of the GPU's memory to use")
     kv_cache_memory: float | None = Field(None, gt=0, description="GiB for the KV cache; default: fitted to memory")
     num_kv_blocks: int | None = Field(None, ge=1, description="Pages of the KV cache, instead of a size in GiB")
+    state_memory: float | None = Field(None, gt=0, description="GiB of it for delta nets; default: half, at most 2")
+    snapshot_tokens: int = Field(512, ge=16, multiple_of=16, description="Distance of delta nets' snapshots")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV of prompts that start alike")
     kv_offload_memory: float | None = Field(
         None, gt=0, description="GiB of the host's memory for KV of earlier prompts, beside the KV cache"
@@ -379,12 +381,10 @@ def _launched(values: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     machines are asked for: a program that torchrun has started may hold a model of its own."""
     if str(values.get("nnodes", 1)) == "1":
         return {}
-    variables = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "node_rank": "RANK"}
+    names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT", "node_rank": "RANK"}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun itself listens at that port
-        del variables["master_port"]
-    return {
-        key: (name, os.environ[name]) for key, name in variables.items() if key not in values and name in os.environ
-    }
+        del names["master_port"]
+    return {key: (name, os.environ[name]) for key, name in names.items() if key not in values and name in os.environ}
 
 
 def _read_toml(config: str) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from quire.engine.stats import EngineSnapshot, EngineStats, StepRecord
 from quire.engine.steps import Steps
 from quire.engine.tiers.choose import check_tiers, choose_tiers
 from quire.engine.tiers.identity import WeightFiles
+from quire.engine.tiers.snapshots import SnapshotPlan
 from quire.engine.types import EngineInfo, RequestOutput
 from quire.engine.worker.encoder_startup import start_encoder
 from quire.engine.worker.heads import Heads
@@ -90,11 +91,11 @@ class Engine:
             block_size=plan.block_size,
             windows=plan.windows,
             max_model_len=plan.max_model_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=plan.sequences,
             max_num_batched_tokens=max(config.max_num_batched_tokens, plan.max_model_len * worker.whole_prompts),
             long_prefill_token_threshold=None if worker.whole_prompts else config.long_prefill_token_threshold,
             eos_token_ids=model.eos_token_ids,
-            enable_prefix_caching=config.enable_prefix_caching and not worker.whole_prompts,
+            enable_prefix_caching=worker.caches_prefixes,
             prefix_piece=None if worker.whole_prompts else min(plan.block_size, PIECE),
             whole_prompts=worker.whole_prompts,
             pools_all=worker.pooling.kind != "last",
@@ -103,6 +104,7 @@ class Engine:
             drafter=drafter_of(worker, config),
             tiers=tiers,
             micro_batches=worker.micro_batches,
+            snapshots=SnapshotPlan(plan.snapshots, config.snapshot_tokens) if plan.snapshots else None,
         )
         self.add, self.abort = self.scheduler.add, self.scheduler.abort
         self._config, self._model, self._checkpoint = config, model, worker.checkpoint
@@ -130,7 +132,7 @@ class Engine:
         return more
 
     def reset_prefix_cache(self) -> None:
-        self.scheduler.pool.forget()
+        self.scheduler.prefixes.forget()
         self.scheduler.tiers.reset()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from quire.engine.sequence import Sequence, Status
 from quire.engine.stats import EngineStats
 from quire.engine.tiers.page_tables import PageTables
 from quire.engine.tiers.prefix_cache import PrefixCache
+from quire.engine.tiers.snapshots import SnapshotPlan, choose_snapshots
 from quire.engine.tiers.tiers import NoTiers
 from quire.engine.types import Cause, Request, RequestOutput, Task
 
@@ -46,6 +47,7 @@ class Scheduler:
         tasks: Collection[Task] = ("generate", "embed", "classify"),
         tiers: NoTiers | None = None,
         micro_batches: int = 1,
+        snapshots: SnapshotPlan | None = None,
     ) -> None:
         """`windows`: by group of layers, as PageGroups has them; a page is of one group.
 
@@ -62,28 +64,26 @@ class Scheduler:
         max_num_batched_tokens. `pools_all`: see Sequence. `tasks`: what requests may ask of the model.
 
         `tiers`: where pages are kept below the device's cache; by default nowhere. `micro_batches`: steps that may be
-        under way in a pipeline, each of other sequences, but for the parts of one prompt.
+        under way in a pipeline, each of other sequences, but for the parts of one prompt. `snapshots`: of what a cached
+        prefix needs beside pages.
         """
-        self._max_tokens = max_num_batched_tokens
+        self._max_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
         self._most_of_one = long_prefill_token_threshold or max_num_batched_tokens
         self.pool = BlockPool(num_blocks)
         self._needs = PageNeeds(windows, block_size, self._most_of_one)
         self._tables = PageTables(self.pool, self._needs)
-        self.prefixes = PrefixCache(self._tables, prefix_piece or block_size, enabled=enable_prefix_caching)
+        kept, pieces = choose_snapshots(self.pool, block_size, snapshots, max_num_seqs + 1), prefix_piece or block_size
+        self.prefixes = PrefixCache(self._tables, pieces, enabled=enable_prefix_caching, snapshots=kept)
         self.tiers = tiers or NoTiers()
         self.tiers.serve(self.pool, self.prefixes)
-        self._max_model_len = max_model_len
         self._eos = frozenset(eos_token_ids)
         self._whole_prompts, self._pools_all = whole_prompts, pools_all
         self._tasks, self._micro_batches = tasks, micro_batches
         self._drafter, self._drafts = drafter or NoDrafts(), DraftCounts()
-        self._sequences: dict[str, Sequence] = {}
-        self._running: list[Sequence] = []
+        self._sequences, self._running = dict[str, Sequence](), list[Sequence]()
         self._waiting = waiting or FairQueue()
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._left: list[int] = []
-        self._outputs: list[RequestOutput] = []
-        self._preempted: list[str] = []
+        self._left, self._outputs, self._preempted = list[int](), list[RequestOutput](), list[str]()
         self._arrivals = 0
         self._preemptions = self._queries = self._hits = self._prompt_tokens = self._generated = self._steps = 0
 
@@ -182,10 +182,9 @@ class Scheduler:
         if not rows:
             return None
         self._steps += 1
-        preempted, left = self._preempted, self._left
-        self._preempted, self._left = [], []
+        preempted, left, self._preempted, self._left = self._preempted, self._left, [], []
         told = self.tiers.take_fetched(), self._waiting.take_loads()
-        return Batch(rows, admissions, copies, preempted, *told, left)
+        return Batch(rows, admissions, copies, preempted, *told, left, self.prefixes.snapshots.take_copies())
 
     def apply(self, batch: Batch, output: StepOutput) -> None:
         """Learn what a step computed. Batches are applied in the order they were scheduled."""
@@ -231,7 +230,8 @@ class Scheduler:
         going = sum(seq.in_flight > 0 or pending[seq] == 1 for seq in self._running)
         share = -(-going // self._micro_batches)
         for seq in sorted(self._running, key=lambda seq: (pending[seq] > 1, seq.rank)):
-            count = seq.stretch(min(pending[seq], budget.most(seq), self._most_of_one))
+            most = min(pending[seq], budget.most(seq))
+            count = seq.stretch(min(most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
             if count <= 0 or seq.status is not Status.RUNNING or (pending[seq] == 1 and len(planned) >= share):
                 continue
             if self._tables.windowed:
@@ -263,7 +263,7 @@ class Scheduler:
             if self.tiers.load(seq, cached):
                 continue  # its pages are on their way
             copies += self._start(seq, cached)
-            count = seq.stretch(min(seq.pending, most, self._most_of_one))
+            count = seq.stretch(min(seq.pending, most, self.prefixes.snapshots.bound(seq, self._most_of_one)))
             self._tables.grow(seq, seq.computed + count)
             budget.take(seq, count)
             rows.append(self._commit(seq, count, []))
@@ -274,9 +274,8 @@ class Scheduler:
 
     def _start(self, seq: Sequence, cached: list[int]) -> list[PageCopy]:
         """Give a sequence a slot and its cached pages. Returns the copies of pages that it needs."""
+        seq.status, seq.slot = Status.RUNNING, self._slots.pop()
         self.prefixes.share(seq, cached)
-        seq.status = Status.RUNNING
-        seq.slot = self._slots.pop()
         self._running.append(seq)
         copies = self.prefixes.fork(seq)
         self._tables.trim(seq)
@@ -304,7 +303,8 @@ class Scheduler:
             assert not seq.in_flight
             known = len(seq.tokens)
             room = self._tables.room(seq) - known
-            found[seq] = drafts = guess.tokens[: max(min(most, budget.most(seq), room), 0)]
+            most = min(most, budget.most(seq), room, self.prefixes.snapshots.drafts(known, most))
+            found[seq] = drafts = guess.tokens[: max(most, 0)]
             budget.take(seq, len(drafts))
             self._tables.grow(seq, known + len(drafts))
         return found
@@ -323,7 +323,7 @@ class Scheduler:
         seq.sent_blocks = len(seq.blocks)
         if start < seq.num_prompt or seq.charged < seq.num_prompt:
             self._count_prompt(seq, start)
-        self.prefixes.register(seq, start)
+        self.prefixes.register(seq, start, start + count)
         return Row(seq.request.id, seq.slot, start, count + len(drafts), new_blocks, sample, drafts)
 
     def _count_prompt(self, seq: Sequence, start: int) -> None:

@@ -62,6 +62,8 @@ class Sequence:
         """How many of its first pages the device knows."""
         self.known_pieces = 0
         """How many of its first pieces are registered with the pool."""
+        self.snapshot = 0
+        """Tokens up to its last snapshot (engine/tiers/snapshots.py), or up to the one that it began with."""
         self.cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache when it was first admitted."""
         self.charged = 0

@@ -51,3 +51,12 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
             above, below = wide.clamp(min=0), wide.clamp(max=0)
             curved = activation.positive * above.square() + activation.negative * (torch.expm1(below) - below)
             return (curved + activation.slope * wide).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """A gated product with limits (gpt-oss, 2025): g * sigmoid(alpha * g) * (u + 1), where g, the gate, is at most
+    `limit`, and u, what it is multiplied with, is from -limit to limit."""
+
+    alpha: float
+    limit: float

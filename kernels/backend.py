@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import Activation
+from quire.kernels.activation import Activation, Clamp
 from quire.kernels.collective import Collective
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates, Guesses
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
 from quire.kernels.routing import Routing
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.softmax import Softmax
 
 Pages = tuple[Tensor, ...]
 """What a layer keeps of sequences, as its part asked for it: tensors whose first axis is the page, then those whose
@@ -133,6 +135,7 @@ class AttentionMetadata:
     different windows have pages of their own. What a table names before a window's tokens is of no sequence."""
     state_slots: Tensor | None = None
     """[S] int64: where each sequence keeps what is not in pages. None: no layer keeps such."""
+    guesses: Guesses | None = None  # None: no token is one, or was one in the step before
 
     def grouped(self, tables: Sequence[Tensor], slots: Sequence[Tensor]) -> AttentionMetadata:
         """With these block tables and slots, by group, of which the first are its own."""
@@ -144,44 +147,6 @@ class AttentionMetadata:
 
     def of(self, group: int) -> AttentionMetadata:
         return self.others[group - 1] if group else self
-
-
-@dataclass(frozen=True, slots=True)
-class Softmax:
-    """How a query weighs the keys of its sequence."""
-
-    scale: float
-    """Factor of the scores."""
-    window: int | None = None
-    """Keys that a query sees, itself included; None: all."""
-    softcap: float | None = None
-    """c replaces a score s by c * tanh(s / c)."""
-    ahead: int | None = 0
-    """Keys behind its own position that a query sees; None: all. Only the CPU backends take other values."""
-    bias: Tensor | None = None
-    """[H, 2 L + 15] float32, for contexts of up to L tokens: added to the score of a key that stands d tokens behind
-    the query (before it: d < 0) is column L - 1 + d. The last 16 columns are never used."""
-    kv_scales: KVScales = UNSCALED
-    """Of pages that hold 8-bit floats."""
-    sinks: Tensor | None = None
-    """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025). Only the
-    CPU backends take them."""
-    values: int | None = None
-    """A key's first numbers that are its value, where the values' cache is that of keys. Only CPU backends take it."""
-
-    def window_in(self, longest: int) -> int | None:
-        """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
-        without. Not for deterministic backends: `longest` depends on the batch."""
-        return None if self.window is None or self.window >= longest else self.window
-
-
-@dataclass(frozen=True, slots=True)
-class Clamp:
-    """A gated product with limits (gpt-oss, 2025): g * sigmoid(alpha * g) * (u + 1), where g, the gate, is at most
-    `limit`, and u, what it is multiplied with, is from -limit to limit."""
-
-    alpha: float
-    limit: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +243,19 @@ class Operations(ABC):
 
     @abstractmethod
     def short_conv(self, bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
-        """What kernels/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side: [T, channels]. Keeps the
-        columns of all T tokens. A row may begin with what an earlier one of the step stores in a page."""
+        """What kernels/recurrent/short_conv.py says of bcx [T, 3 * channels], b, c and x side by side, or of x alone:
+        [T, channels]. Keeps the columns of all T tokens. A row may begin with what an earlier one stores in a page."""
+
+    @abstractmethod
+    def delta_rule(
+        self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
+    ) -> Tensor:
+        """What kernels/recurrent/delta_rule.py says of q, k and v [T, rule.inputs], z [T, heads * value], and b and a
+        [T, 2 * heads]: [T, heads * value]. Keeps the states of all sequences."""
+
+    @abstractmethod
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x * sigmoid(gate), both [T, F]. May overwrite x."""
 
 
 Layer = Callable[[Operations, Tensor, Tensor | None, AttentionMetadata], tuple[Tensor, Tensor]]

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Backend, Softmax
+from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.gpu.faults import fault
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 
 Capture = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
 """Records a function: what replays it, and the tensor that holds its result after each replay."""

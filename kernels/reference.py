@@ -14,19 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.kernels import lora
-from quire.kernels.activation import Activation, activate
+from quire.kernels.activation import Activation, Clamp, activate
 from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
     AttentionMetadata,
     Backend,
-    Clamp,
     Experts,
     Layer,
     Linear,
     LinearContext,
     Recorded,
-    Softmax,
     Table,
 )
 from quire.kernels.collective import Collective
@@ -36,8 +34,10 @@ from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, load_codes, sca
 from quire.kernels.latents.blocks import ReferenceBlocks
 from quire.kernels.latents.latent import Latent, latent_key, rotated_queries
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.delta_rule import DeltaRows, DeltaRule, DeltaStates, delta_rule
+from quire.kernels.recurrent.short_conv import Columns, Rows, ShortConv, short_conv
 from quire.kernels.rotation import Rope, normed_and_rotated, rms_norm
-from quire.kernels.short_conv import Columns, Rows, ShortConv, short_conv
+from quire.kernels.softmax import Softmax
 
 KEY_TILE = 128
 QUERY_TILE = 16
@@ -164,6 +164,16 @@ class Reference(Backend):
         assert metadata.state_slots is not None
         where = (metadata.query_start, metadata.context_lens, metadata.block_table, metadata.state_slots)
         return short_conv(bcx, conv, columns, Rows(*where))
+
+    def delta_rule(
+        self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
+    ) -> Tensor:
+        assert metadata.state_slots is not None
+        where = (metadata.query_start, metadata.context_lens, metadata.guesses)
+        return delta_rule(qkv, z, ba, rule, states, DeltaRows(*where, metadata.state_slots))
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x * torch.sigmoid(gate)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         if self.deterministic:

@@ -94,6 +94,14 @@ LFM2 = {
     "block_multiple_of": 32,
     "tie_word_embeddings": True,
 }
+DELTA: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+}
 HEADS = {"num_key_value_heads": None, "intermediate_size": None}
 """For families that have no such fields."""
 GPT2 = {**HEADS, "n_inner": 96, "tie_word_embeddings": True}
@@ -261,6 +269,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": False,
         "full_attn_idxs": [0],
     },
+    "qwen3_5": {"model_type": "qwen3_5_text", **DELTA},
+    "qwen3_5-grouped": {
+        "model_type": "qwen3_5_text",
+        **DELTA,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "head_dim": 16,
+    },
+    "qwen3_5-moe": {**EXPERTS, **DELTA, "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 32},
+    "qwen3-next": {
+        **EXPERTS,
+        **DELTA,
+        "model_type": "qwen3_next",
+        "linear_num_value_heads": 8,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [0],
+    },
     "deepseek_v2": {
         **LATENTS,
         **GROUPED,
@@ -354,8 +379,9 @@ def save_tiny_model(path: Path, family: str, *, dtype: torch.dtype = torch.float
             torch.nn.init.normal_(parameter, std=1.5 * inputs**-0.5)
         else:
             # norms that multiply by 1 + weight
-            offset = name.endswith("bias") or family.startswith(("gemma", "nemotron"))
-            torch.nn.init.normal_(parameter, mean=0.0 if offset else 1.0, std=0.2)
+            centred = family.startswith(("gemma", "nemotron", "qwen3_5", "qwen3-next")) and "linear_attn" not in name
+            mean = 0.0 if name.endswith("bias") or centred else -2.0 if name.endswith("A_log") else 1.0
+            torch.nn.init.normal_(parameter, mean=mean, std=0.2)
     for name, buffer in model.named_buffers():
         if name.endswith("bias") and buffer.is_floating_point():  # which corrects the choice of experts
             torch.nn.init.normal_(buffer, std=0.2)

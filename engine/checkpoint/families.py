@@ -63,7 +63,10 @@ FAMILIES = {
     "qwen2": "qwen2",
     "qwen2_moe": "sparse.qwen2_moe",
     "qwen3": "qwen3",
+    "qwen3_5_moe_text": "sparse.qwen3_next",
+    "qwen3_5_text": "qwen3_5",
     "qwen3_moe": "sparse.qwen3_moe",
+    "qwen3_next": "sparse.qwen3_next",
     "seed_oss": "dense.seed_oss",
     "smollm3": "smollm3",
     "stablelm": "classic.stablelm",
@@ -98,12 +101,15 @@ WITHOUT_GATES = (
     "starcoder2",
 )
 """Those whose MLPs have two matrices, not three."""
-STATES = {"lfm2": "conv", "lfm2_moe": "conv"}
+_DELTA_NETS = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+STATES = {"lfm2": "conv", "lfm2_moe": "conv"} | dict.fromkeys(_DELTA_NETS, "linear_attention")
 """Families some of whose layers keep a state in attention's place, and what layer_types calls these."""
-_SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp", "qwen2_moe": "mlp.shared_expert"} | dict.fromkeys(
-    ("granitemoe", "granitemoe_swa", "granitemoeshared"), "shared_mlp"
-)
-STACKED = ("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared")
+GATED = _DELTA_NETS
+"""Those whose attention has a gate for each query."""
+_SHARED = {"hunyuan_v1_moe": "mlp.shared_mlp"}
+_SHARED |= dict.fromkeys(("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"), "mlp.shared_expert")
+_SHARED |= dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared"), "shared_mlp")
+STACKED = ("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared", "qwen3_5_moe_text")
 """Those whose checkpoints have all experts of a layer in one tensor."""
 ENCODERS = {
     "bert": "bert",
@@ -119,6 +125,7 @@ ENCODERS = {
 }
 """The same of models that only read, to the modules of engine/encoders."""
 WITH_IMAGES = {"gemma3": "gemma3_text", "idefics3": "llama", "mistral3": "mistral", "smolvlm": "llama"}
+WITH_IMAGES |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 """Families with image input whose text part, in text_config, is served; and what that is where it does not say. Those
 of engine/images/config.py read images too."""
 ROPE_TYPES = ("default", "dynamic", "factors", "linear", "llama3", "longrope", "ntk", "yarn")

@@ -158,6 +158,12 @@ class SharedFields(TypedDict, total=False):
     block_auto_adjust_ff_dim: bool | None
     lm_head_bias: bool | None
     tie_embedding: bool | None
+    full_attention_interval: _Layers | None
+    linear_conv_kernel_dim: Annotated[int, Meta(ge=2, le=16)] | None
+    linear_key_head_dim: _Width | None
+    linear_value_head_dim: _Width | None
+    linear_num_key_heads: _Width | None
+    linear_num_value_heads: _Width | None
     kv_lora_rank: _Width | None
     q_lora_rank: _Width | None
     qk_rope_head_dim: _Width0 | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.page_groups import PageNeeds
@@ -26,6 +27,8 @@ CPU_KV_BYTES = 4 * GIB
 """The largest KV cache that is allocated on a CPU unasked: the machine needs its memory for other things too."""
 _HOST_SHARE = 0.5
 """The largest share for the KV cache of the memory that is free once the weights are loaded."""
+_STATE_BYTES, _MOST_SNAPSHOTS = 2 * GIB, 1024
+"""Bounds of what share_states gives unasked, and of snapshots."""
 CUDA_CONTEXT_BYTES = 600 * 2**20
 """Estimate for `quire plan`, which has no GPU to ask: what CUDA, its libraries and PyTorch take before any tensor."""
 
@@ -50,6 +53,9 @@ class KVPlan:
     """Groups' pages that a full context holds at most."""
     state_bytes: int = 0
     """Of what layers keep of sequences beside pages, in every slot."""
+    sequences: int = 1
+    """Slots of sequences, and those of snapshots beside them, as StateShares has them."""
+    snapshots: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -59,6 +65,37 @@ class KVPlan:
     def group_pages(self) -> int:
         """Pages of single groups."""
         return self.num_blocks * len(self.windows)
+
+
+class StateShares(NamedTuple):
+    """Who has the slots in which layers keep what is not in pages; there is one more, for computations of nobody's."""
+
+    sequences: int
+    """That run at a time."""
+    snapshots: int
+    """For cached prefixes, of states that are too large for pages."""
+
+    @property
+    def slots(self) -> int:
+        return self.sequences + self.snapshots + 1
+
+
+def share_states(
+    slot_bytes: int, available: int, asked: float | None, max_num_seqs: int, *, large: bool, cached: bool
+) -> StateShares:
+    """Slots of so many bytes each. `large` states get a part of the `available` bytes, `asked` GiB where that is given;
+    half of it goes to snapshots where prefixes are `cached`, and more where sequences need less. Raises ConfigError."""
+    if not large:
+        return StateShares(max_num_seqs, 0)
+    memory = min(max(available, 0) // 2, _STATE_BYTES) if asked is None else int(asked * GIB)
+    if (count := memory // slot_bytes - 1) < 1:
+        raise ConfigError(
+            f"state_memory: what layers keep of one sequence takes {2 * slot_bytes:,} bytes, with a slot beside it; "
+            f"{memory:,} are available",
+            param="state_memory",
+        )
+    sequences = min(max_num_seqs, max(count // 2, 1) if cached else count)
+    return StateShares(sequences, min(count - sequences, _MOST_SNAPSHOTS) if cached else 0)
 
 
 def int8_embedding(quantization: str | None, asked: bool | None) -> bool:
@@ -121,7 +158,7 @@ def plan_kv(
     formula: str,
     block_size: int,
     available_bytes: int,
-    max_num_seqs: int,
+    shares: StateShares,
     max_model_len: int | None = None,
     num_blocks: int | None = None,
     windows: tuple[int | None, ...] = (None,),
@@ -133,15 +170,15 @@ def plan_kv(
     page_bytes: of one page of block_size tokens, all layers together; `formula` explains them in the log. A given
     num_blocks is taken as it is, without regard to the available bytes. `windows` of the groups of layers, and at_once,
     the most tokens of a sequence in a step, say how many pages a context needs. `state_bytes`, of all slots, are taken
-    from the available ones first. Raises ConfigError, with the numbers, if a given max_model_len exceeds the model's
-    positions or the memory.
+    from the available ones first; `shares`: who has them. Raises ConfigError, with the numbers, if a given
+    max_model_len exceeds the model's positions or the memory.
     """
     available_bytes = max(available_bytes - state_bytes, 0)
     each, groups, needs = page_bytes, len(windows), PageNeeds(windows, block_size, at_once)
     check_positions(model, max_model_len)
     fitting = available_bytes // each if num_blocks is None else num_blocks
     length, needed, blocks = fit_pages(
-        fitting, needs, max_position=model.max_position, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        fitting, needs, max_position=model.max_position, max_num_seqs=shares.sequences, max_model_len=max_model_len
     )
     if needed > fitting * groups or length < 1:
         raise ConfigError(
@@ -158,8 +195,9 @@ def plan_kv(
     )
     arithmetic += window_savings(needs, length, needed)
     if state_bytes:
-        arithmetic += f"; states of {max_num_seqs:,} sequences: {state_bytes / 2**20:,.1f} MiB"
-    return KVPlan(blocks, block_size, each, length, arithmetic, windows, needed, state_bytes)
+        snapshots = f" and {shares.snapshots:,} snapshots" if shares.snapshots else ""
+        arithmetic += f"; states of {shares.sequences:,} sequences{snapshots}: {state_bytes / 2**20:,.1f} MiB"
+    return KVPlan(blocks, block_size, each, length, arithmetic, windows, needed, state_bytes, *shares)
 
 
 def available_host_bytes() -> int:

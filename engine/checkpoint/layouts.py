@@ -21,6 +21,11 @@ _BCX = ("conv.b_proj", "conv.c_proj", "conv.x_proj")
 _Inside = Mapping[str, str | tuple[str, ...]]
 
 
+def _delta(names: str) -> tuple[str, ...]:
+    """What a delta net projects, by the last letters."""
+    return tuple(f"linear_attn.in_proj_{name}" for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     outside: Mapping[str, str] = field(default_factory=dict)
@@ -28,7 +33,8 @@ class Layout:
     inside: _Inside = field(default_factory=dict)
     """The same of a layer's; several names: it is these in one, outputs after outputs."""
     by_groups: bool = False
-    """Queries, keys and values in one: the heads of a group side by side, its queries, its key, its value."""
+    """Queries, keys and values in one: the heads of a group side by side, its queries, its key, its value. What delta
+    nets project: of each key head side by side."""
     transposed: tuple[str, ...] = ()
     """Modules of a layer whose weights are [in, out]."""
     neighbours: bool = False
@@ -83,6 +89,10 @@ _LFM2 = Layout(
         "feed_forward.w2": "mlp.down_proj",
     },
 )
+
+_GATED_QUERY = {"self_attn.q_proj": ("self_attn.q_proj", "self_attn.gate_proj")}
+"""Each head's query and its gate."""
+_QWEN3_5 = Layout(inside={**_GATED_QUERY, "linear_attn.in_proj_qkv": _delta("qkv")})
 
 LAYOUTS: Mapping[str, Layout] = {
     "apertus": Layout(
@@ -171,6 +181,12 @@ LAYOUTS: Mapping[str, Layout] = {
         inside={"self_attn.dense": "self_attn.o_proj", "mlp.fc1": "mlp.up_proj", "mlp.fc2": "mlp.down_proj"},
     ),
     "phi3": Layout(inside=JOINED),
+    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": Layout(
+        inside={**_GATED_QUERY, "linear_attn.in_proj_qkvz": _delta("qkvz"), "linear_attn.in_proj_ba": _delta("ba")},
+        by_groups=True,
+    ),
     "starcoder2": Layout(inside={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"}),
 }
 """By config.json's model_type; a family that is not here has Llama's names."""

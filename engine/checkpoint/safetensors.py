@@ -33,6 +33,9 @@ _MOST_TENSORS = 2**17
 _MOST_SHARDS = 4096
 _SHOWN = 200
 """Characters of a name in a file that an error shows."""
+_BESIDE_TEXT = ("model.visual.", "visual.", "mtp.")
+_OF_IMAGES = ("vision_tower.", "multi_modal_projector.", "vision_model.", "model.connector.")
+"""Qwen3.5's image encoder, and its head."""
 _Size = Annotated[int, Meta(ge=0, le=2**62)]
 
 
@@ -68,8 +71,9 @@ class StoredWeights(NamedTuple):
 
 
 def text_tensor(name: str) -> str | None:
-    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder."""
-    if any(part in name for part in ("vision_tower.", "multi_modal_projector.", "vision_model.", "model.connector.")):
+    """The name of a checkpoint's tensor in a text-only model; None if it belongs to the image encoder, or to a head
+    that guesses tokens (MTP)."""
+    if name.startswith(_BESIDE_TEXT) or any(part in name for part in _OF_IMAGES):
         return None
     return name.replace("language_model.", "").replace("text_model.", "")
 

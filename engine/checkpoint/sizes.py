@@ -8,14 +8,14 @@ It does not import torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.checkpoint.adapted import class_not_served
 from quire.engine.checkpoint.families import (
     ENCODERS,
-    STATES,
+    GATED,
     WITHOUT_GATES,
     family_not_served,
     has_file,
@@ -27,7 +27,7 @@ from quire.engine.checkpoint.families import (
 )
 from quire.engine.checkpoint.fields import ALIASES
 from quire.engine.checkpoint.files import text_config
-from quire.engine.checkpoint.page_groups import PIECE, ColumnState, PagedState, State
+from quire.engine.checkpoint.page_groups import PIECE, ColumnState, DeltaState, PagedState, State, in_layers, state_of
 from quire.engine.errors import ModelError
 from quire.engine.images.config import tower_numbers
 
@@ -48,7 +48,7 @@ _BIASED_MLP, _BIASED_HEAD = {*_BIASED, "gpt_neox", "gptj"}, {"gptj", "phi"}
 """The same of MLPs and of heads that are not tied."""
 _NO_OUT_BIAS = {"glm", "glm4", "glm4_moe", "helium", "qwen2", "qwen2_moe", "seed_oss", "stablelm"}
 """Families where queries, keys and values may have biases, and what follows attention has none of these."""
-_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe"}
+_HEAD_NORMS = {"apertus", "exaone4", "gemma3_text", "hunyuan_v1_dense", "lfm2", "qwen3", "qwen3_moe", *GATED}
 _HEAD_NORMS |= {"dots1", "hunyuan_v1_moe", "lfm2_moe"}
 """Families with norms of query and key heads,"""
 _WHOLE_NORMS = {"flex_olmo", "minimax_m2", "olmo2", "olmo3", "olmoe"}
@@ -122,9 +122,14 @@ class ModelSizes:
         """The same of columns, which are kept in the model's type."""
         return sum(each.numbers for each in self.states if isinstance(each, ColumnState))
 
-    def slot_numbers(self, drafts: int) -> int:
-        """Numbers kept of each sequence beside pages, in all layers together, as ColumnState says it."""
-        return sum(each.slot_numbers(drafts) for each in self.states if isinstance(each, ColumnState))
+    def slot_bytes(self, drafts: int, width: int) -> int:
+        """Bytes kept of each sequence beside pages, in all layers together, as ColumnState says it."""
+        return sum(each.slot_bytes(drafts, width) for each in self.states if not isinstance(each, PagedState))
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether cached prefixes need those of a DeltaState."""
+        return any(isinstance(each, DeltaState) for each in self.states)
 
     @property
     def active_parameters(self) -> int:
@@ -172,7 +177,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     hidden, layers, vocab = (_number(text, name) for name in wanted)
     notes = _notes(raw, kind, tower := tower_numbers(raw, hidden))
     windows = layer_windows(text, layers)
-    attending, states = len(windows), _columns(text, hidden)
+    attending, states = len(windows), state_of(text, hidden)
     if states is None and attending < layers:
         notes.append(f"{layers - attending} of {layers} layers keep a state instead of keys; it is not counted")
     if any(key.startswith("mamba_") for key in text):
@@ -187,7 +192,7 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
     table = vocab * hidden
     learned = (positions + 2 * (kind == "opt")) * hidden if kind in _LEARNED else 0
     embeddings = table * (1 if tied else 2) + learned
-    others = attention if states is None else _short_conv(text, hidden)
+    others = attention if states is None else _kept_by(states, text, hidden)
     body = attending * attention + (layers - attending) * others + layers * _norms(text, hidden)
     body += _ends(text, hidden, vocab, tied=bool(tied))
     mlps = (layers - sparse) * dense + sparse * (experts * (expert + router) + shared)
@@ -211,36 +216,34 @@ def read_sizes(raw: Mapping[str, Any]) -> ModelSizes:
         kv_heads=1 if latents else _kv_heads(text),
         head_dim=kv if latents else _head_dim(text, hidden),
         attention_width=width * attending,
-        states=_in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
+        states=in_layers(text, states, [PagedState(0 if kind in ENCODERS else kv, window) for window in windows]),
         unserved=tuple(why_not_served(raw)),
         notes=tuple(notes),
         tower=tower,
-        state_formula=f"{states.columns} columns x {hidden} / {PIECE} x {layers - attending} layers" if states else "",
+        state_formula=_state_formula(states, layers - attending),
     )
 
 
-def _columns(text: Mapping[str, Any], hidden: int) -> ColumnState | None:
-    """What a convolution keeps, in families that have some."""
-    if str(text.get("model_type")) not in STATES:
-        return None
-    return ColumnState(hidden, max(int(text.get("conv_L_cache") or 3), 2) - 1)
+def _kept_by(state: ColumnState | DeltaState, text: Mapping[str, Any], hidden: int) -> int:
+    """Parameters of the part of a layer that keeps this."""
+    if isinstance(state, ColumnState):
+        return _short_conv(text, hidden)
+    values, heads = state.heads * state.value, state.heads
+    linears = hidden * (state.channels + 2 * values + 2 * heads)
+    return linears + (state.columns + 1) * state.channels + 2 * heads + state.value
+
+
+def _state_formula(state: ColumnState | DeltaState | None, layers: int) -> str:
+    """Of what pages keep; "": nothing."""
+    if not isinstance(state, ColumnState):
+        return ""
+    return f"{state.columns} columns x {state.channels} / {PIECE} x {layers} layers"
 
 
 def _short_conv(text: Mapping[str, Any], hidden: int) -> int:
     """Parameters of a convolution and its two linears."""
     biases = 5 * hidden if text.get("conv_bias") else 0
     return 4 * hidden * hidden + int(text.get("conv_L_cache") or 3) * hidden + biases
-
-
-def _in_layers(
-    text: Mapping[str, Any], columns: ColumnState | None, attention: Sequence[PagedState]
-) -> tuple[State, ...]:
-    """In the order of the layers."""
-    if columns is None:
-        return tuple(attention)
-    rest, own = iter(attention), STATES[str(text.get("model_type"))]
-    kinds = [kind for kind in text.get("layer_types") or () if kind == own or "attention" in kind]
-    return tuple(columns if kind == own else next(rest) for kind in kinds) or tuple(attention)
 
 
 def _notes(raw: Mapping[str, Any], kind: str, tower: int) -> list[str]:
@@ -277,8 +280,8 @@ def _attention(text: Mapping[str, Any], hidden: int, *, latents: bool) -> tuple[
     size = _head_dim(text, hidden)
     if size < 1:
         raise ModelError(f"model: config.json: hidden_size: {hidden} cannot be split into {heads} heads")
-    parameters = 2 * hidden * heads * size + 2 * hidden * shared * size
     kind = text.get("model_type")
+    parameters = (2 + (kind in GATED)) * hidden * heads * size + 2 * hidden * shared * size
     asked = any(text.get(name) for name in ("attention_bias", "use_bias", "use_qkv_bias", "enable_bias"))
     if asked or kind in _BIASED or kind in ("qwen2", "qwen2_moe"):
         parameters += heads * size + 2 * shared * size + (0 if kind in _NO_OUT_BIAS else hidden)

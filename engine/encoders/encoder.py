@@ -25,8 +25,9 @@ from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.rope import rope_table
 from quire.engine.layers.schemes import Scheme
 from quire.kernels.activation import GELU
-from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend, Softmax
+from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, Backend
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 _ACTIVATIONS: dict[str, Activation] = {

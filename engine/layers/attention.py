@@ -14,9 +14,10 @@ from quire.engine.layers.linear import JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
-from quire.kernels.backend import Operations, Softmax
+from quire.kernels.backend import Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class AttentionSpec(PartSpec):
     """Scores fall with the distance, for each head by a slope of its own, times this (ALiBi, Press et al., 2022)."""
     input_norm: bool = True
     """Norm of what is projected."""
+    gated: bool = False
+    """What each query head gives is multiplied with the sigmoid of a gate, which is projected as queries are."""
     output_norm: bool = False
     """Norm of what attention gives, before it joins the residual stream."""
     input_size: int | None = None
@@ -80,6 +83,9 @@ class Attention(Part):
         linear = partial(JoinedLinear, making.scheme, adapters=making.adapters)
         sizes = {q: q_size, k: kv_size, v: kv_size}
         self._qkv = linear(spec.input_size or hidden, sizes, bias=spec.qkv_bias, cuts=cuts)
+        gate = f"{prefix}.gate_proj"
+        gates = {gate: q_size} if spec.gated else {}
+        self._gate = linear(hidden, gates, bias=spec.qkv_bias, cuts={gate: cuts[q]}) if gates else None
         self._out = linear(q_size, {out: hidden}, bias=spec.out_bias, cuts={out: shard.ins(q_size)})
         self._input_norm, self._output_norm = f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"
         norms = {self._input_norm: hidden} if spec.input_norm else {}
@@ -96,6 +102,7 @@ class Attention(Part):
     def parameters(self) -> ParameterTable:
         norms = self._norms.parameters() | self._head_norms.parameters()
         table = norms | self._qkv.parameters() | self._out.parameters()
+        table |= {} if self._gate is None else self._gate.parameters()
         if self._spec.sinks:
             sinks, own = (self._spec.num_heads,), self._making.shard.span(self._spec.num_heads)
             cut = partial(torch.narrow, dim=0, start=own.start, length=len(own))
@@ -122,10 +129,14 @@ class Attention(Part):
             x, residual = self._norms.add(run, self._input_norm, x, residual)
         assert residual is not None
         metadata, context, (k_cache, v_cache) = step.metadata, step.context, step.pages
+        gate = None if self._gate is None else run.apply(self._gate.packed, x, context)
         q = run.rope_store(run.apply(self._qkv.packed, x, context), self.rope, k_cache, v_cache, metadata)
         attended = run.paged_attention(q, k_cache, v_cache, metadata, self._softmax).flatten(1)
         if step.rows is not None:
             attended, residual, context = attended[step.rows], residual[step.rows], context.at(step.rows)
+            gate = None if gate is None else gate[step.rows]
+        if gate is not None:
+            attended = run.sigmoid_mul(attended, gate)
         x = run.sum(run.apply(self._out.packed, attended, context), self._making.shard.group)
         return self._norms.norm(run, self._output_norm, x), residual
 

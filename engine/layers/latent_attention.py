@@ -16,9 +16,10 @@ from quire.engine.layers.linear import DenseLinear, JoinedLinear
 from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
-from quire.kernels.backend import Linear, Operations, Softmax
+from quire.kernels.backend import Linear, Operations
 from quire.kernels.kv_codes import UNSCALED, scale_elements
 from quire.kernels.latents.latent import Latent
+from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True, slots=True)

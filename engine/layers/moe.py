@@ -14,7 +14,8 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, Part, PartSpec, Step
 from quire.engine.layers.schemes import Unquantized
-from quire.kernels.backend import Clamp, Experts, Linear, Operations
+from quire.kernels.activation import Clamp
+from quire.kernels.backend import Experts, Linear, Operations
 from quire.kernels.routing import Routing
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from quire.engine.checkpoint.alike.fields import named_alike
 from quire.engine.checkpoint.families import (
+    GATED,
     LATENT,
     LATENT_SIZES,
     STATES,
@@ -39,7 +40,8 @@ def adapted_linears(model: ModelConfig) -> Modules:
     attention = _attention(model.raw, model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim)
     sizes = (model.hidden_size, model.intermediate_size, model.vocab_size)
     layers = _layers(model.raw, model.num_layers)
-    return _modules(model.model_type, layers, attention, *sizes, _shared(model.raw, model.hidden_size))
+    with_state, shared = _with_state(model.raw, model.hidden_size), _shared(model.raw, model.hidden_size)
+    return _modules(model.model_type, layers, attention, *sizes, with_state, shared)
 
 
 def planned_modules(raw: Mapping[str, Any]) -> Modules:
@@ -53,8 +55,9 @@ def planned_modules(raw: Mapping[str, Any]) -> Modules:
     layers, hidden, inner, heads, vocab = (int(size or 0) for size in sizes)
     dim = int(raw.get("head_dim") or hidden // heads)
     attention = _attention(raw, hidden, heads, int(raw.get("num_key_value_heads") or heads), dim)
+    with_state, shared = _with_state(raw, hidden), _shared(raw, hidden)
     kind = str(raw.get("model_type"))
-    return _modules(kind, _layers(raw, layers), attention, hidden, inner, vocab, _shared(raw, hidden))
+    return _modules(kind, _layers(raw, layers), attention, hidden, inner, vocab, with_state, shared)
 
 
 def _shared(raw: Mapping[str, Any], hidden: int) -> dict[str, tuple[int, int]]:
@@ -78,15 +81,29 @@ def _layers(raw: Mapping[str, Any], layers: int) -> list[tuple[bool, bool]]:
 
 def _attention(raw: Mapping[str, Any], hidden: int, heads: int, kv_heads: int, dim: int) -> Modules:
     """The linears of a layer's attention. What makes keys and values of latents is none: it becomes others."""
-    if raw.get("model_type") not in LATENT:
+    kind = raw.get("model_type")
+    if kind not in LATENT:
         queries, keys = heads * dim, kv_heads * dim
         found = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+        found |= {"gate": (hidden, queries)} if kind in GATED else {}
         return {f"self_attn.{name}_proj": shape for name, shape in found.items()}
     latent, rotated, plain, value = (int(raw.get(name) or 0) for name in LATENT_SIZES)
     low, queries = raw.get("q_lora_rank"), heads * (plain + rotated)
     found = {"q_a_proj": (hidden, low), "q_b_proj": (low, queries)} if low else {"q_proj": (hidden, queries)}
     found |= {"kv_a_proj_with_mqa": (hidden, latent + rotated), "o_proj": (heads * value, hidden)}
     return {f"self_attn.{name}": shape for name, shape in found.items()}
+
+
+def _with_state(raw: Mapping[str, Any], hidden: int) -> Modules:
+    """Of what stands in attention's place in some layers, by its name in a layer."""
+    if STATES.get(str(raw.get("model_type"))) != "linear_attention":
+        return {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
+    heads = int(raw.get("linear_num_value_heads") or 32)
+    keys = int(raw.get("linear_num_key_heads") or 16) * int(raw.get("linear_key_head_dim") or 128)
+    values = heads * int(raw.get("linear_value_head_dim") or 128)
+    outs = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+    found = {f"linear_attn.in_proj_{name}": (hidden, size) for name, size in outs.items()}
+    return found | {"linear_attn.out_proj": (values, hidden)}
 
 
 def _modules(
@@ -96,16 +113,16 @@ def _modules(
     hidden: int,
     inner: int,
     vocab: int,
-    shared: dict[str, tuple[int, int]],
+    with_state: Modules,
+    shared: Modules,
 ) -> Modules:
-    conv = {f"conv.{name}_proj": (hidden, hidden) for name in ("b", "c", "x", "out")}
     mlp = _gated_mlp("mlp", hidden, inner)
     if kind in WITHOUT_GATES:
         del mlp["mlp.gate_proj"]
     found = {
         f"model.layers.{index}.{name}": shape
         for index, (attends, has_mlp) in enumerate(layers)
-        for name, shape in (dict(attention if attends else conv) | dict(mlp if has_mlp else shared)).items()
+        for name, shape in {**(attention if attends else with_state), **(mlp if has_mlp else shared)}.items()
     }
     return found | {EMBEDDING: (vocab, hidden), HEAD: (hidden, vocab)}
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import ModelConfig
-from quire.engine.checkpoint.page_groups import PageGroups, State, one_group
+from quire.engine.checkpoint.page_groups import DeltaState, PageGroups, State, one_group
 from quire.engine.layers.adapters import EMBEDDING, HEAD, Adapters
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.embedding import POSITIONS, Embedding, Positions
@@ -65,6 +65,11 @@ class DecoderSpec:
     def states(self) -> list[State]:
         """What the layers keep, in their order."""
         return [each.state for layer in self.layers for each in layer if each.state is not None]
+
+    @property
+    def needs_snapshots(self) -> bool:
+        """Whether a sequence can begin behind a cached page only where a snapshot of its states was kept."""
+        return any(isinstance(each, DeltaState) for each in self.states)
 
     def parts(self, kind: type[P]) -> list[P]:
         """All parts of a kind, in the order of the layers."""
@@ -249,7 +254,8 @@ class Decoder:
         unused = f" ({slots - self.spec.num_layers} of them unused)" if slots > self.spec.num_layers else ""
         layers = self.every_layer if self.groups.count == 1 else self._layers
         kinds = Counter(each.page_formula for layer in layers for each in layer if each.pages(1))
-        counts = [slots] if len(kinds) == 1 else kinds.values()
+        alike = len(kinds) == 1 and all(any(each.pages(1) for each in layer) for layer in layers)
+        counts = [slots] if alike else kinds.values()
         return " + ".join(f"{each} x {count} layers" for each, count in zip(kinds, counts, strict=True)) + unused
 
     def forward(self, token_ids: Tensor, metadata: AttentionMetadata, kv_cache: KVCache, rows: Tensor) -> Tensor:
@@ -335,7 +341,7 @@ class Decoder:
         step = Step(metadata.of(self.groups.group_of[index]), kv_cache[self.groups.place_of[index]], rows)
         for part in self._layers[index]:
             x, residual = part.forward(run, x, residual, step)
-            if step.rows is not None and part.pages(1):
+            if step.rows is not None and (part.pages(1) or part.slots(1, 0)):
                 step = step.behind(step.rows)
         assert residual is not None
         return (x, residual) if step.rows is None else (x[step.rows], residual[step.rows])

@@ -4,7 +4,7 @@ the others."""
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.norm import NormSpec
-from quire.engine.layers.short_conv import ShortConvSpec
+from quire.engine.layers.recurrent.short_conv import ShortConvSpec
 from quire.engine.models.decoder import DecoderSpec, base_spec
 
 

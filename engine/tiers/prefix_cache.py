@@ -8,16 +8,19 @@ from quire.engine.batch import PageCopy
 from quire.engine.blocks import GONE, group_key
 from quire.engine.sequence import Sequence
 from quire.engine.tiers.page_tables import PageTables
+from quire.engine.tiers.snapshots import NoSnapshots
 
 
 class PrefixCache:
     """The pool's pages by the tokens in them. Where pages are large, the beginning of one may be shared by a copy."""
 
-    def __init__(self, tables: PageTables, piece: int, *, enabled: bool) -> None:
-        """`piece`: tokens that are hashed together; a divisor of a page's tokens. Not `enabled`: nothing is found."""
+    def __init__(self, tables: PageTables, piece: int, *, enabled: bool, snapshots: NoSnapshots | None = None) -> None:
+        """`piece`: tokens that are hashed together; a divisor of a page's tokens. Not `enabled`: nothing is found.
+        `snapshots`: what a sequence must find beside pages; by default nothing."""
         self.block_size = block_size = tables.needs.block_size
         assert block_size % piece == 0
         self.enabled = enabled
+        self.snapshots = snapshots or NoSnapshots()
         self._tables = tables
         self._pool = tables.pool
         self._groups = tables.groups
@@ -28,6 +31,7 @@ class PrefixCache:
 
     def begin_step(self) -> None:
         self._written.clear()
+        self.snapshots.begin_step()
 
     def piece_digests(self, seq: Sequence) -> list[SequenceOf[bytes]]:
         """For each full page of a sequence's tokens but the last, which must be computed, the hashes of its pieces: the
@@ -39,12 +43,21 @@ class PrefixCache:
 
     def cached(self, seq: Sequence) -> list[int]:
         """Cached pages of a waiting sequence's tokens but the last, as PageTables.find gives them."""
-        return self._tables.find([pieces[-1] for pieces in self.piece_digests(seq)])
+        digests = [pieces[-1] for pieces in self.piece_digests(seq)]
+        pages = self._tables.find(digests)
+        usable = self.snapshots.usable(digests[: len(pages) // self._groups])
+        return pages if usable * self._groups == len(pages) else self._tables.find(digests[:usable])
 
     def share(self, seq: Sequence, cached: list[int]) -> None:
-        """Let a sequence without pages begin with these."""
+        """Let a sequence without pages, which has a slot, begin with these."""
         self._tables.begin(seq, cached)
         seq.known_pieces = len(cached) // self._groups * self._pieces
+        self.snapshots.begin(seq)
+
+    def forget(self) -> None:
+        """Let nothing be found that was computed before."""
+        self._pool.forget()
+        self.snapshots.forget()
 
     def fork(self, seq: Sequence) -> list[PageCopy]:
         """Where a cached page of each group begins as the sequence's next one does, give the sequence pages with copies
@@ -76,10 +89,12 @@ class PrefixCache:
         found = [self._pool.find(group_key(digest, group)) for group in range(self._groups)]
         return [page for page in found if page is not None and tokens <= self._written.get(page, self.block_size)]
 
-    def register(self, seq: Sequence, start: int) -> None:
-        """Let the pieces that are full now be found, and note what the step writes, from token `start` on."""
+    def register(self, seq: Sequence, start: int, known: int) -> None:
+        """Let the pieces that are full now be found, and note what the step writes, from token `start` on; it computes
+        the first `known` tokens, and guesses behind them."""
         if not self.enabled:
             return
+        self.snapshots.keep(seq, known)
         full = min(seq.computed, len(seq.tokens)) // self._piece
         if full > seq.known_pieces:
             for index, digest in enumerate(seq.digests(full, self._piece)[seq.known_pieces :], seq.known_pieces):

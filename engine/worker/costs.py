@@ -37,7 +37,7 @@ def measure_costs(executor: Executor, plan: KVPlan, config: EngineConfig) -> lis
             admissions.append(Admission(slot, [0] * length, length, params, seed=0))
         executor.launch(Batch(rows, admissions)).result()
 
-    return measured(step, [count for count in TOKENS if count <= widest * config.max_num_seqs])
+    return measured(step, [count for count in TOKENS if count <= widest * plan.sequences])
 
 
 def measured(step: Callable[[int], object], counts: Sequence[int] = TOKENS) -> list[tuple[int, float]]:

@@ -20,6 +20,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.latent_attention import LatentAttentionSpec
+from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
 from quire.engine.models import decoder_spec
 from quire.engine.models.decoder import DecoderSpec
 from quire.engine.worker.graphs import CudaCapture
@@ -38,13 +39,16 @@ kernels do not compute, that breaks the promise of the same tokens. oneDNN reads
 
 
 def check_attention(device: torch.device, model: ModelConfig, spec: DecoderSpec) -> None:
-    """Raise ConfigError for attention that is not computed there."""
+    """Raise ConfigError for attention, or what stands in its place, that is not computed there."""
     parts = spec.parts(AttentionSpec)
     kinds = {"ALiBi": any(each.alibi is not None for each in parts), "sinks": any(each.sinks for each in parts)}
     for kind, has in kinds.items():
         if has and device.type != "cpu":
             why = f"{kind} of attention ({model.model_type}) are served on CPUs alone so far: --device cpu"
             raise ConfigError(f"device: {why}", param="device")
+    if device.type != "cpu" and spec.parts(DeltaNetSpec):
+        why = f"gated delta nets ({model.model_type}) are served on CPUs alone so far: --device cpu"
+        raise ConfigError(f"device: {why}", param="device")
     if spec.parts(LatentAttentionSpec) and device.type != "cpu":
         why = f"latent attention ({model.model_type}) is served on CPUs alone so far: --device cpu, or --model-impl "
         raise ConfigError(f"device: {why}transformers, which keeps the keys and values of all heads", param="device")

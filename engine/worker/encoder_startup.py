@@ -79,6 +79,7 @@ def start_encoder(
         tasks=tasks,
         pooling=pooling,
         whole_prompts=True,
+        caches_prefixes=False,
         notes=[] if changed is None else [changed],
         quantization="",
         step_costs=[],
@@ -132,4 +133,4 @@ def choose_encoder_backend(
 def no_pages(max_model_len: int, max_num_seqs: int) -> KVPlan:
     """A place for each sequence, which takes no memory: nothing of a prompt outlives its step."""
     arithmetic = f"no KV: an encoder reads each prompt at once; up to {max_model_len:,} tokens"
-    return KVPlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic)
+    return KVPlan(max_num_seqs, max_model_len, 0, max_model_len, arithmetic, sequences=max_num_seqs)

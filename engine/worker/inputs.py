@@ -14,6 +14,7 @@ from quire.engine.batch import Admission, Batch, Row
 from quire.engine.worker.sampling.sampling_rules import Rules
 from quire.engine.worker.transfer import upload
 from quire.kernels.backend import NO_ADAPTERS, AttentionMetadata, LinearContext, Pages
+from quire.kernels.recurrent.delta_rule import Guesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class Slots:
         """The slot of each owner's adapter; 0: none."""
         self.token_ids = torch.empty((num_slots + 1, max_model_len + 1), dtype=torch.int32, device=device)
         self.token_ids[num_slots] = 0
+        self._seen = np.zeros(num_slots, dtype=np.int64)
+        """Tokens that the matrices in each slot have seen; below 0: all before its owner's first ones."""
         self._blocks = np.zeros((num_slots, self.max_pages * groups), dtype=np.int32)
         self._num_blocks = [0] * num_slots
         self._tables: Tensor | None = None
@@ -92,6 +95,7 @@ class Slots:
         self.owners[admission.slot] = owner
         self.adapters[admission.slot] = admission.adapter
         self._num_blocks[admission.slot] = 0
+        self._seen[admission.slot] = -1
         ids = upload([np.array(admission.token_ids, dtype=np.int32)], self.device)[0]
         self.token_ids[admission.slot, : len(ids)] = ids
 
@@ -206,13 +210,21 @@ class Slots:
         ends, sampling = counts.cumsum(), [row for row in rows if row.sample]
         if len(sampling) < len(rows):
             ends = ends[np.array([row.sample for row in rows])]
-        return self.inputs(slots, starts, counts, _picked(sampling, ends) - 1, self.context(slots.repeat(counts)))
+        drafts = np.array([len(row.draft_ids) for row in rows], dtype=np.int64)
+        picked, context = _picked(sampling, ends) - 1, self.context(slots.repeat(counts))
+        return self.inputs(slots, starts, counts, picked, context, drafts)
 
     def inputs(
-        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, picked: np.ndarray, linear: LinearContext
+        self,
+        slots: np.ndarray,
+        starts: np.ndarray,
+        counts: np.ndarray,
+        picked: np.ndarray,
+        linear: LinearContext,
+        drafts: np.ndarray | None = None,
     ) -> ForwardInputs:
-        """The tensors of rows of `counts` tokens from `starts` on, each [rows] int64. picked [R] int64: the tokens that
-        are followed by a pick, by their place among all."""
+        """The tensors of rows of `counts` tokens from `starts` on, the last `drafts` of them guesses (None: none), each
+        [rows] int64. picked [R] int64: the tokens that are followed by a pick, by their place among all."""
         # Every rank of a model makes these in each step: methods of arrays take half the time of NumPy's functions.
         ends, contexts = counts.cumsum(), starts + counts
         owner = slots.repeat(counts)
@@ -228,7 +240,8 @@ class Slots:
         starting = np.zeros((2, len(slots) + 1), dtype=np.int32)
         starting[0, 1:] = ends
         starting[1, 1:] = contexts.cumsum()
-        query_start, context_lens, key_start, at, owners, sampled, state_slots, *paged = upload(
+        guessed = self._guessed(slots, starts, contexts, drafts)
+        query_start, context_lens, key_start, at, owners, sampled, state_slots, *others = upload(
             [
                 starting[0],
                 contexts.astype(np.int32),
@@ -237,11 +250,13 @@ class Slots:
                 owner,
                 picked,
                 slots,
+                *guessed,
                 *(tables[:, :, group] for group in range(self.groups)),
                 *(stored[:, group] for group in range(self.groups)),
             ],
             self.device,
         )
+        lens, paged = others[: len(guessed)], others[len(guessed) :]
         metadata = AttentionMetadata(
             query_start=query_start,
             context_lens=context_lens,
@@ -254,9 +269,23 @@ class Slots:
             linear=linear,
             whole=not starts.any(),
             state_slots=state_slots,
+            guesses=Guesses(*lens) if lens else None,
         )
         metadata = metadata.grouped(paged[: self.groups], paged[self.groups :])
         return ForwardInputs(self.token_ids[owners, at], metadata, sampled, owners)
+
+    def _guessed(
+        self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
+    ) -> tuple[np.ndarray, ...]:
+        """What Guesses says; () where no sequence has guesses, or had some last."""
+        if not self._most_drafts or not any(self.states):
+            return ()
+        seen, known = self._seen[slots], contexts if drafts is None else contexts - drafts
+        seen = np.where(seen < 0, starts, seen)
+        self._seen[slots] = known
+        if (seen == starts).all() and (known == contexts).all():
+            return ()
+        return seen.astype(np.int32), known.astype(np.int32)
 
 
 def _picked(rows: list[Row], ends: np.ndarray) -> np.ndarray:

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import chain
 from subprocess import SubprocessError
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from quire.engine.batch import PageCopy
+from quire.engine.batch import PageCopy, SlotCopy
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_plan import (
     CPU_KV_BYTES,
@@ -189,7 +190,7 @@ def allocate_pages(model: Paged, num_blocks: int) -> list[Tensor]:
 
 def layers_of(model: Paged, pages: Sequence[Tensor], states: Sequence[Pages] = ()) -> KVCache:
     """What of the `allocate_pages` each layer asks for, and behind it what it has of the `allocate_states`."""
-    layers = model.pages(pages[0].shape[1])
+    layers = model.pages(pages[0].shape[1] if pages else 1)  # none: of a stage whose layers keep slots alone
     kinds = dict.fromkeys(each for layer in layers for each in layer)
     parts = {kind: iter(each) for kind, each in zip(kinds, pages, strict=True)}
     beside = states or [()] * len(layers)
@@ -197,16 +198,21 @@ def layers_of(model: Paged, pages: Sequence[Tensor], states: Sequence[Pages] = (
 
 
 def allocate_states(model: Decoder, slots: int, drafts: int) -> list[Pages]:
-    """By place, what the layers keep of sequences beside pages, in so many slots and one for computations of nobody's;
+    """By place, what the layers keep of sequences beside pages, in so many slots;
     `drafts`: see Part.slots. What is in a slot is not read before its owner has written it."""
     make = torch.empty if model.device.type == "cpu" else torch.zeros
-    layers = model.slots(slots + 1, drafts)
+    layers = model.slots(slots, drafts)
     return [tuple(make(each.shape, dtype=each.dtype, device=model.device) for each in layer) for layer in layers]
 
 
-def state_bytes(model: Decoder, config: EngineConfig) -> int:
-    """Of these, as a configuration asks for them, in all stages of a pipeline together."""
-    return model.slot_nbytes(config.max_num_seqs + 1, most_drafts(config))
+def slot_bytes(model: Decoder, config: EngineConfig) -> int:
+    """Of a slot of these, as a configuration asks for it, in all stages of a pipeline together."""
+    return model.slot_nbytes(1, most_drafts(config))
+
+
+def copy_slot(states: Sequence[Pages], copy: SlotCopy) -> None:
+    for each in chain.from_iterable(states):
+        each[copy.target] = each[copy.source]
 
 
 def copy_page(pages: Sequence[Tensor], copy: PageCopy, block_size: int) -> None:
@@ -237,9 +243,9 @@ class Headroom:
 
     def __init__(self, kv_cache: KVCache) -> None:
         self._caches = [cache for layer in kv_cache for cache in layer]
-        pages = len(self._caches[0])
-        self._piece = max(_PIECE // max(cache[0].nbytes for cache in self._caches), 1)
-        self._most = int(pages * _HEADROOM)
+        self._pages = len(self._caches[0]) if self._caches else 0  # a stage whose layers keep slots alone has none
+        self._piece = max(_PIECE // max((cache[0].nbytes for cache in self._caches), default=1), 1)
+        self._most = int(self._pages * _HEADROOM)
         self._used = self._ready = self._next = 0
 
     def use(self, pages: Iterable[int]) -> None:
@@ -249,7 +255,7 @@ class Headroom:
     def grow(self) -> bool:
         """Touch some more pages of one tensor; False when enough are touched."""
         begin = max(self._used, self._ready)
-        end = min(begin + self._piece, self._used + self._most, len(self._caches[0]))
+        end = min(begin + self._piece, self._used + self._most, self._pages)
         if begin >= end:
             return False
         self._caches[self._next][begin:end].zero_()

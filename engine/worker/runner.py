@@ -18,7 +18,7 @@ from quire.engine.worker.graphs import Capture, DecodeGraphs
 from quire.engine.worker.heads import Heads, HiddenStates
 from quire.engine.worker.images.features import ImageFeatures
 from quire.engine.worker.inputs import ForwardInputs, Owner, Picks, Slots
-from quire.engine.worker.memory import Headroom, copy_page, layers_of
+from quire.engine.worker.memory import Headroom, copy_page, copy_slot, layers_of
 from quire.engine.worker.pages import page_mover
 from quire.engine.worker.pending import PendingStep, PromptChunk
 from quire.engine.worker.sampling.device_sampler import choose_sampler
@@ -104,6 +104,8 @@ class Runner:
             copy_page(self._pages, copy, self._slots.block_size)
             if self._heads is not None:
                 copy_page(self._heads.pages, copy, self._slots.block_size)
+        for slots in batch.slot_copies:
+            copy_slot(self._slots.states, slots)
         self._slots.put_drafts(batch.rows)
         self._slots.take_pages(batch.rows)
         if self._headroom is not None:

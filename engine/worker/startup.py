@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from quire.engine.checkpoint.files import ModelConfig, stored_at
-from quire.engine.checkpoint.kv_plan import KVPlan, plan_kv
+from quire.engine.checkpoint.kv_plan import KVPlan, StateShares, plan_kv, share_states
 from quire.engine.checkpoint.page_groups import PageGroups, keeps_all
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.checkpoint.stages import places_of_stages
@@ -36,7 +36,7 @@ from quire.engine.worker.loading.loader import Tensors
 from quire.engine.worker.loading.model import load_model
 from quire.engine.worker.loading.pooler import choose_pooler, read_tokenizer
 from quire.engine.worker.loading.room import make_room
-from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, state_bytes, whole_page_bytes
+from quire.engine.worker.memory import available_bytes, explained_weights, page_bytes, slot_bytes, whole_page_bytes
 from quire.engine.worker.ranks.alone import Alone
 from quire.engine.worker.ranks.messages import Allocate
 from quire.engine.worker.ranks.pipeline import Stages
@@ -69,6 +69,7 @@ class Worker:
     """How it makes vectors."""
     whole_prompts: bool
     """Whether a prompt must be computed in one step."""
+    caches_prefixes: bool
     notes: list[str]
     """What was chosen otherwise than one might expect, a line each."""
     quantization: str
@@ -101,6 +102,7 @@ def start_worker(
     kept = keep_kernels() if choose_device(config).type == "cuda" else None
     set_up_cpu(config)
     chosen = choose(config, model_config)
+    check_states(config, chosen.spec)
     ranks = start_ranks(config, path, chosen, progress, on_rank_end, given=tensors is not None)
     try:
         return _start(config, path, model_config, chosen, progress, tensors, ranks, kept)
@@ -130,12 +132,13 @@ def _start(
         draft = load_drafting(config, model_config, backend, progress, model)
         apart, adapted = adapted_notes(config, model, backend, backend.keeps_rows_apart(device, chosen.dtype))
     plan = plan_pages(config, model_config, model, backend, draft, loaded.groups, ranks)
-    room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len)
-    ranks.send(Allocate(plan.group_pages, plan.max_model_len))
+    shares = StateShares(plan.sequences, plan.snapshots)
+    room = make_room(config, chosen, loaded, plan.group_pages, plan.max_model_len, shares)
+    ranks.send(Allocate(plan.group_pages, plan.max_model_len, *shares))
     grammars = SlotGrammars(lambda: grammar_compiler(config, path, model_config))
     pooler = choose_pooler(config, path, loaded)
     drafting, heads = start_drafting(draft, config, model, room.slots, plan.num_blocks, ranks.heads)
-    notes = (*adapted, chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec))
+    notes = (*adapted, chosen.changed, kept, ranks.note, kept_windows(config, chosen.spec), fewer(config, plan))
     eos = model_config.eos_token_ids
     runner = ranks.runner(model, room.pages, room.slots, grammars, eos, room.capture, pooler, heads, tower.features)
     adapters = None if loaded.adapters is None else adapter_loader(config, model_config, loaded.adapters)
@@ -154,6 +157,7 @@ def _start(
         tasks=loaded.tasks,
         pooling=loaded.pooling,
         whole_prompts=False,
+        caches_prefixes=caches_prefixes(config, chosen.spec, plan),
         notes=[note for note in notes if note is not None],
         quantization=loaded.quantization,
         step_costs=measure_costs(runner, plan, config),
@@ -170,6 +174,26 @@ def kept_windows(config: EngineConfig, spec: DecoderSpec) -> str | None:
     if (setting := keeps_all(config)) is None or not any(each.window for each in spec.states):
         return None
     return f"layers with a sliding window keep all tokens, for {setting} needs pages of all layers"
+
+
+def fewer(config: EngineConfig, plan: KVPlan) -> str | None:
+    """A note where fewer sequences run at a time than were asked for, or no prefix can be cached."""
+    if plan.sequences < config.max_num_seqs:
+        snapshots = f", and {plan.snapshots} snapshots are kept" if plan.snapshots else ""
+        return f"{plan.sequences} sequences run at a time, for their states take much memory{snapshots}: state_memory"
+    return None
+
+
+def caches_prefixes(config: EngineConfig, spec: DecoderSpec, plan: KVPlan) -> bool:
+    return config.enable_prefix_caching and (plan.snapshots > 0 or not spec.needs_snapshots)
+
+
+def check_states(config: EngineConfig, spec: DecoderSpec) -> None:
+    """Raise ConfigError where something is asked for that does not go with states too large for pages."""
+    for key in ("kv_offload_memory", "kv_offload_dir", "kv_offload_tier"):
+        if getattr(config, key) and spec.needs_snapshots:
+            why = "the states of delta nets, which prefixes need beside their pages, are kept in no tier yet"
+            raise ConfigError(f"{key}: {why}", param=key)
 
 
 def check_division(config: EngineConfig, chosen: Chosen, *, given: bool) -> None:
@@ -263,22 +287,26 @@ def plan_pages(
     layers."""
     count, places = model.shard.count // config.nnodes, sum(places_of_stages(groups, config.pipeline_parallel_size))
     formula = model.formula_of(places) if count == 1 else f"{model.page_formula} x {count} ranks"
-    each, states = whole_page_bytes(model, places) * count, state_bytes(model, config) * count
+    each, slot = whole_page_bytes(model, places) * count, slot_bytes(model, config) * count
     available = ranks.available(partial(available_bytes, model, model_config, backend, config))
+    large, cached = model.spec.needs_snapshots, config.enable_prefix_caching
+    most = config.max_num_seqs
+    shares = share_states(slot, available, config.state_memory, most, large=large, cached=cached)
+    states = slot * shares.slots
     if draft is not None:
         formula, own = f"{formula} + {draft.paged.page_formula}", page_bytes(draft.paged)
         # All ranks have heads, the first one alone has a model that drafts; but each GPU has as many pages as that.
         if count > 1 and (isinstance(draft, LoadedHead) or model.device.type == "cuda"):
             formula, own = f"{formula} x {count}", own * count
-        states += state_bytes(draft.paged, config) if isinstance(draft, DraftModel) else 0
-        each, available = each + own, available - spare_pages(config, backend.block_size) * config.max_num_seqs * own
+        states += slot_bytes(draft.paged, config) * (most + 1) if isinstance(draft, DraftModel) else 0
+        each, available = each + own, available - spare_pages(config, backend.block_size) * most * own
     return plan_kv(
         model_config,
         page_bytes=each,
         formula=formula,
         block_size=backend.block_size,
         available_bytes=max(available, 0),
-        max_num_seqs=config.max_num_seqs,
+        shares=shares,
         max_model_len=config.max_model_len,
         num_blocks=config.num_kv_blocks,
         windows=groups.windows,

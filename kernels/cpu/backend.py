@@ -14,21 +14,20 @@ from dataclasses import astuple
 import torch
 from torch import Tensor
 
-from quire.kernels.activation import Activation
+from quire.kernels.activation import Activation, Clamp
 from quire.kernels.backend import (
     AdaptedLinear,
     AdapterSlots,
     AttentionMetadata,
-    Clamp,
     Experts,
     Layer,
     Linear,
     Recorded,
-    Softmax,
     Table,
 )
 from quire.kernels.collective import Collective
 from quire.kernels.cpu import linear, lora, native, quantized
+from quire.kernels.cpu.decoder import delta_rule
 from quire.kernels.cpu.decoder.experts import compiled_mixture
 from quire.kernels.cpu.decoder.recorder import recorded
 from quire.kernels.cpu.decoder.short_conv import convolved
@@ -39,9 +38,11 @@ from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, scale_elements
 from quire.kernels.latents.blocks import ReferenceBlocks
 from quire.kernels.latents.latent import Latent
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import NORMS, Rope
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.softmax import Softmax
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ALL = 2**31 - 1
@@ -141,7 +142,7 @@ class Cpu(Reference):
             ahead,
             *native.bias_arguments(softmax.bias),
         )
-        beside = (_sinks(softmax.sinks, heads), softmax.values or 0)
+        beside = (native.sinks_address(softmax.sinks, heads), softmax.values or 0)
         held = native.kv_format(k_cache, softmax.kv_scales)
         pointers = [*_pointers(out, q, k_cache, v_cache), _address(held), *_pointers(*lengths, table)]
         outside = self.library.paged_attention[q.dtype](*pointers, *sizes, *rules, *beside, torch.get_num_threads())
@@ -266,6 +267,20 @@ class Cpu(Reference):
             return super().short_conv(bcx, conv, columns, metadata)
         return convolved(self.library, bcx, conv, columns, metadata)
 
+    def delta_rule(
+        self, qkv: Tensor, z: Tensor, ba: Tensor, rule: DeltaRule, states: DeltaStates, metadata: AttentionMetadata
+    ) -> Tensor:
+        if qkv.dtype not in self.library.delta_rule:
+            return super().delta_rule(qkv, z, ba, rule, states, metadata)
+        return delta_rule.computed(self.library, (qkv, z, ba), rule, states, metadata)
+
+    def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        if x.dtype not in self.library.sigmoid_mul or not x.is_contiguous():
+            return super().sigmoid_mul(x, gate)
+        pointers = _pointers(x, gate.contiguous())
+        self.library.sigmoid_mul[x.dtype](*pointers, x.numel(), torch.get_num_threads())
+        return x
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None, *, wide: bool = False) -> Linear:
         """Our own kernel (linear.cpp), which gives a row the same bits in every batch.
 
@@ -365,14 +380,6 @@ class Cpu(Reference):
 
 def _pointers(*tensors: Tensor | None) -> list[int | None]:
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-
-
-def _sinks(sinks: Tensor | None, heads: int) -> int | None:
-    if sinks is None:
-        return None
-    if sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads:
-        raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
-    return sinks.data_ptr()
 
 
 def _address(held: native.KVFormat | None) -> int | None:

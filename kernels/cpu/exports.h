@@ -163,7 +163,13 @@ EXPORTED void draw_f32(const float* logits, const double* filters, const double*
   EXPORTED int short_conv_##suffix(const T* bcx, const float* weight, const float* bias, T* out, T* ends, T* recent,   \
                                    const int32_t* starts, const int32_t* contexts, const int32_t* table,               \
                                    long table_stride, const int64_t* slots, long pages, long slot_count,               \
-                                   int sequences, int channels, int width, int kept, int threads);                     \
+                                   int sequences, int channels, int width, int kept, int gated, int threads);          \
+  EXPORTED int delta_rule_##suffix(const T* qkv, const T* z, const T* ba, const float* rate, const float* shift,       \
+                                   const float* norm, T* out, float* matrices, T* guesses, const int32_t* starts,      \
+                                   const int32_t* contexts, const int32_t* seen, const int32_t* known,                 \
+                                   const int64_t* slots, long slot_count, int sequences, int key_heads, int heads,     \
+                                   int key, int value, int drafts, float eps, int threads);                            \
+  EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long size, int threads);                                     \
   EXPORTED int paged_attention_##suffix(void* out, const void* query, const void* keys, const void* values,            \
                                         const KVFormat* format, const int32_t* starts, const int32_t* contexts,        \
                                         const int32_t* table, long table_stride, long key_stride, long value_stride,   \
@@ -200,6 +206,8 @@ struct Kernels;
     static constexpr auto latent_store = latent_store_##suffix;                                                        \
     static constexpr auto linear_blocks = linear_blocks_##suffix;                                                      \
     static constexpr auto short_conv = short_conv_##suffix;                                                            \
+    static constexpr auto delta_rule = delta_rule_##suffix;                                                            \
+    static constexpr auto sigmoid_mul = sigmoid_mul_##suffix;                                                          \
     static constexpr auto sum_ranks = sum_ranks_##suffix;                                                              \
     static constexpr auto paged_attention = paged_attention_##suffix;                                                  \
   };

@@ -141,6 +141,15 @@ def bias_arguments(bias: Tensor | None) -> tuple[int | None, int, int]:
     return bias.data_ptr(), bias.shape[1], (bias.shape[1] - 15) // 2 - 1
 
 
+def sinks_address(sinks: Tensor | None, heads: int) -> int | None:
+    """Softmax.sinks as the kernel takes them."""
+    if sinks is None:
+        return None
+    if sinks.dtype != torch.float32 or not sinks.is_contiguous() or len(sinks) != heads:
+        raise TypeError(f"sinks must be float32 and contiguous, one for each of {heads} heads")
+    return sinks.data_ptr()
+
+
 def activation_numbers(activation: Activation) -> tuple[int, float, float, float]:
     return KINDS.index(activation.kind), activation.positive, activation.negative, activation.slope
 
@@ -183,7 +192,9 @@ SIGNATURES = {
     "linear_blocks": [*[_POINTER] * 3, _LONG, _INT],
     "store_kv": [*[_POINTER] * 6, *[_LONG] * 4, _INT, _INT],
     "rope_store": [*[_POINTER] * 5, _INT, *[_POINTER] * 6, *[_LONG] * 4, *[_INT] * 3, _FLOAT, _INT],
-    "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 5],
+    "short_conv": [*[_POINTER] * 9, _LONG, _POINTER, *[_LONG] * 2, *[_INT] * 6],
+    "delta_rule": [*[_POINTER] * 14, _LONG, *[_INT] * 6, _FLOAT, _INT],
+    "sigmoid_mul": [*[_POINTER] * 2, _LONG, _INT],
     "rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "add_rms_norm": [*[_POINTER] * 3, _LONG, _INT, _FLOAT, _INT],
     "layer_norm": [*[_POINTER] * 5, _LONG, _INT, _FLOAT, _INT],

@@ -112,6 +112,19 @@ void add(const T* x, T* residual, long size, int threads) {
   });
 }
 
+// x *= sigmoid(gate).
+template <class T>
+void sigmoid_mul(T* x, const T* gate, long size, int threads) {
+  parallel_rows(threads, (size + kPiece - 1) / kPiece, size * 6, [&](long begin, long end) {
+    const long last = end * kPiece < size ? end * kPiece : size;
+    for (long i = begin * kPiece; i < last; i += 16) {
+      const int count = last - i < 16 ? static_cast<int>(last - i) : 16;
+      const Vec fall = vexp2(vmul(vload_first(gate + i, count), vset(-kLog2E)));
+      vstore_first(x + i, vdiv(vload_first(x + i, count), vadd(vset(1.0f), fall)), count);
+    }
+  });
+}
+
 // residual += sigmoid(gate) * x, with one gate for each row.
 template <class T>
 void add_gated(const T* x, const T* gate, T* residual, long rows, int size, int threads) {
@@ -179,6 +192,9 @@ void clamped_mul(const T* gate_up, T* out, long rows, int size, float alpha, flo
   EXPORTED void activate_##suffix(T* x, long size, int kind, float positive, float negative, float slope,              \
                                   int threads) {                                                                       \
     activate(x, size, kind, positive, negative, slope, threads);                                                       \
+  }                                                                                                                    \
+  EXPORTED void sigmoid_mul_##suffix(T* x, const T* gate, long size, int threads) {                                    \
+    sigmoid_mul(x, gate, size, threads);                                                                               \
   }                                                                                                                    \
   EXPORTED void silu_mul_##suffix(const T* gate_up, T* out, long rows, int size, int threads) {                        \
     gate_mul<false>(gate_up, out, rows, size, threads);                                                                \

@@ -12,8 +12,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.paged import FlashPages, fresh
+from quire.kernels.softmax import Softmax
 
 REQUIREMENT = "flash-attn>=2.8,<2.8.4"
 """What pyproject.toml asks for too."""

@@ -11,8 +11,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.paged import FlashPages, architecture_fault
+from quire.kernels.softmax import Softmax
 
 INSTALL = "pip install flash-attn-3, from PyTorch's index for your CUDA"
 _HOPPER = (9,)

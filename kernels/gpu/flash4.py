@@ -15,8 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.paged import FlashPages, architecture_fault
+from quire.kernels.softmax import Softmax
 
 INSTALL = "pip install 'flash-attn-4>=4.0.0b36'"
 """So far all of its versions are betas, which pip takes only when one is named."""

@@ -12,9 +12,9 @@ from torch import Tensor
 from quire.kernels.backend import AttentionMetadata, Backend, Linear, Table
 from quire.kernels.kv_codes import UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
-from quire.kernels.short_conv import Columns, ShortConv
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _MOST_HEAD_DIM = 256

@@ -11,9 +11,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.flash import INSTALL
 from quire.kernels.gpu.paged import FlashPages, built_for, fresh
+from quire.kernels.softmax import Softmax
 
 _FIRST = (2, 13)
 _NO_SOFTCAP = f"PyTorch's varlen attention has no softcap; install flash-attn ({INSTALL})"

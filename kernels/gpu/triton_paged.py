@@ -17,7 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Linear, Softmax, Table
+from quire.kernels.backend import AttentionMetadata, Linear, Table
 from quire.kernels.gpu import triton_fused, triton_short_conv
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.gpu.triton_attention import attend, attend_splits, reduce_even, reduce_fixed
@@ -25,9 +25,10 @@ from quire.kernels.gpu.triton_codes import held_in
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
 from quire.kernels.quantized import QuantizedWeight
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.softmax import Softmax
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FIXED_SPLIT = 512

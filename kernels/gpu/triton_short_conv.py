@@ -1,4 +1,5 @@
-"""Gated short convolutions in Triton: kernels/short_conv.py says what they are, where a column lies, and is the judge.
+"""Gated short convolutions in Triton: kernels/recurrent/short_conv.py says what they are, where a column lies, and is
+the judge.
 
 Three kernels: what pages are to hold is stored first, for a row may begin with what another stores in a page; then all
 sums are made, of the step's own columns and of those that the slots have from before; then the slots get the new ones.
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu.triton_sizes import cdiv, power_of_2
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 _BLOCK = 512
 """Channels of a program, at most."""
@@ -94,6 +95,8 @@ def _conv_kernel(
 def short_conv(bcx: Tensor, conv: ShortConv, columns: Columns, metadata: AttentionMetadata) -> Tensor:
     bcx, slots = bcx.contiguous(), metadata.state_slots
     assert slots is not None
+    if columns.ends is None or not conv.gated:
+        raise ValueError("convolutions without gates run on CPUs alone so far")
     tokens, channels = len(bcx), bcx.shape[1] // 3
     out = bcx.new_empty((tokens, channels))
     if not tokens:

@@ -45,7 +45,7 @@ def prompts() -> list[list[int]]:
 @compiled
 @held
 @pytest.mark.parametrize(  # windows, caps, sinks, states, latents
-    "family", ["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "deepseek_v3"]
+    "family", ["llama", "gemma2", "gemma3", "gpt_oss", "lfm2", "qwen3_5", "deepseek_v3"]
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_alone_together_chunked_cached_and_preempted_are_the_same(

@@ -49,9 +49,9 @@ SMALL = {"num_kv_blocks": 12, "max_model_len": 128, "max_num_batched_tokens": 24
 
 
 SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "phi3", "gptj", "gpt2", "bloom", "granite_swa"]
-SHAPES += ["hunyuan_v1_dense", "apertus", "cohere", "falcon-newer", "lfm2"]
+SHAPES += ["hunyuan_v1_dense", "apertus", "cohere", "falcon-newer", "lfm2", "qwen3_5"]
 SHAPES += ["gpt_oss", "mixtral", "qwen2-moe", "glm4_moe", "dots1", "ernie4_5_moe", "granitemoeshared", "hunyuan_v1_moe"]
-SHAPES += ["phimoe", "lfm2_moe", "deepseek_v2-lite", "deepseek_v3"]
+SHAPES += ["phimoe", "lfm2_moe", "qwen3-next", "deepseek_v2-lite", "deepseek_v3"]
 """More key-value heads than ranks, as many, and fewer."""
 
 

@@ -46,7 +46,7 @@ pytestmark = [
     pytest.mark.usefixtures("thread_ranks", "one_thread"),
 ]
 BASE = {"dtype": "float32", "attention_backend": "cpu", "threads": 3}
-SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "mixtral", "gpt_oss", "lfm2"]
+SHAPES = ["llama", "llama-tied-biased", "qwen3", "gemma2", "gemma3", "mixtral", "gpt_oss", "lfm2", "qwen3_5"]
 
 
 def engine(path: Path | str, stages: int, **settings: Any) -> Engine:

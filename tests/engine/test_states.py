@@ -1,5 +1,5 @@
-"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions): the same tokens with
-everything on, and only new tokens computed."""
+"""Layers that keep a state of each sequence beside attention's keys (LFM2's convolutions, Qwen3.5's delta nets): the
+same tokens with everything on, and only new tokens computed."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.drafting.adaptive import Adaptive
+from quire.engine.errors import ConfigError
 from quire.engine.loop import Engine
 from quire.engine.types import Request
 from quire.server.cli.plan.configured import predicted_tokens
@@ -31,9 +32,15 @@ from tests.variants import examples
 __all__ = ["one_thread", "thread_ranks"]
 SMALL = {"max_model_len": 256, "num_kv_blocks": 80, "threads": 1, "max_num_seqs": 6}
 SHAPES: list[dict[str, Any]] = [
-    {},
-    {"max_num_batched_tokens": 7},
-    {"num_kv_blocks": 11, "max_model_len": 176, "max_num_batched_tokens": 48},
+    {"snapshot_tokens": 64},
+    {"max_num_batched_tokens": 7, "snapshot_tokens": 16},
+    {
+        "num_kv_blocks": 11,
+        "max_model_len": 176,
+        "max_num_batched_tokens": 48,
+        "snapshot_tokens": 16,
+        "state_memory": 2e-4,
+    },
     {"long_prefill_token_threshold": 19, "max_num_seqs": 2},
 ]
 
@@ -80,7 +87,7 @@ def asked(traffic: list[tuple[tuple[int, int, int, int], dict[str, Any]]]) -> li
 @given(
     traffic=st.lists(st.tuples(PROMPT, PARAMS), min_size=1, max_size=7),
     shape=st.integers(0, len(SHAPES) - 1),
-    family=st.sampled_from(["lfm2", "lfm2-biased"]),
+    family=st.sampled_from(["lfm2", "lfm2-biased", "qwen3_5", "qwen3_5-grouped", "qwen3-next"]),
     dtype=st.sampled_from(["float32", "bfloat16"]),
     guesses=st.one_of(st.none(), st.integers(0, 99)),
 )
@@ -108,9 +115,10 @@ def test_neither_neighbours_nor_chunks_nor_hits_nor_guesses_change_a_bit(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_conversation_computes_its_new_tokens_alone(dtype: str, folder: Path) -> None:
+@pytest.mark.parametrize(("family", "distance"), [("lfm2", 16), ("qwen3_5", 48)])
+def test_a_conversation_computes_its_new_tokens_alone(family: str, distance: int, dtype: str, folder: Path) -> None:
     """With guesses from the text; against a server that computes every turn afresh."""
-    path, options = str(model(folder, "lfm2")), {"dtype": dtype, **SMALL, "max_model_len": 400}
+    path, options = str(model(folder, family)), {"dtype": dtype, **SMALL, "max_model_len": 400, "snapshot_tokens": 48}
     made = Engine(EngineConfig(model=path, speculative_config="ngram", **options))
     fresh = Engine(EngineConfig(model=path, enable_prefix_caching=False, **options))
     made.scheduler._drafter = Adaptive(made.scheduler._drafter._drafter, 8, CHEAP)
@@ -122,10 +130,62 @@ def test_a_conversation_computes_its_new_tokens_alone(dtype: str, folder: Path) 
         (answer,) = run(made, [each]).values()
         assert (answer.ids, answer.logprobs) == (lambda one: (one.ids, one.logprobs))(run(fresh, [each])[each.id])
         computed, new = made.stats.prompt_tokens - before, len(each.prompt_ids) - known_before
-        assert computed <= new + 16, "what does not fill a page is computed again"
+        assert computed <= new + distance, "what is behind the last full page, or snapshot, is computed again"
         history = each.prompt_ids + answer.ids
     assert made.stats.draft_tokens > 20
-    assert fresh.stats.prompt_tokens > 3 * made.stats.prompt_tokens
+    assert fresh.stats.prompt_tokens > (3 if family == "lfm2" else 2) * made.stats.prompt_tokens
+
+
+def test_a_prompt_that_comes_again_begins_at_its_last_page(folder: Path) -> None:
+    """Also where no regular snapshot is near; and nothing is found after a reset."""
+    made = Engine(EngineConfig(model=str(model(folder, "qwen3_5")), **SMALL, dtype="float32"))
+    prompt = [random.Random(9).randrange(3, VOCAB) for _ in range(150)]
+    each = request("0", prompt, max_tokens=5, logprobs=0)
+    wanted = known(run(made, [each]))
+    for _ in range(2):
+        before = made.stats.prompt_tokens
+        assert known(run(made, [each])) == wanted
+        assert made.stats.prompt_tokens - before == 150 - 144
+    made.reset_prefix_cache()
+    assert known(run(made, [each])) == wanted
+    assert made.stats.prompt_tokens - before == 6 + 150
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_large_states_share_their_memory(cached: bool, folder: Path) -> None:
+    slot = 2 * 4 * (3 * (2 * 4 * 12 + 4 * 32) + 4 * 12 * 32)
+    config = EngineConfig(
+        model=str(model(folder, "qwen3_5")),
+        dtype="float32",
+        kv_cache_memory=2 / 1024,
+        state_memory=20 * slot / GIB,
+        max_model_len=128,
+        max_num_seqs=12,
+        enable_prefix_caching=cached,
+        speculative_config={"method": "none"},
+    )
+    made = Engine(config)
+    assert made.info.state_bytes == (20 if cached else 13) * slot
+    assert made.info.state_bytes == sum(t.nbytes for each in made.runner._slots.states for t in each)
+    assert ("states of 9 sequences and 10 snapshots" in made.info.arithmetic) == cached
+    assert any("9 sequences run at a time" in note for note in made.info.notes) == cached
+    assert predicted_tokens(config, Machine("here", 2**34, None, None)) == made.info.num_blocks * 16
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"kv_offload_memory": 0.1},
+        {"state_memory": 1e-6},
+        {"speculative_config": {"method": "draft_model", "model": "", "num_speculative_tokens": 3}},
+    ],
+)
+def test_what_large_states_do_not_go_with_is_refused_by_name(asked: dict[str, Any], folder: Path) -> None:
+    path = str(model(folder, "qwen3_5"))
+    if "speculative_config" in asked:
+        asked["speculative_config"]["model"] = path
+    with pytest.raises(ConfigError, match=f"^{next(iter(asked))}"):
+        Engine(EngineConfig(model=path, **SMALL, **asked))
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8"])
@@ -173,11 +233,12 @@ def test_the_plan_counts_what_is_kept(dtype: str, method: str, folder: Path) -> 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.mark.usefixtures("thread_ranks", "one_thread")
 @pytest.mark.parametrize("parts", [{"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 3}])
-def test_stages_are_counted_by_what_their_own_layers_keep(parts: dict[str, int], folder: Path) -> None:
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_stages_are_counted_by_what_their_own_layers_keep(family: str, parts: dict[str, int], folder: Path) -> None:
     """Which are unlike: convolution, attention, convolution."""
     options = {"kv_cache_memory": 2 / 1024, "max_model_len": 128, "max_num_seqs": 60, "threads": 3, "dtype": "float32"}
     whole, divided = (
-        Engine(EngineConfig(model=str(model(folder, "lfm2")), attention_backend="cpu", **options, **own)).info
+        Engine(EngineConfig(model=str(model(folder, family)), attention_backend="cpu", **options, **own)).info
         for own in ({}, parts)
     )
     assert (divided.num_blocks, divided.state_bytes) == (whole.num_blocks, whole.state_bytes)

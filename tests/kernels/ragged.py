@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Backend, Softmax
+from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales
+from quire.kernels.softmax import Softmax
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,7 @@ void attends_latents() {
 template <class T>
 void convolves() {
   const int sequences = draw(1, 4), channels = draw(1, 200), width = draw(2, 6), kept = width - 1 + draw(0, 9);
+  const bool gated = draw(0, 1), paged = draw(0, 1);
   const long most = 5, pages = sequences * most;
   Array<int32_t> starts(new int32_t[sequences + 1]()), contexts(new int32_t[sequences]), table(new int32_t[pages]);
   Array<int64_t> slots(new int64_t[sequences]);
@@ -179,13 +180,47 @@ void convolves() {
   auto ends = numbers<T>(pages * (width - 1) * channels), recent = numbers<T>(sequences * kept * channels);
   const bool biased = draw(0, 1);
   const int threads = draw(1, 3);
-  if (Kernels<T>::short_conv(bcx.get(), weight.get(), biased ? bias.get() : nullptr, out.get(), ends.get(),
-                             recent.get(), starts.get(), contexts.get(), table.get(), most, slots.get(), pages,
-                             sequences, sequences, channels, width, kept, threads))
+  if (Kernels<T>::short_conv(bcx.get(), weight.get(), biased ? bias.get() : nullptr, out.get(),
+                             paged ? ends.get() : nullptr, recent.get(), starts.get(), contexts.get(), table.get(),
+                             most, slots.get(), pages, sequences, sequences, channels, width, kept, gated, threads))
     std::exit(1);
   expect_finite(out, tokens * channels, "short convolution");
   expect_finite(ends, pages * (width - 1) * channels, "columns in pages");
   expect_finite(recent, sequences * kept * channels, "columns in slots");
+}
+
+// Sequences with guesses before their step's own tokens, and behind them.
+template <class T>
+void deltas() {
+  const int sequences = draw(1, 3), key_heads = draw(1, 3), heads = key_heads * draw(1, 3), key = 2 * draw(1, 40),
+            value = 16 * draw(1, 9), drafts = draw(0, 5);
+  Array<int32_t> starts(new int32_t[sequences + 1]()), contexts(new int32_t[sequences]);
+  Array<int32_t> seen(new int32_t[sequences]), known(new int32_t[sequences]);
+  Array<int64_t> slots(new int64_t[sequences]);
+  for (int s = 0; s < sequences; ++s) {
+    const int first = draw(0, 20), before = draw(0, drafts < first ? drafts : first), behind = draw(0, drafts);
+    contexts[s] = first + draw(1, 70) + behind;
+    starts[s + 1] = starts[s] + contexts[s] - first;
+    seen[s] = first - before;
+    known[s] = contexts[s] - behind;
+    slots[s] = sequences - 1 - s;
+  }
+  const long tokens = starts[sequences], values = static_cast<long>(heads) * value;
+  const long inputs = 2L * key_heads * key + values, kept = inputs + 2 * heads, matrix = static_cast<long>(key) * value;
+  auto qkv = numbers<T>(tokens * inputs), z = numbers<T>(tokens * values), ba = numbers<T>(tokens * 2 * heads);
+  auto rate = numbers<float>(heads), shift = numbers<float>(heads), norm = numbers<float>(value);
+  for (int h = 0; h < heads; ++h) rate[h] = -__builtin_fabsf(rate[h]);
+  auto out = numbers<T>(tokens * values, true), guesses = numbers<T>(sequences * drafts * kept);
+  auto matrices = numbers<float>(sequences * heads * matrix);
+  const bool guessed = draw(0, 1);
+  if (Kernels<T>::delta_rule(qkv.get(), z.get(), ba.get(), rate.get(), shift.get(), norm.get(), out.get(),
+                             matrices.get(), guesses.get(), starts.get(), contexts.get(),
+                             guessed ? seen.get() : nullptr, guessed ? known.get() : nullptr, slots.get(), sequences,
+                             sequences, key_heads, heads, key, value, drafts, 1e-5f, draw(1, 3)))
+    std::exit(1);
+  expect_finite(out, tokens * values, "delta rule");
+  expect_finite(matrices, sequences * heads * matrix, "its matrices");
+  expect_finite(guesses, sequences * drafts * kept, "its guesses");
 }
 
 template <class T>
@@ -205,6 +240,8 @@ void rowwise() {
   expect_finite(x, rows * size, "activate");
   Kernels<T>::add_rms_norm(x.get(), y.get(), weight.get(), rows, size, 1e-5f, threads);
   expect_finite(x, rows * size, "add_rms_norm");
+  Kernels<T>::sigmoid_mul(x.get(), y.get(), rows * size, threads);
+  expect_finite(x, rows * size, "sigmoid_mul");
   Kernels<T>::silu_mul(gate_up.get(), out.get(), rows, size, threads);
   expect_finite(out, rows * size, "silu_mul");
   Kernels<T>::gelu_mul(gate_up.get(), out.get(), rows, size, threads);
@@ -467,6 +504,8 @@ int main(int count, char** arguments) {
     attends_latents<bf16>();
     convolves<float>();
     convolves<bf16>();
+    deltas<float>();
+    deltas<bf16>();
     rowwise<float>();
     rowwise<bf16>();
     multiply<float>();

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels.backend import Softmax
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
+from quire.kernels.softmax import Softmax
 from tests.kernels.ragged import Part, attend, error, page, random_part
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2}

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import KINDS, Activation
-from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 from tests.kernels.ragged import attend, error, page, random_part
 
 reference = Reference()

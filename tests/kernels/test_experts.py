@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.quantize import int4, int8
-from quire.kernels.backend import NO_ADAPTERS, Backend, Clamp, Experts, Linear
+from quire.kernels.activation import Clamp
+from quire.kernels.backend import NO_ADAPTERS, Backend, Experts, Linear
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.quantized import GroupedWeight

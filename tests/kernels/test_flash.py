@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from quire.kernels.backend import AttentionMetadata, Backend, Softmax
+from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.gpu import flash, torch_varlen
 from quire.kernels.gpu.flash import Flash
 from quire.kernels.gpu.paged import FlashPages, built_for
@@ -19,6 +19,7 @@ from quire.kernels.gpu.torch_varlen import TorchVarlen
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
 from quire.kernels.select import select_backend
+from quire.kernels.softmax import Softmax
 from tests.kernels.fake_flash import FakeFlashAttn, fake_varlen_attn
 from tests.kernels.ragged import Part, error, page, random_part
 from tests.tree import ROOT

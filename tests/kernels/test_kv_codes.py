@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels.backend import Softmax
 from quire.kernels.cpu.backend import Cpu
 from quire.kernels.kv_codes import KV_CODES, UNSCALED, KVScales, expanded, rounded, scale_elements
 from quire.kernels.reference import Reference
 from quire.kernels.rotation import Rope
+from quire.kernels.softmax import Softmax
 from tests.kernels.ragged import Part, attend, empty_cache, error, page, random_part
 from tests.variants import examples
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata, Backend
 from quire.kernels.cpu.backend import Cpu
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.reference import Reference
-from quire.kernels.short_conv import Columns, ShortConv
 from tests.kernels.ragged import error
 from tests.variants import nightly
 
@@ -21,21 +21,23 @@ PIECE, SLOTS, PAGES = 16, 5, 40
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-6, torch.bfloat16: 2e-2}
 
 
-def made(channels: int, width: int, *, bias: bool, generator: torch.Generator) -> ShortConv:
+def made(channels: int, width: int, *, bias: bool, generator: torch.Generator, gated: bool = True) -> ShortConv:
     weight = torch.randn((width, channels), generator=generator)
-    return ShortConv(weight, torch.randn(channels, generator=generator) if bias else None)
+    return ShortConv(weight, torch.randn(channels, generator=generator) if bias else None, gated)
 
 
 def on(conv: ShortConv, device: torch.device) -> ShortConv:
-    return ShortConv(conv.weight.to(device), None if conv.bias is None else conv.bias.to(device))
+    return replace(conv, weight=conv.weight.to(device), bias=None if conv.bias is None else conv.bias.to(device))
 
 
 def expected(bcx: Tensor, conv: ShortConv) -> Tensor:
     """Of a whole sequence."""
-    b, c, x = bcx.double().chunk(3, -1)
-    columns = torch.nn.functional.pad((b * x).to(bcx.dtype).double(), (0, 0, conv.width - 1, 0))
+    b, c, x = bcx.double().chunk(3, -1) if conv.gated else (bcx, None, bcx.double())
+    fresh = x if c is None else (b * x).to(bcx.dtype).double()
+    columns = torch.nn.functional.pad(fresh, (0, 0, conv.width - 1, 0))
     total = sum(conv.weight[tap].double() * columns[tap : tap + len(bcx)] for tap in range(conv.width))
-    return c * (total if conv.bias is None else total + conv.bias.double())
+    whole = total if conv.bias is None else total + conv.bias.double()
+    return torch.nn.functional.silu(whole) if c is None else c * whole
 
 
 @dataclass
@@ -48,6 +50,7 @@ class Kept:
     device: torch.device = CPU
     drafts: int = 0
     pieces: int = 1
+    paged: bool = True
     free: list[int] = field(default_factory=lambda: random.Random(3).sample(range(PAGES), PAGES))
 
     def __post_init__(self) -> None:
@@ -55,7 +58,7 @@ class Kept:
         kind = {"dtype": self.dtype, "device": self.device}
         ends = torch.full((PAGES, self.pieces, width - 1, channels), torch.nan, **kind)
         recent = torch.full((SLOTS, width - 1 + self.drafts, channels), torch.nan, **kind)
-        self.columns = Columns(ends, PIECE, recent)
+        self.columns = Columns(ends if self.paged else None, PIECE, recent)
 
     def pages(self, tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(-(-tokens // (PIECE * self.pieces)))]
@@ -89,6 +92,24 @@ def test_whole_prompts(cpu: Cpu, channels: int, width: int, bias: bool, dtype: t
         found = kept.step([(each, 0, kept.pages(len(each)), at) for at, each in enumerate(prompts)])
         for got, prompt in zip(found, prompts, strict=True):
             assert error(got, expected(prompt, conv)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_gates_and_pages(cpu: Cpu, dtype: torch.dtype) -> None:
+    """With wrong guesses, in chunks."""
+    generator = torch.Generator().manual_seed(5)
+    conv = made(70, 4, bias=False, generator=generator, gated=False)
+    prompt = torch.randn((75, 70), generator=generator).to(dtype)
+    for backend in (cpu, Reference()):
+        whole = Kept(backend, conv, dtype, paged=False).step([(prompt, 0, [0], 1)])[0]
+        assert error(whole, expected(prompt, conv)) < TOLERANCE[dtype]
+        for drafts in (0, 3):
+            kept, done, found = Kept(backend, conv, dtype, drafts=drafts, paged=False), 0, whole[:0]
+            for count in (1, 1, 2, 3, 20, 1, 14, 30, 3):
+                wrong = torch.randn((drafts, 70), generator=generator).to(dtype)
+                (got,) = kept.step([(torch.cat([prompt[: done + count], wrong]), done, [0], 2)])
+                found, done = torch.cat([found, got[:count]]), done + count
+            assert torch.equal(found, whole)
 
 
 def test_the_reference_in_float64() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.engine.checkpoint.alike import latents
+from quire.engine.checkpoint.families import STATES
 from quire.engine.checkpoint.fields import MAX_LAYERS, MAX_WIDTH
 
 _GPT2_FIELDS = {
@@ -89,6 +90,7 @@ OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
 """By model_type: fields of config.json that have other names there."""
 
 _GPT2_LEFT_OUT = {"tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+_QWEN_MOE = {"head_dim": 256, "partial_rotary_factor": 0.25, "norm_topk_prob": True}
 LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     **latents.LEFT_OUT,
     "apertus": {
@@ -176,6 +178,9 @@ LEFT_OUT: Mapping[str, Mapping[str, Any]] = {
     "phi": {"rms_norm_eps": 1e-5, "hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "phimoe": {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_experts_per_tok": 2},
+    "qwen3_5_moe_text": {**_QWEN_MOE, "intermediate_size": 512},  # of no layer
+    "qwen3_5_text": {"head_dim": 256, "partial_rotary_factor": 0.25},
+    "qwen3_next": _QWEN_MOE,
     "seed_oss": {"attention_bias": True, "head_dim": 128},
     "stablelm": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
     "starcoder2": {
@@ -212,6 +217,8 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
         found["intermediate_size"] = int(times * hidden) if isinstance(times, int | float) and 0 < times < 1e6 else None
     if kind in ("lfm2", "lfm2_moe"):
         _complete_lfm2(found)
+    if STATES.get(kind) == "linear_attention":
+        _complete_layer_types(found)
     if found.get("kv_lora_rank"):
         latents.complete(found)
     if kind in _ONE_KEY and found.get("multi_query") and not found.get("new_decoder_architecture"):
@@ -222,6 +229,19 @@ def named_alike(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _is_of_one(value: Any) -> bool:
     """Whether it is a list of equal numbers."""
     return isinstance(value, list) and len(value) > 0 and all(each == value[0] for each in value)
+
+
+def _complete_layer_types(found: dict[str, Any]) -> None:
+    """Where config.json does not say which layers have attention, it says how many of them one has it."""
+    layers, every = found.get("num_hidden_layers"), found.get("full_attention_interval") or 4
+    if (
+        not found.get("layer_types")
+        and isinstance(layers, int)
+        and isinstance(every, int)
+        and 1 <= layers <= MAX_LAYERS
+    ):
+        kinds = ("full_attention", "linear_attention")
+        found["layer_types"] = [kinds[layer % every != 0] for layer in range(1, layers + 1)]
 
 
 def _complete_lfm2(found: dict[str, Any]) -> None:

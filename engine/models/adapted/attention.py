@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from quire.engine.checkpoint.page_groups import PageGroups
 from quire.engine.errors import ModelError
 from quire.engine.models.adapted.spec import AdaptedAttention
-from quire.kernels.backend import AttentionMetadata, Backend, Pages, Softmax
+from quire.kernels.backend import AttentionMetadata, Backend, Pages
+from quire.kernels.softmax import Softmax
 
 
 class Paged:

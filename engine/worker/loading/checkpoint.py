@@ -90,7 +90,8 @@ def as_linears(model_config: ModelConfig, stream: TensorStream, *, gguf: bool = 
     computes puts them in order itself."""
     if model_config.model_type in ENCODERS or model_config.given is not None:
         return stream
-    apart = experts_apart(stream) if model_config.model_type in STACKED else stream
+    kind = model_config.model_type
+    apart = experts_apart(stream, halves=kind == "qwen3_5_moe_text") if kind in STACKED else stream
     return Arrangement(model_config, gguf=gguf).arranged(apart)
 
 

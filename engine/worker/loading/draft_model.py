@@ -66,6 +66,10 @@ def load_draft_model(
             raise ConfigError(f"its vocabulary has {model.vocab_size} tokens, the served model's {served.vocab_size}")
         spec = decoder_spec(replace(model, context=like.max_model_len))
         check_attention(like.device, model, spec)
+        if spec.needs_snapshots:
+            raise ConfigError(
+                f"a {model.model_type}, whose delta nets cannot take back a guess of their own, does not draft"
+            )
         wanted = (like.dtype, widest(spec).head_dim, backend.name, widest(spec).softcap is not None)
         own, _ = select_backend(like.device, *wanted, kv_dtype=like.kv_dtype, activation_bits=config.activation_bits)
         length = min(like.max_model_len, model.max_position)
@@ -99,7 +103,7 @@ def start_draft_worker(draft: DraftModel, config: EngineConfig, num_blocks: int)
     spare = spare_pages(config, block_size)
     pages = allocate_pages(decoder, num_blocks + spare * config.max_num_seqs)
     positions = decoder.max_model_len + spare * block_size
-    states = allocate_states(decoder, config.max_num_seqs, most_drafts(config))
+    states = allocate_states(decoder, config.max_num_seqs + 1, most_drafts(config))
     slots = Slots(config.max_num_seqs, positions, block_size, decoder.device, states=states)
     runner = DraftRunner(decoder, pages, slots, draft.eos_token_ids)
     costs = runner.measure_costs(num_blocks, decoder.max_model_len)

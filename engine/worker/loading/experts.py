@@ -18,13 +18,17 @@ _GRANITE = re.compile(
 _AXES = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}
 
 
-def experts_apart(stream: TensorStream) -> TensorStream:
-    """The tensors of the stream, those of stacked experts as views of them."""
+def experts_apart(stream: TensorStream, *, halves: bool = False) -> TensorStream:
+    """The tensors of the stream, those of stacked experts as views of them. halves: gate and up are the halves of the
+    outputs, as in Granite's, whatever their names."""
     for name, tensor in stream:
         if (granite := _GRANITE.match(name)) is not None and tensor.ndim == 3:
             yield from _of_granite(granite[1], tensor, down=bool(granite[2] or granite[3]))
             continue
         match = _STACKED.match(name)
+        if halves and match is not None and tensor.ndim == 3:
+            yield from _of_granite(match[1].removesuffix(".experts"), tensor, down=match[2] == "down")
+            continue
         if match is None or tensor.ndim != _AXES[match[3]]:
             yield name, tensor
             continue

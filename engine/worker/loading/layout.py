@@ -13,6 +13,8 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.layouts import LAYER, Layout, head_order, layout_of, own_modules, stored_module
 from quire.engine.checkpoint.safetensors import TensorHeader
 from quire.engine.errors import ModelError
+from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
+from quire.engine.models import decoder_spec
 from quire.engine.worker.loading.loader import TensorStream
 
 _BY_COLUMNS = ("qweight", "qzeros", "scales")
@@ -118,6 +120,12 @@ class Arrangement:
             count = config.num_heads if own == "self_attn.q_proj" else config.num_kv_heads
             every = torch.arange(count * config.head_dim)
             return [_Piece(self._turned(every), len(every))]
+        if own[0].startswith("linear_attn."):
+            return self._of_delta_net(own)
+        if own[-1] == "self_attn.gate_proj":
+            every = torch.arange(2 * config.num_heads * config.head_dim)
+            queries, gates = (part.flatten() for part in every.view(-1, 2, config.head_dim).unbind(1))
+            return [_Piece(self._turned(queries), len(every)), _Piece(gates, len(every))]
         if len(own) == 2:
             shared = own[0].startswith("shared_mlp.")
             width = config.raw.get("shared_intermediate_size") if shared else config.intermediate_size
@@ -132,6 +140,16 @@ class Arrangement:
         heads = every.view(groups, -1, config.head_dim).split((config.num_heads // groups, each, each), dim=1)
         queries, keys, values = (part.flatten() for part in heads)
         return [_Piece(rows, len(every)) for rows in (self._turned(queries), self._turned(keys), values)]
+
+    def _of_delta_net(self, own: tuple[str, ...]) -> list[_Piece | None]:
+        """What a delta net projects: linears one behind the other, or the key heads' parts of all of them."""
+        net = next(each for each in decoder_spec(self._config).parts(DeltaNetSpec))
+        keys, values = net.key_heads * net.key, net.heads * net.value
+        sizes = {"q": keys, "k": keys, "v": values, "z": values, "b": net.heads, "a": net.heads}
+        groups = net.key_heads if self._layout.by_groups else 1
+        each = [sizes[name[-1]] // groups for name in own]
+        every = torch.arange(sum(each) * groups)
+        return [_Piece(part.flatten(), len(every)) for part in every.view(groups, -1).split(each, dim=1)]
 
     def _turned(self, rows: Tensor) -> Tensor:
         """Those of queries or keys in their heads' order."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quire.engine.checkpoint.kv_plan import StateShares
 from quire.engine.checkpoint.page_groups import most_drafts
 from quire.engine.config import EngineConfig
 from quire.engine.worker.device import Chosen, choose_capture
@@ -24,8 +25,11 @@ class Room:
     slots: Slots
 
 
-def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: int, max_model_len: int) -> Room:
-    """Room for so many pages of single groups of layers. Raises ConfigError where memory is short."""
+def make_room(
+    config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: int, max_model_len: int, shares: StateShares
+) -> Room:
+    """Room for so many pages of single groups of layers, and for these slots. Raises ConfigError where memory is
+    short."""
     device, backend, groups = chosen.device, chosen.backend, len(loaded.groups.windows)
     # What a class of transformers does in a step, no graph can be relied on to hold.
     graphs = "generate" in loaded.tasks and not loaded.model.made_by
@@ -34,10 +38,10 @@ def make_room(config: EngineConfig, chosen: Chosen, loaded: LoadedModel, pages: 
     held = allocate_explained(loaded.model, pages + (scratch is not None))
     size = backend.block_size
     drafts = most_drafts(config)
-    with explained(f"the states of {config.max_num_seqs} sequences", "max_num_seqs", "Lower it"):
-        states = allocate_states(loaded.model, config.max_num_seqs, drafts)
+    with explained(f"the states of {shares.sequences} sequences", "max_num_seqs", "Lower it"):
+        states = allocate_states(loaded.model, shares.slots, drafts)
     slots = Slots(
-        config.max_num_seqs,
+        shares.sequences,
         max_model_len,
         size,
         device,

@@ -45,10 +45,13 @@ class Measure(msgspec.Struct, frozen=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Make room for so many pages, of which there will be no more and no fewer."""
+    """Make room for so many pages and slots, of which there will be no more and no fewer."""
 
     pages: int
     max_model_len: int
+    sequences: int
+    """Slots of sequences, and those of snapshots."""
+    snapshots: int
 
 
 class Picked(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.engine.batch import Batch
 from quire.engine.checkpoint.files import read_model_config, resolve_model
+from quire.engine.checkpoint.kv_plan import StateShares
 from quire.engine.config import EngineConfig
 from quire.engine.layers.shard import Shard
 from quire.engine.lora.files import CONFIG, WEIGHTS
@@ -97,7 +98,7 @@ class Rank(ABC):
     def _measure(self) -> Measured: ...
 
     @abstractmethod
-    def _make_runner(self, pages: int, max_model_len: int) -> Runner: ...
+    def _make_runner(self, pages: int, max_model_len: int, shares: StateShares) -> Runner: ...
 
     def _step(self, batch: Batch, picked: list[Picked]) -> None:
         self._runner.launch(batch)
@@ -120,8 +121,8 @@ class Rank(ABC):
                 self._heads.try_guess(count)
             case Measure():
                 return self._measure()
-            case Allocate(pages, max_model_len):
-                self._runner = self._make_runner(pages, max_model_len)
+            case Allocate(pages, max_model_len, sequences, snapshots):
+                self._runner = self._make_runner(pages, max_model_len, StateShares(sequences, snapshots))
             case LoadAdapter(slot, adapter, files):
                 assert self._adapters is not None
                 self._adapters.load(slot, adapter if self._here is None else _copied(adapter, files, self._here.copies))
@@ -153,9 +154,9 @@ class TensorRank(Rank):
         model, backend = self._part.model, self._chosen.backend
         return Measured(available_bytes(model, self._model_config, backend, self._config))
 
-    def _make_runner(self, pages: int, max_model_len: int) -> Runner:
+    def _make_runner(self, pages: int, max_model_len: int, shares: StateShares) -> Runner:
         part, config, heads = self._part, self._config, None
-        room = make_room(config, self._chosen, part, pages, max_model_len)
+        room = make_room(config, self._chosen, part, pages, max_model_len, shares)
         if self._head is not None:
             heads = self._heads = start_heads(self._head, config, part.model, room.slots, pages)
         pooler = choose_pooler(config, self._path, part)
@@ -185,9 +186,9 @@ class StageRank(Rank):
     def _measure(self) -> Measured:
         raise AssertionError("the last stage measures alone")
 
-    def _make_runner(self, pages: int, max_model_len: int) -> Runner:
+    def _make_runner(self, pages: int, max_model_len: int, shares: StateShares) -> Runner:
         part, eos = self._part, self._model_config.eos_token_ids
-        room = make_room(self._config, self._chosen, part, pages, max_model_len)
+        room = make_room(self._config, self._chosen, part, pages, max_model_len, shares)
         own = StageRunner(self._next, part.model, room.pages, room.slots, SlotGrammars(_no_grammars), eos)
         self._compute = own.compute
         return own

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from quire.kernels.activation import Activation
-from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded, Softmax
+from quire.kernels.backend import AttentionMetadata, Layer, LinearContext, Operations, Recorded
 from quire.kernels.collective import RankEnded
 from quire.kernels.cpu import native
+from quire.kernels.cpu.decoder import delta_rule
 from quire.kernels.cpu.decoder.experts import CompiledMixture
 from quire.kernels.cpu.decoder.short_conv import check_columns
 from quire.kernels.cpu.latents.latent import CompiledBlocks, check_latent
@@ -25,8 +26,10 @@ from quire.kernels.cpu.lora import CompiledAdaptedLinear
 from quire.kernels.cpu.ranks.collective import SharedCollective
 from quire.kernels.kv_codes import KV_CODES
 from quire.kernels.latents.latent import Latent
+from quire.kernels.recurrent.delta_rule import DeltaRule, DeltaStates
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import NORMS, Rope
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.softmax import Softmax
 
 _FIXED, _PER_TOKEN, _BUFFER, _OF_STEP, _FETCH = range(5)
 """How an argument follows from its value, as recorded.cpp has it."""
@@ -61,10 +64,10 @@ class _Buffer(_Given):
 
 
 _TOKENS, _PAGES = _Given(_PER_TOKEN, 1), _Given(_FETCH, 0)
-_X, _RESIDUAL, _STARTS, _CONTEXTS, _POSITIONS, _ADAPTERS, _STATES, _STRIDE, _SEQUENCES, _THREADS = (
-    _Given(_OF_STEP, number) for number in range(10)
+_X, _RESIDUAL, _STARTS, _CONTEXTS, _POSITIONS, _ADAPTERS, _STATES, _SEEN, _KNOWN, _STRIDE, _SEQUENCES, _THREADS = (
+    _Given(_OF_STEP, number) for number in range(12)
 )
-_FIRST_TABLE = 10
+_FIRST_TABLE = 12
 """The step's number of the first group's table; its slots follow, then those of the other groups."""
 
 
@@ -183,11 +186,21 @@ class _Recorder(Operations):
 
     def short_conv(self, bcx: Any, conv: ShortConv, columns: Columns, metadata: Any) -> Any:
         check_columns(conv, columns, self._dtype)
-        out = self._buffer(bcx.width // 3)
-        where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, _STATES, len(columns.ends), len(columns.recent))
+        out, pages = self._buffer(bcx.width // conv.inputs), 0 if columns.ends is None else len(columns.ends)
+        where = (_STARTS, _CONTEXTS, metadata.block_table, _STRIDE, _STATES, pages, len(columns.recent))
         kept = (columns.ends, columns.recent)
-        sizes = (_SEQUENCES, out.width, conv.width, columns.kept)
+        sizes = (_SEQUENCES, out.width, conv.width, columns.kept, conv.gated)
         return self._call("short_conv", out, bcx, conv.weight, conv.bias, out, *kept, *where, *sizes, _THREADS)
+
+    def delta_rule(self, qkv: Any, z: Any, ba: Any, rule: DeltaRule, states: DeltaStates, metadata: Any) -> Any:
+        delta_rule.check_delta(rule, states, self._dtype)
+        out = self._buffer(z.width)
+        where = (_STARTS, _CONTEXTS, _SEEN, _KNOWN, _STATES, len(states.matrices), _SEQUENCES)
+        kept = delta_rule.pointers(rule, out, states)
+        return self._call("delta_rule", out, qkv, z, ba, *kept, *where, *delta_rule.sizes(rule, states), _THREADS)
+
+    def sigmoid_mul(self, x: Any, gate: Any) -> Any:
+        return self._call("sigmoid_mul", x, x, gate, _Given(_PER_TOKEN, x.width), _THREADS)
 
     def _caches(self, k_cache: Tensor, v_cache: Tensor, scales: Any) -> tuple[Any, ...]:
         if k_cache.dtype != v_cache.dtype or (k_cache.dtype != self._dtype and k_cache.dtype not in KV_CODES):
@@ -217,10 +230,13 @@ class _Recorder(Operations):
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
         x, residual = (torch.empty_like(x), x) if residual is None else (x, residual.contiguous())
-        adapters, table, given = metadata.linear.adapters, metadata.block_table, (metadata, *metadata.others)
+        table, given = metadata.block_table, (metadata, *metadata.others)
         where = (x, residual, metadata.query_start, metadata.context_lens, metadata.positions)
+        guesses = metadata.guesses
+        bounds = (None, None) if guesses is None else (guesses.seen, guesses.known)
+        perhaps = (metadata.linear.adapters, metadata.state_slots, *bounds)
         values = [each.data_ptr() for each in where]
-        values += [0 if each is None else each.data_ptr() for each in (adapters, metadata.state_slots)]
+        values += [0 if each is None else each.data_ptr() for each in perhaps]
         values += [table.shape[1], len(table), torch.get_num_threads()]
         values += [each.data_ptr() for step in given for each in (step.block_table, step.slots)]
         begin, end = self._ends[layers.start], self._ends[layers.stop]

@@ -1,4 +1,4 @@
-// Gated short convolutions: kernels/short_conv.py says what they are, and where a column lies.
+// Short convolutions: kernels/recurrent/short_conv.py says what they are, and where a column lies.
 #include "../kernels.h"
 
 namespace {
@@ -10,11 +10,11 @@ constexpr int kMostColumns = 16;  // that a token sees, itself included
 template <class T>
 struct Places {
   T* recent;  // [kept, channels]
-  T* ends;    // [pages, before, channels]
+  T* ends;    // [pages, before, channels]; null: pages have none
   const int32_t* pages;
   int kept, before, channels;
 
-  bool is_end(long position) const { return position % kBlock >= kBlock - before; }
+  bool is_end(long position) const { return ends && position % kBlock >= kBlock - before; }
   T* of(long position) const {
     if (!is_end(position)) return recent + position % kept * channels;
     return ends +
@@ -22,9 +22,10 @@ struct Places {
   }
 };
 
-// Channels [from, from + count) of a sequence's tokens [first, context): numbers of bcx [tokens, 3 * channels], results
-// in out [tokens, channels]. `window` holds the columns of the last tokens, that of position p at p % width.
-template <class T>
+// Channels [from, from + count) of a sequence's tokens [first, context): numbers of bcx [tokens, 3 * channels], without
+// gates [tokens, channels], results in out [tokens, channels]. `window` holds the columns of the last tokens, that of
+// position p at p % width.
+template <bool gated, class T>
 void convolve(const T* bcx, const float* weight, const float* bias, T* out, const Places<T>& places, long first,
               long context, int width, int from, int count) {
   T window[kMostColumns][kChannels];
@@ -38,18 +39,19 @@ void convolve(const T* bcx, const float* weight, const float* bias, T* out, cons
     }
   }
   for (long at = first; at < context; ++at) {
-    const T *b = bcx + (at - first) * 3 * channels + from, *c = b + channels, *x = c + channels;
+    const T *b = bcx + (at - first) * (gated ? 3 : 1) * channels + from, *c = b + channels, *x = c + channels;
     T *column = window[at % width], *row = out + (at - first) * channels + from;
     for (int i = 0; i < count; i += 16) {
       const int lanes = count - i;
-      vstore_first(column + i, vmul(vload_first(b + i, lanes), vload_first(x + i, lanes)), lanes);
+      const Vec own = vload_first(b + i, lanes);
+      vstore_first(column + i, gated ? vmul(own, vload_first(x + i, lanes)) : own, lanes);
       Vec sum = bias ? vload_first(bias + from + i, lanes) : vset(0.0f);
       for (int tap = 0; tap < width; ++tap) {
         const T* seen = window[(at + 1 + tap) % width];
         sum = vfma(vload_first(weight + static_cast<long>(tap) * channels + from + i, lanes),
                    vload_first(seen + i, lanes), sum);
       }
-      vstore_first(row + i, vmul(vload_first(c + i, lanes), sum), lanes);
+      vstore_first(row + i, gated ? vmul(vload_first(c + i, lanes), sum) : vsilu(sum), lanes);
     }
     if (at >= context - places.kept || places.is_end(at))
       __builtin_memcpy(places.of(at) + from, column, count * sizeof(T));
@@ -60,12 +62,12 @@ void convolve(const T* bcx, const float* weight, const float* bias, T* out, cons
 template <class T>
 int short_conv(const T* bcx, const float* weight, const float* bias, T* out, T* ends, T* recent, const int32_t* starts,
                const int32_t* contexts, const int32_t* table, long table_stride, const int64_t* slots, long pages,
-               long slot_count, int sequences, int channels, int width, int kept, int threads) {
+               long slot_count, int sequences, int channels, int width, int kept, int gated, int threads) {
   const int before = width - 1;
   for (int s = 0; s < sequences; ++s) {
     const long context = contexts[s], first = context - (starts[s + 1] - starts[s]) - before;
     if (slots[s] < 0 || slots[s] >= slot_count) return 1;
-    for (long page = first > 0 ? first / kBlock : 0; page * kBlock < context; ++page) {
+    for (long page = first > 0 ? first / kBlock : 0; ends && page * kBlock < context; ++page) {
       const long id = table[s * table_stride + page];
       if (id < 0 || id >= pages) return 1;
     }
@@ -78,8 +80,13 @@ int short_conv(const T* bcx, const float* weight, const float* bias, T* out, T* 
           recent + slots[s] * kept * channels, ends, table + s * table_stride, kept, before, channels};
       for (long part = begin; part < end; ++part) {
         const int from = static_cast<int>(part) * kChannels, left = channels - from;
-        convolve(bcx + row * 3 * channels, weight, bias, out + row * channels, places, first, context, width, from,
-                 left < kChannels ? left : kChannels);
+        const int count = left < kChannels ? left : kChannels;
+        if (gated)
+          convolve<true>(bcx + row * 3 * channels, weight, bias, out + row * channels, places, first, context, width,
+                         from, count);
+        else
+          convolve<false>(bcx + row * channels, weight, bias, out + row * channels, places, first, context, width, from,
+                          count);
       }
     }
   });
@@ -92,9 +99,9 @@ int short_conv(const T* bcx, const float* weight, const float* bias, T* out, T* 
   EXPORTED int short_conv_##suffix(const T* bcx, const float* weight, const float* bias, T* out, T* ends, T* recent,   \
                                    const int32_t* starts, const int32_t* contexts, const int32_t* table,               \
                                    long table_stride, const int64_t* slots, long pages, long slot_count,               \
-                                   int sequences, int channels, int width, int kept, int threads) {                    \
+                                   int sequences, int channels, int width, int kept, int gated, int threads) {         \
     return short_conv(bcx, weight, bias, out, ends, recent, starts, contexts, table, table_stride, slots, pages,       \
-                      slot_count, sequences, channels, width, kept, threads);                                          \
+                      slot_count, sequences, channels, width, kept, gated, threads);                                   \
   }
 EXPORT(f32, float)
 EXPORT(bf16, bf16)

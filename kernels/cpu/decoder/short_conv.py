@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionMetadata
 from quire.kernels.cpu import native
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 MOST_COLUMNS = 16
 """That a token sees, itself included: as short_conv.cpp has it."""
@@ -17,11 +17,12 @@ def check_columns(conv: ShortConv, columns: Columns, dtype: torch.dtype) -> None
     """Raise TypeError, or ValueError, for what the kernel does not take."""
     if conv.weight.dtype != torch.float32 or (conv.bias is not None and conv.bias.dtype != torch.float32):
         raise TypeError("weight and bias of a convolution must be float32")
-    if columns.ends.dtype != dtype or columns.recent.dtype != dtype:
-        raise TypeError(f"columns of {columns.ends.dtype} and {columns.recent.dtype} cannot serve {dtype}")
-    if not conv.weight.is_contiguous() or not columns.ends[0].is_contiguous() or not columns.recent[0].is_contiguous():
+    kept = [each for each in (columns.ends, columns.recent) if each is not None]
+    if any(each.dtype != dtype for each in kept):
+        raise TypeError(f"columns of {' and '.join(str(each.dtype) for each in kept)} cannot serve {dtype}")
+    if not conv.weight.is_contiguous() or not all(each[0].is_contiguous() for each in kept):
         raise ValueError("weight and columns of a convolution must be contiguous")
-    if columns.ends.shape[1] != 1 or not 2 <= conv.width <= MOST_COLUMNS:
+    if (columns.ends is not None and columns.ends.shape[1] != 1) or not 2 <= conv.width <= MOST_COLUMNS:
         raise ValueError(f"a page must be one piece, and a convolution from 2 to {MOST_COLUMNS} tokens wide")
 
 
@@ -31,12 +32,13 @@ def convolved(
     check_columns(conv, columns, bcx.dtype)
     bcx, table, slots = bcx.contiguous(), metadata.block_table, metadata.state_slots
     assert slots is not None
-    out = bcx.new_empty((len(bcx), bcx.shape[1] // 3))
+    out = bcx.new_empty((len(bcx), bcx.shape[1] // conv.inputs))
     bias = None if conv.bias is None else conv.bias.data_ptr()
     pointers = [bcx.data_ptr(), conv.weight.data_ptr(), bias, out.data_ptr()]
     where = (columns.ends, columns.recent, metadata.query_start, metadata.context_lens, table)
-    pointers += [each.data_ptr() for each in where]
-    counts = (len(columns.ends), len(columns.recent), len(table), out.shape[1], conv.width, columns.kept)
+    pointers += [None if each is None else each.data_ptr() for each in where]
+    pages = 0 if columns.ends is None else len(columns.ends)
+    counts = (pages, len(columns.recent), len(table), out.shape[1], conv.width, columns.kept, conv.gated)
     kernel = library.short_conv[bcx.dtype]
     if kernel(*pointers, table.shape[1], slots.data_ptr(), *counts, torch.get_num_threads()):
         raise IndexError("a block table or a slot names what the columns do not have")

@@ -35,6 +35,8 @@ def wishes_of(config: EngineConfig) -> Wishes:
         at_once=config.long_prefill_token_threshold or config.max_num_batched_tokens,
         keeps_all=keeps_all(config) is not None,
         drafts=most_drafts(config),
+        state_memory=config.state_memory,
+        prefix_caching=config.enable_prefix_caching,
     )
 
 

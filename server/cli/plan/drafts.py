@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from quire.engine.checkpoint.files import HEAD_FILES, read_raw_config, resolve_model
+from quire.engine.checkpoint.kv_plan import StateShares, share_states
 from quire.engine.checkpoint.safetensors import StoredWeights, read_stored_weights
 from quire.engine.checkpoint.sizes import ModelSizes, read_sizes
 from quire.engine.config import EngineConfig, SpeculativeConfig
+from quire.engine.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,26 @@ class Draft:
         return 1 + -(-self.asked.num_speculative_tokens // block_size)
 
 
-def slot_numbers(served: ModelSizes, drafting: ModelSizes | None, most: int, split: int, sharing: int) -> int:
-    """What layers keep of a sequence beside pages, with up to `most` guesses in a step, on each of so many devices; as
-    engine/worker/memory.py's allocate_states has it. `sharing`: parts of one memory, of which one has what drafts."""
-    own = 0 if drafting is None else drafting.slot_numbers(most)
-    return served.slot_numbers(most) // split + own // sharing
+ONE_SLOT = StateShares(1, 0)
+
+
+def planned_shares(
+    served: ModelSizes, slot: int, budget: int, asked: float | None, sequences: int, *, cached: bool
+) -> StateShares:
+    """Who has the slots of so many bytes; where not even one sequence's fits, one all the same, so that the plan says
+    it does not fit."""
+    try:
+        return share_states(slot, budget, asked, sequences, large=served.needs_snapshots, cached=cached)
+    except ConfigError:
+        return ONE_SLOT
+
+
+def slot_bytes(served: ModelSizes, drafting: ModelSizes | None, most: int, width: int, split: int, sharing: int) -> int:
+    """Bytes that layers keep of a sequence beside pages, with up to `most` guesses in a step, on each of so many
+    devices; as engine/worker/memory.py's allocate_states has it. `sharing`: parts of one memory, of which one has what
+    drafts."""
+    own = 0 if drafting is None else drafting.slot_bytes(most, width)
+    return served.slot_bytes(most, width) // split + own // sharing
 
 
 def planned_draft(asked: SpeculativeConfig | None) -> Draft | None:

@@ -13,8 +13,7 @@ from quire.engine.checkpoint.kv_plan import (
     DTYPE_BYTES,
     GIB,
     KV_CODE_SCALE_BYTES,
-    QUANTIZED_BITS,
-    TABLE_BITS,
+    StateShares,
     fit_pages,
     int8_embedding,
 )
@@ -24,9 +23,10 @@ from quire.engine.checkpoint.sizes import ModelSizes
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
 from quire.engine.lora.modules import Modules, adapter_numbers, kept_adapters
-from quire.server.cli.plan.drafts import Draft, slot_numbers
+from quire.server.cli.plan.drafts import ONE_SLOT, Draft, planned_shares, slot_bytes
 from quire.server.cli.plan.machine import PAGE, Machine
 from quire.server.cli.plan.tiers import NO_OFFLOAD, Offload, Tier
+from quire.server.cli.plan.weights import weight_bytes
 
 _DEFAULTS = EngineConfig()
 MAX_NUM_SEQS = _DEFAULTS.max_num_seqs
@@ -68,6 +68,9 @@ class Wishes:
     """Layers with a sliding window keep all tokens too."""
     drafts: int = most_drafts(_DEFAULTS)
     """Most guesses of one sequence in a step."""
+    state_memory: float | None = None
+    """GiB for states that are too large for pages; None: the server's own rule."""
+    prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,9 @@ class Estimate:
     draft_bytes: int = 0
     """Of the weights of what guesses tokens."""
     state_bytes: int = 0
-    """Of what layers keep of sequences beside pages, in every slot."""
+    """Of what layers keep of sequences beside pages, in every slot,"""
+    shares: StateShares = ONE_SLOT
+    """and who has these."""
     tiers: tuple[Tier, ...] = ()
     """Below the KV cache."""
     reasons: tuple[str, ...] = ()
@@ -171,16 +176,6 @@ class Estimate:
         return max(work / machine.flops, read / machine.bandwidth) / machine.count * waits
 
 
-_COMPRESSION_SAVES = 0.24
-"""Share of the linear layers' bytes that compression to 12 bits saves: a quarter, less the few weights that are stored
-uncompressed (kernels/cpu/compress12.h)."""
-
-
-def weights_by_arithmetic(sizes: ModelSizes, dtype: str) -> int:
-    """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
-    return round(sizes.parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
-
-
 def step_bytes(sizes: ModelSizes, width: int) -> int:
     """A rough estimate of the bytes that the largest step takes on a GPU; the engine measures it.
 
@@ -203,17 +198,8 @@ def serving_dtype(sizes: ModelSizes, machine: Machine, asked: str) -> str:
 def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: StoredWeights | None = None) -> Estimate:
     """stored: the size of the weights according to the checkpoint's headers, if its files are there."""
     width = DTYPE_BYTES[dtype := serving_dtype(sizes, machine, wishes.dtype)]
-    weights = weights_by_arithmetic(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
-    in_8_bits = int8_embedding(quantized := wishes.quantization, wishes.quantize_embedding)
-    if quantized is not None:
-        weights = round((sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8)
-        weights += sizes.embeddings * width
-    if in_8_bits:
-        weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
-    on_device = weights // machine.count + tied_head_bytes(sizes, machine, width, table_bits(stored, in_8_bits))
-    if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
-        # Of all but the embedding table.
-        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * _COMPRESSION_SAVES)
+    quantized, in_8_bits = wishes.quantization, int8_embedding(wishes.quantization, wishes.quantize_embedding)
+    weights, on_device = weight_bytes(sizes, machine, dtype, stored, quantized, in_8_bits=in_8_bits)
     adapters = adapter_bytes(machine, wishes, width)
     drafts = 0 if wishes.draft is None else wishes.draft.weight_bytes(width)
     sharing = machine.sharing  # parts of one memory: what one rank alone has takes from all
@@ -234,7 +220,9 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
     if wishes.kv_cache_memory is not None:
         budget = int(wishes.kv_cache_memory * GIB) // (sharing * machine.replicas)
     seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
-    states = slot_numbers(sizes, drafting, wishes.drafts, split, sharing) * width * (seqs + 1)
+    slot, cached = slot_bytes(sizes, drafting, wishes.drafts, width, split, sharing), wishes.prefix_caching
+    shares = planned_shares(sizes, slot, budget, wishes.state_memory, seqs, cached=cached)
+    states = slot * shares.slots
     spare = 0 if wishes.draft is None else wishes.draft.spare(block_size) * seqs * own * block_size // sharing
     budget = max(budget - states - spare, 0)
     made = Estimate(
@@ -257,25 +245,10 @@ def estimate(sizes: ModelSizes, machine: Machine, wishes: Wishes, stored: Stored
         adapter_bytes=adapters,
         draft_bytes=drafts,
         state_bytes=states,
+        shares=shares,
         tiers=wishes.offload.share(machine.replicas).tiers(kept * block_size, block_size),
     )
     return _fitted(made, wishes, on_device)
-
-
-def table_bits(stored: StoredWeights | None, in_8_bits: bool) -> float | None:
-    """Bits of the embedding's numbers where these are few: made so at load, or stored so."""
-    if in_8_bits:
-        return TABLE_BITS
-    return None if stored is None else stored.table_bits
-
-
-def tied_head_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
-    """What each device has beside the weights for a head that is the embedding: both ends of a pipeline have that, and
-    of one in full precision the CPU kernels pack a copy. `bits`: of the embedding's numbers, where these are few."""
-    tied = sizes.embeddings < 2 * sizes.head_parameters
-    if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
-        return 0
-    return round(sizes.head_parameters * (width if bits is None else bits / 8)) // machine.count
 
 
 def _groups(sizes: ModelSizes, wishes: Wishes, block_size: int) -> PageGroups:
@@ -311,7 +284,7 @@ def _fitted(made: Estimate, wishes: Wishes, on_device: int) -> Estimate:
     asked = wishes.context
     if asked is None and wishes.concurrency is not None:
         asked = made.needs.longest(made.group_pages // wishes.concurrency, longest)
-    seqs = max(wishes.max_num_seqs, wishes.concurrency or 0)
+    seqs = made.shares.sequences
     context, needed, blocks = fit_pages(pages, made.needs, max_position=longest, max_num_seqs=seqs, max_model_len=asked)
     lengths = [2**power for power in range(9, 24) if 2**power < longest] + [longest]
     fitting = tuple((length, made.group_pages // made.needs.most(length)) for length in lengths)

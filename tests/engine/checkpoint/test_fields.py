@@ -63,6 +63,7 @@ READERS = (
     "granite_swa",
     "olmo3",
     "lfm2",
+    "qwen3_5",
     "deepseek_v3",
     "minicpm3",
     "hunyuan_v1_dense",

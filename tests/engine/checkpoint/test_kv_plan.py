@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.checkpoint.kv_plan import GIB, check_room, plan_kv
+from quire.engine.checkpoint.kv_plan import GIB, StateShares, check_room, plan_kv
 from quire.engine.checkpoint.safetensors import StoredWeights
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
@@ -20,10 +20,10 @@ from tests.tiny_models import save_tiny_model
 
 def test_pages_cost_what_the_formula_says_and_the_context_is_fitted(tmp_path: Path) -> None:
     model = read_model_config(save_tiny_model(tmp_path, "llama"))
-    each = 2 * 16 * 2 * 16 * 2 * 3
-    plan = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=10 * each + 5, max_num_seqs=8)
+    each, shares = 2 * 16 * 2 * 16 * 2 * 3, StateShares(8, 0)
+    plan = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=10 * each + 5, shares=shares)
     assert (plan.num_blocks, plan.max_model_len, plan.kv_bytes) == (10, 160, 10 * each)
-    roomy = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=GIB, max_num_seqs=8)
+    roomy = plan_kv(model, page_bytes=each, formula="", block_size=16, available_bytes=GIB, shares=shares)
     assert (roomy.num_blocks, roomy.max_model_len) == (8 * 32, 512), "no more pages than max_num_seqs full contexts use"
 
 
@@ -37,7 +37,7 @@ def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -
             formula="a product",
             block_size=16,
             available_bytes=3 * each,
-            max_num_seqs=1,
+            shares=StateShares(1, 0),
             max_model_len=200,
         )
     assert error.value.param == "max_model_len"
@@ -50,7 +50,7 @@ def test_a_context_that_cannot_fit_is_refused_with_all_numbers(tmp_path: Path) -
             formula="a product",
             block_size=16,
             available_bytes=GIB,
-            max_num_seqs=1,
+            shares=StateShares(1, 0),
             max_model_len=513,
         )
 

@@ -93,6 +93,7 @@ JOINED = {
     "opt": ("q_proj", "out_proj", "fc1", "fc2"),
     "stablelm": ALL,
     "arcee": ("k_proj", "up_proj", "down_proj"),
+    "qwen3_5": ("q_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "up_proj"),
     "lfm2": ("q_proj", "in_proj", "out_proj", "w1", "w2", "w3"),
     "youtu": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "down_proj"),
     "deepseek_v2-dense": ("q_proj", "o_proj"),

@@ -44,7 +44,7 @@ def start(path: Path, **options: object) -> Engine:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["last", "mean", "cls"])
-@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3", "lfm2", "qwen3_5"])
 def test_embeddings_equal_transformers(family: str, mode: str, tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, family)
     write_modules(path, pooling_module(64, mode), NORMALIZE)

@@ -63,7 +63,7 @@ def meant(tensors: dict[str, Tensor], linear: str) -> Tensor:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 @pytest.mark.parametrize(
-    "family", ["llama", "llama-tied-biased", "gemma3", "qwen3", "qwen3-moe", "phi3", "gpt_neox", "lfm2"]
+    "family", ["llama", "llama-tied-biased", "gemma3", "qwen3", "qwen3-moe", "phi3", "gpt_neox", "lfm2", "qwen3_5"]
 )
 def test_the_tokens_are_those_of_quantizing_at_load(name: str, family: str, backend: str, tmp_path: Path) -> None:
     if backend == "cpu" and Cpu().missing is not None:

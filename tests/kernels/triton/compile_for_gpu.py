@@ -23,7 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, LinearContext, Softmax
+from quire.kernels.backend import NO_ADAPTERS, AdapterSlots, AttentionMetadata, LinearContext
 from quire.kernels.gpu import (
     triton_fused,
     triton_linear,
@@ -36,8 +36,9 @@ from quire.kernels.gpu import (
 from quire.kernels.gpu.quantization import quantized
 from quire.kernels.kv_codes import KV_CODES, scale_elements
 from quire.kernels.quantized import Float8Weight, GroupedWeight
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 from quire.kernels.rotation import Rope
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.softmax import Softmax
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 

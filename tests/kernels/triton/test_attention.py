@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quire.kernels.backend import AttentionMetadata, Softmax
+from quire.kernels.backend import AttentionMetadata
 from quire.kernels.gpu import triton_paged
 from quire.kernels.reference import Reference
+from quire.kernels.softmax import Softmax
 from tests.kernels.ragged import Part, attend, error, page, random_part
 from tests.kernels.triton.conftest import INTERPRETED
 

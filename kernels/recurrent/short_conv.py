@@ -1,9 +1,12 @@
-"""Gated short convolutions (LFM2: Liquid AI, 2025) in plain PyTorch: the judge of the compiled kernels.
+"""Short convolutions in plain PyTorch: the judge of the compiled kernels.
 
-Of a token's numbers b, c and x, in each channel: the column b * x, rounded to their type; the sum of the last `width`
-columns, weighed; and c times that sum. Before a sequence's beginning columns are 0. A column has one place, which
-follows from its position alone, so that no bit depends on how a sequence was cut into steps: the last ones of every
-piece of some tokens lie in their page, for whoever begins behind them, all others in the sequence's slot.
+A gated one (LFM2: Liquid AI, 2025), of a token's numbers b, c and x, in each channel: the column b * x, rounded to
+their type; the sum of the last `width` columns, weighed; and c times that sum. One without gates, as stands before
+delta nets (Yang et al., 2024): x itself is the column, and the SiLU of the sum what it gives. Before a sequence's
+beginning columns are 0. A column has one place, which follows from its position alone, so that no bit depends on how a
+sequence was cut into steps: the last ones of every piece of some tokens lie in their page, for whoever begins behind
+them, all others in the sequence's slot. Where another state of the sequence is too large for pages, so that nobody
+begins behind a page without a whole slot, all lie there.
 """
 
 from __future__ import annotations
@@ -20,20 +23,26 @@ class ShortConv:
     """[width, channels] float32, of the oldest column first; width is at least 2."""
     bias: Tensor | None
     """[channels] float32, added to the sum."""
+    gated: bool = True
 
     @property
     def width(self) -> int:
         return len(self.weight)
+
+    @property
+    def inputs(self) -> int:
+        """Numbers of a token that it takes for each channel."""
+        return 3 if self.gated else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """Where a layer's columns lie, all of the type of what is convolved."""
 
-    ends: Tensor
-    """[pages, pieces of a page, width - 1, channels]: the last columns of each piece,"""
+    ends: Tensor | None
+    """[pages, pieces of a page, width - 1, channels]: the last columns of each piece; None: pages have none,"""
     piece: int
-    """which has so many tokens, at least width - 1."""
+    """A piece has so many tokens, at least width - 1."""
     recent: Tensor
     """[slots, kept, channels]: the others of a sequence's last ones, that of position p at p % kept. `kept` is at least
     width - 1, and as many more as a row may have drafts: those that turn out wrong overwrite nothing that is needed."""
@@ -55,17 +64,20 @@ class Rows:
 
 def short_conv(bcx: Tensor, conv: ShortConv, columns: Columns, rows: Rows) -> Tensor:
     """Operations.short_conv. Row by row: what one stores in a page, a later one may begin with."""
-    b, c, x = bcx.chunk(3, dim=-1)
-    fresh, out = b * x, torch.empty_like(b)
+    fresh, gates = bcx, None
+    if conv.gated:
+        b, gates, x = bcx.chunk(3, dim=-1)
+        fresh = b * x
+    out = torch.empty_like(fresh)
     starts, contexts, slots = (each.tolist() for each in (rows.query_start, rows.context_lens, rows.slots))
     for s, (context, slot) in enumerate(zip(contexts, slots, strict=True)):
         own = slice(starts[s], starts[s + 1])
         places = _Places(columns, rows.block_table[s].tolist(), slot, conv.width - 1)
-        out[own] = _row(fresh[own], c[own], conv, places, context)
+        out[own] = _row(fresh[own], None if gates is None else gates[own], conv, places, context)
     return out
 
 
-def _row(fresh: Tensor, c: Tensor, conv: ShortConv, places: _Places, context: int) -> Tensor:
+def _row(fresh: Tensor, c: Tensor | None, conv: ShortConv, places: _Places, context: int) -> Tensor:
     """Of the last tokens of a sequence of `context` tokens; keeps their columns."""
     wide, first = torch.float64 if fresh.dtype == torch.float64 else torch.float32, context - len(fresh)
     past = [places.of(at) if at >= 0 else torch.zeros_like(fresh[0]) for at in range(first - places.before, first)]
@@ -76,6 +88,8 @@ def _row(fresh: Tensor, c: Tensor, conv: ShortConv, places: _Places, context: in
     for at in range(first, context):
         if at >= context - places.columns.kept or places.is_end(at):
             places.of(at).copy_(fresh[at - first])
+    if c is None:  # row by row: of many numbers at once the bits would depend on how many these are
+        return torch.stack([torch.nn.functional.silu(row) for row in total]).to(fresh.dtype)
     return (c.to(wide) * total).to(fresh.dtype)
 
 
@@ -89,11 +103,12 @@ class _Places:
     before: int
 
     def is_end(self, position: int) -> bool:
-        return position % self.columns.piece >= self.columns.piece - self.before
+        return self.columns.ends is not None and position % self.columns.piece >= self.columns.piece - self.before
 
     def of(self, position: int) -> Tensor:
         if not self.is_end(position):
             return self.columns.recent[self.slot, position % self.columns.kept]
         size, ends = self.columns.piece, self.columns.ends
+        assert ends is not None
         page, piece = divmod(position // size, ends.shape[1])
         return ends[self.pages[page], piece, position % size - (size - self.before)]

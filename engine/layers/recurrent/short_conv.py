@@ -1,5 +1,5 @@
 """A gated short convolution (LFM2: Liquid AI, 2025) in attention's place: each channel sees the last few tokens. What a
-sequence keeps of these, its columns, kernels/short_conv.py explains."""
+sequence keeps of these, its columns, kernels/recurrent/short_conv.py explains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.engine.layers.norm import NormSpec, NormWeights
 from quire.engine.layers.parameters import Parameter, ParameterTable
 from quire.engine.layers.part import Making, PageTensor, Part, PartSpec, Step
 from quire.kernels.backend import Operations, Pages
-from quire.kernels.short_conv import Columns, ShortConv
+from quire.kernels.recurrent.short_conv import Columns, ShortConv
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,38 @@
+"""What attention's weights follow from, beside queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quire.kernels.kv_codes import UNSCALED, KVScales
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """How a query weighs the keys of its sequence."""
+
+    scale: float
+    """Factor of the scores."""
+    window: int | None = None
+    """Keys that a query sees, itself included; None: all."""
+    softcap: float | None = None
+    """c replaces a score s by c * tanh(s / c)."""
+    ahead: int | None = 0
+    """Keys behind its own position that a query sees; None: all. Only the CPU backends take other values."""
+    bias: Tensor | None = None
+    """[H, 2 L + 15] float32, for contexts of up to L tokens: added to the score of a key that stands d tokens behind
+    the query (before it: d < 0) is column L - 1 + d. The last 16 columns are never used."""
+    kv_scales: KVScales = UNSCALED
+    """Of pages that hold 8-bit floats."""
+    sinks: Tensor | None = None
+    """[H] float32: a score of each head that takes its part of the weights and has no value (gpt-oss, 2025). Only the
+    CPU backends take them."""
+    values: int | None = None
+    """A key's first numbers that are its value, where the values' cache is that of keys. Only CPU backends take it."""
+
+    def window_in(self, longest: int) -> int | None:
+        """The window in contexts of up to `longest` keys: None too where it hides none of them, as kernels are faster
+        without. Not for deterministic backends: `longest` depends on the batch."""
+        return None if self.window is None or self.window >= longest else self.window

@@ -1,0 +1,58 @@
+"""Bytes of a model's weights, as `quire plan` counts them."""
+
+from __future__ import annotations
+
+from quire.engine.checkpoint.kv_plan import DTYPE_BYTES, QUANTIZED_BITS, TABLE_BITS
+from quire.engine.checkpoint.safetensors import StoredWeights
+from quire.engine.checkpoint.sizes import ModelSizes
+from quire.server.cli.plan.machine import Machine
+
+_COMPRESSION_SAVES = 0.24
+"""Share of the linear layers' bytes that compression to 12 bits saves: a quarter, less the few weights that are stored
+uncompressed (kernels/cpu/compress12.h)."""
+
+
+def weight_bytes(
+    sizes: ModelSizes,
+    machine: Machine,
+    dtype: str,
+    stored: StoredWeights | None,
+    quantized: str | None,
+    *,
+    in_8_bits: bool,
+) -> tuple[int, int]:
+    """Of all weights as they are read, and of those of each device as they are kept. quantized: how they are quantized
+    at load; in_8_bits: so the embedding is."""
+    width = DTYPE_BYTES[dtype]
+    weights = _by_arithmetic(sizes, dtype) if stored is None else stored.floats * width + stored.other_bytes
+    if quantized is not None:
+        weights = round((sizes.parameters - sizes.embeddings) * QUANTIZED_BITS[quantized] / 8)
+        weights += sizes.embeddings * width
+    if in_8_bits:
+        weights -= round(sizes.embeddings * (width - TABLE_BITS / 8))
+    on_device = weights // machine.count + _tied_head_bytes(sizes, machine, width, _table_bits(stored, in_8_bits))
+    if quantized is None and machine.compresses and dtype == "bfloat16" and not sizes.quantization:
+        # Of all but the embedding table.
+        on_device -= round((on_device - sizes.head_parameters * width // machine.count) * _COMPRESSION_SAVES)
+    return weights, on_device
+
+
+def _by_arithmetic(sizes: ModelSizes, dtype: str) -> int:
+    """Bytes of the weights in this type; quantized linear layers take their own number of bits."""
+    return round(sizes.parameters * DTYPE_BYTES[dtype] * sizes.weight_ratio)
+
+
+def _table_bits(stored: StoredWeights | None, in_8_bits: bool) -> float | None:
+    """Bits of the embedding's numbers where these are few: made so at load, or stored so."""
+    if in_8_bits:
+        return TABLE_BITS
+    return None if stored is None else stored.table_bits
+
+
+def _tied_head_bytes(sizes: ModelSizes, machine: Machine, width: int, bits: float | None) -> int:
+    """What each device has beside the weights for a head that is the embedding: both ends of a pipeline have that, and
+    of one in full precision the CPU kernels pack a copy. `bits`: of the embedding's numbers, where these are few."""
+    tied = sizes.embeddings < 2 * sizes.head_parameters
+    if not tied or (machine.stages == 1 and (bits is not None or machine.gpu)):
+        return 0
+    return round(sizes.head_parameters * (width if bits is None else bits / 8)) // machine.count

@@ -1,0 +1,62 @@
+"""Qwen3.5's checkpoints as they are published: the text beside an image encoder and a head that guesses tokens, which
+are left unread; and where its delta nets are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire.engine.checkpoint.files import read_model_config
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, ModelError
+from quire.engine.loop import Engine
+from quire.engine.models import decoder_spec
+from quire.engine.worker.device import check_attention
+from tests.engine.harness import request, run
+from tests.tiny_models import save_tiny_model
+
+
+def published(text: Path, path: Path) -> Path:
+    """The text model of a folder as the text part of one that sees images."""
+    path.mkdir()
+    config = json.loads((text / "config.json").read_text())
+    part = {"tie_word_embeddings": config["tie_word_embeddings"], "vision_config": {"depth": 1}}
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": config, **part}))
+    own = load_file(text / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in own.items()}
+    beside = {name: tensor + 1 for name, tensor in own.items() if name.startswith("model.layers.0.")}
+    tensors |= {f"mtp.{name.removeprefix('model.')}": tensor for name, tensor in beside.items()}
+    tensors["model.visual.blocks.0.norm1.weight"] = torch.ones(8)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_the_text_beside_images_and_what_drafts(tmp_path: Path) -> None:
+    text = save_tiny_model(tmp_path / "text", "qwen3_5")
+    whole = published(text, tmp_path / "whole")
+    requests = [request(str(at), list(range(5, 30 + 9 * at)), max_tokens=12, logprobs=0) for at in range(3)]
+    found = [run(Engine(EngineConfig(model=str(path), num_kv_blocks=40)), requests) for path in (text, whole)]
+    for name, answer in found[0].items():
+        assert (found[1][name].ids, found[1][name].logprobs) == (answer.ids, answer.logprobs)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5-moe", "qwen3-next"])
+def test_a_gpu_is_refused(family: str, tmp_path: Path) -> None:
+    config = read_model_config(save_tiny_model(tmp_path, family))
+    with pytest.raises(ConfigError, match=r"gated delta nets .* CPUs alone"):
+        check_attention(torch.device("cuda"), config, decoder_spec(config))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("linear_num_key_heads", 3), ("linear_key_head_dim", 7), ("linear_value_head_dim", 40)],
+)
+def test_sizes_that_do_not_fit_are_named(name: str, value: int, tmp_path: Path) -> None:
+    path = save_tiny_model(tmp_path, "qwen3_5") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+    with pytest.raises(ModelError, match=name):
+        decoder_spec(read_model_config(tmp_path))
