@@ -119,7 +119,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="attacks whose name contains this")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder) / "log", "--trust-request-chat-template", "--num-kv-blocks", "4096")
+        server = Server(
+            Path(folder) / "log", "--trust-request-chat-template", "--num-kv-blocks", "4096", "--pooling-type", "last"
+        )
         pid = server.process.pid
         try:
             asyncio.run(watch(server.url, nothing()))  # warms up

@@ -82,7 +82,8 @@ class ServedModel:
         """Raises InvalidRequest where the model is not made for it."""
         if task not in self.tasks:
             made = " and ".join(MADE[each] for each in self.tasks)
-            raise InvalidRequest(f"The model `{self.names[0]}` makes {made}, not {MADE[task]}", param="model")
+            way = ": serve it with --pooling-type last" if (self.tasks, task) == (("generate",), "embed") else ""
+            raise InvalidRequest(f"The model `{self.names[0]}` makes {made}, not {MADE[task]}{way}", param="model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     quire = tmp_path_factory.mktemp("bin") / "quire"
     quire.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m quire "$@"\n')
     quire.chmod(0o755)
-    server = Server(quire.with_name("log"), "--threads", "1", quire=quire)
+    server = Server(quire.with_name("log"), "--threads", "1", "--pooling-type", "last", quire=quire)
     yield server
     server.process.terminate()
     server.process.wait(timeout=60)

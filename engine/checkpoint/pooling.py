@@ -165,12 +165,15 @@ def generates(path: Path, config: ModelConfig, *, dummy: bool) -> bool:
     return not names or any(own_modules(layout, name.rpartition(".")[0]) == ("lm_head",) for name in names)
 
 
-def tasks_of(path: Path, config: ModelConfig, pooling: Pooling, runner: str, *, dummy: bool) -> tuple[Task, ...]:
-    """What requests may ask of the model, where `runner` is the setting. Raises ConfigError for one that it cannot."""
-    able = generates(path, config, dummy=dummy)
-    if runner == "generate":
-        if not able:
-            raise ConfigError(f"runner: a {config.model_type} without an output head cannot generate", param="runner")
+def tasks_of(path: Path, config: ModelConfig, pooling: Pooling, settings: EngineConfig) -> tuple[Task, ...]:
+    """What requests may ask of the model. One that makes text makes vectors too where its files or the settings say
+    how: hidden states of others mean little (any two texts score 0.99). Raises ConfigError for a runner that it cannot
+    be."""
+    able, runner = generates(path, config, dummy=settings.load_format == "dummy"), settings.runner
+    if runner == "generate" and not able:
+        raise ConfigError(f"runner: a {config.model_type} without an output head cannot generate", param="runner")
+    told = settings.pooling_type != "auto" or pooling.task != "embed" or bool(_modules(path))
+    if able and (runner == "generate" or (runner == "auto" and not told)):
         return ("generate",)
     return ("generate", pooling.task) if able and runner == "auto" else (pooling.task,)
 
@@ -180,7 +183,7 @@ def read_tasks(path: Path, config: ModelConfig, settings: EngineConfig) -> tuple
     if config.given is not None:
         return Pooling("last", config.hidden_size), ("generate",)
     pooling = read_pooling(path, config, settings.pooling_type, settings.classifier_from_token)
-    tasks = tasks_of(path, config, pooling, settings.runner, dummy=settings.load_format == "dummy")
+    tasks = tasks_of(path, config, pooling, settings)
     guesses = settings.speculative_config is not None and settings.speculative_config.method != "none"
     if guesses and "generate" not in tasks:
         wrong = "speculative_config: this model, served so, makes no text to guess"

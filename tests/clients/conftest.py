@@ -20,7 +20,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if quire is None:
         pytest.fail("the variable QUIRE names the `quire` to test, as `make clients` does")
     log = tmp_path_factory.mktemp("server") / "log"
-    flags = ["--tool-call-parser", "hermes", "--dtype", "float32", "--threads", "1"]
+    flags = ["--tool-call-parser", "hermes", "--dtype", "float32", "--threads", "1", "--pooling-type", "last"]
     server = Server(log, *flags, quire=Path(quire))
     yield server
     server.stop()

@@ -23,7 +23,7 @@ LAX = 0.25
 bounded at all takes longer still."""
 TENANTS = [f"key-{i}" for i in range(10)]
 """The last one is honest."""
-FLAGS = ("--trust-request-chat-template", "--num-kv-blocks", "4096", "--max-num-seqs", "64")
+FLAGS = ("--trust-request-chat-template", "--num-kv-blocks", "4096", "--max-num-seqs", "64", "--pooling-type", "last")
 
 
 class Watched(Server):

@@ -161,7 +161,7 @@ async def ask(client: httpx.AsyncClient, rng: random.Random) -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """Of so few pages that all are in use soon: what was never touched takes no memory, and would look like a leak."""
-    flags = ["--threads=1", "--num-kv-blocks=128", "--max-model-len=512", "--max-stored-size=2"]
+    flags = ["--threads=1", "--num-kv-blocks=128", "--max-model-len=512", "--max-stored-size=2", "--pooling-type=last"]
     server = Server(tmp_path / "log", *flags, "--data-dir", str(tmp_path / "data"))
     yield server
     assert server.stop() == 0

@@ -178,7 +178,7 @@ def test_a_prompt_for_a_vector_passes_a_head_by(method: str, tmp_path: Path) -> 
     prompts = [list(range(5, 45)), [7]]
     asked = [Request(id=str(i), prompt_ids=ids, params=PoolingParams(), seed=0) for i, ids in enumerate(prompts)]
     vectors = []
-    for made in (started(model, None), started(model, head, method)):
+    for made in (started(model, None, pooling_type="last"), started(model, head, method, pooling_type="last")):
         made.runner._slots.token_ids.fill_(2**31 - 1)
         for each in asked:
             made.add(each)

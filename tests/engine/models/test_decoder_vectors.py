@@ -39,7 +39,8 @@ def normalized(vector: np.ndarray) -> np.ndarray:
 
 
 def start(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 300, **options}))
+    told = "auto" if (path / "modules.json").exists() else "last"
+    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 300, "pooling_type": told, **options}))
 
 
 @pytest.mark.few(3)
@@ -144,8 +145,9 @@ def test_a_model_saved_without_its_head_makes_vectors_alone(tmp_path: Path) -> N
         start(tmp_path / "body", runner="generate")
 
 
-def test_only_answers_where_that_is_asked_for(tmp_path: Path) -> None:
-    engine = start(save_tiny_model(tmp_path, "llama"), runner="generate")
+@pytest.mark.parametrize("options", [{"runner": "generate"}, {"pooling_type": "auto"}])
+def test_a_chat_model_by_itself_makes_no_vectors(options: dict[str, str], tmp_path: Path) -> None:
+    engine = start(save_tiny_model(tmp_path, "llama"), **options)
     engine.add(Request(id="v", prompt_ids=[5, 6], params=PoolingParams(), seed=0))
     assert [output.error for output in engine.step()] == ["the model serves generate, not embed"]
 

@@ -19,7 +19,9 @@ PROMPT = "Once upon a time"
 
 @pytest_asyncio.fixture(scope="module")
 async def llm() -> AsyncIterator[AsyncLLM]:
-    async with AsyncLLM.from_engine_args(EngineArgs(dtype="float32", num_kv_blocks=600, threads=1)) as llm:
+    async with AsyncLLM.from_engine_args(
+        EngineArgs(dtype="float32", num_kv_blocks=600, threads=1, pooling_type="last")
+    ) as llm:
         yield llm
 
 

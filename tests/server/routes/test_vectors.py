@@ -346,7 +346,7 @@ async def test_classify_gives_the_label_and_all_probabilities(tmp_path: Path) ->
 
 async def test_a_decoder_answers_and_embeds_at_once(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path, "qwen3")
-    async with serving(path, byte_level_tokenizer().tokenizer) as api:
+    async with serving(path, byte_level_tokenizer().tokenizer, pooling_type="last") as api:
         said = await api.post("/v1/completions", {"prompt": "a cat", "max_tokens": 4, "temperature": 0})
         pooled = await api.post("/pooling", {"input": "a cat", "normalize": False})
         assert (await api.post("/pooling", {"input": "a cat", "task": "classify"}, 400))["error"]["param"] == "model"
