@@ -132,7 +132,8 @@ class ModelSource:
 
 def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
     """A name of all that decides a seed's tokens: Quire's version, the model and its weights, its type, the device, the
-    backend, the bits of what is computed with, and the ranks, whose sums round differently. The end says whether the batch decides them too (see `quire verify`)."""
+    backend, the bits of what is computed with, and the ranks, whose sums round differently. The end says whether the
+    batch decides them too (see `quire verify`)."""
     parts = (VERSION, info.model, info.dtype, info.device, info.backend, weights_version)
     asked = (
         config.quantization,
