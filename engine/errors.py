@@ -68,6 +68,12 @@ class Overloaded(QuireError):
     code = "overloaded"
 
 
+class ModelUnloadable(Overloaded):
+    """A model's files are wrong: to ask again soon does not help."""
+
+    code = "model_unloadable"
+
+
 class QueueTimeout(Overloaded):
     code = "queue_timeout"
 

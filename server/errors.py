@@ -21,6 +21,7 @@ from quire.engine.errors import (
     EngineError,
     InvalidRequest,
     ModelNotFound,
+    ModelUnloadable,
     Overloaded,
     QuireError,
     RateLimited,
@@ -151,7 +152,7 @@ async def _quire_error(request: Request, error: Exception) -> Response:
     headers = {"Retry-After": RETRY_AFTER_SECONDS} if told.status == HTTPStatus.SERVICE_UNAVAILABLE else {}
     if isinstance(error, RateLimited):
         headers = dict(error.headers)
-    if isinstance(error, RequestQuarantined):
+    if isinstance(error, RequestQuarantined | ModelUnloadable):
         headers = {"x-should-retry": "false"}  # or OpenAI's SDK would send it twice more
     return answer(request.url.path, told, headers)
 

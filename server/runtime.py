@@ -144,7 +144,7 @@ async def serving(
         model = replace(
             unstarted,
             created=int(time.time()),
-            fingerprint=fingerprint(info, client.link.weights_version),
+            fingerprint=fingerprint(info, client.link.weights_version, config),
             context_length=info.max_model_len,
             tasks=info.tasks,
             images=None if info.no_images else unstarted.images,
@@ -164,7 +164,7 @@ async def serving(
 
 def tell_version(runtime: Runtime, version: str) -> None:
     """Its weights have been replaced."""
-    runtime.model = replace(runtime.model, fingerprint=fingerprint(runtime.info, version))
+    runtime.model = replace(runtime.model, fingerprint=fingerprint(runtime.info, version, runtime.config))
 
 
 def _runtime(

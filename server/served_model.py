@@ -12,6 +12,7 @@ from starlette.requests import Request
 from quire.engine import VERSION
 from quire.engine.advice import nearest
 from quire.engine.checkpoint.pooling import Pooling
+from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidRequest, ModelNotFound
 from quire.engine.images.reader import ImageReader
 from quire.engine.text.chat_template import ChatRenderer
@@ -130,11 +131,19 @@ class ModelSource:
         )
 
 
-def fingerprint(info: EngineInfo, weights_version: str) -> str:
-    """A name of all that decides a seed's tokens: Quire's version, the model and its weights, its type, the device and
-    the backend. The end says whether the batch decides them too (see `quire verify`)."""
+def fingerprint(info: EngineInfo, weights_version: str, config: EngineConfig) -> str:
+    """A name of all that decides a seed's tokens: Quire's version, the model and its weights, its type, the device, the
+    backend, the bits of what is computed with, and the ranks, whose sums round differently. The end says whether the
+    batch decides them too (see `quire verify`)."""
     parts = (VERSION, info.model, info.dtype, info.device, info.backend, weights_version)
-    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=6).hexdigest()
+    asked = (
+        config.quantization,
+        config.quantize_embedding,
+        config.kv_cache_dtype,
+        config.activation_bits,
+        config.tensor_parallel_size,
+    )
+    digest = hashlib.blake2b("\n".join((*parts, repr(asked))).encode(), digest_size=6).hexdigest()
     return f"fp_{digest}_{'deterministic' if info.deterministic else 'batch-dependent'}"
 
 

@@ -98,4 +98,4 @@ def _whole_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
     else:
         height = math.ceil(height / tile) * tile
         width = math.ceil(int(height * ratio) / tile) * tile
-    return width, height
+    return max(width, tile), max(height, tile)  # of one pixel's width, rounding may have left none

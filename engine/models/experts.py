@@ -26,7 +26,10 @@ def routed(config: ModelConfig, **rules: Any) -> tuple[int, Routing]:
         raise ModelError(f"model: config.json: {count} experts in each of {config.num_layers} layers are too many")
     routing = Routing(per_token, **rules)
     if (reason := routing.impossible(count)) is not None:
-        raise ModelError(f"model: config.json: num_experts_per_tok: {reason}")
+        fields = "num_experts_per_tok" + (
+            ", n_group, topk_group" if routing.groups_kept > 1 or routing.groups > 1 else ""
+        )
+        raise ModelError(f"model: config.json: {fields}: {reason}")
     return count, routing
 
 

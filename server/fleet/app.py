@@ -23,17 +23,20 @@ from quire.server.access.bodies import READ, Bodies
 from quire.server.access.tenants import Tenants
 from quire.server.app import application
 from quire.server.config import ServerConfig
+from quire.server.errors import OLLAMA
 from quire.server.fleet.added import Added
 from quire.server.fleet.config import FleetConfig
 from quire.server.fleet.fleet import Fleet, Member
+from quire.server.resolve.translated.ollama import untagged
 from quire.server.routes.bodies import CLIENT_CLOSED_REQUEST
 from quire.server.routes.models import cards, listed
+from quire.server.routes.ollama.endpoints import held, named, tagged
 from quire.server.runtime import BODIES_BYTES, Models, Runtime
 
 router = APIRouter(include_in_schema=False)
 _ASLEEP = frozenset({"/tokenize", "/detokenize", "/sleep", "/wake_up", "/update_weights", "/v1/messages/count_tokens"})
 """What is posted here needs no engine, or wakes it itself."""
-_OF_ALL = frozenset({"/v1/models", "/metrics", "/health", "/live", "/ready", "/ping"})
+_OF_ALL = frozenset({"/v1/models", "/api/tags", "/api/ps", "/metrics", "/health", "/live", "/ready", "/ping"})
 _CHANGES = "/v1/models/load", "/v1/models/unload"
 _FILES = "/v1/files"
 """Bodies that are sent here are forms."""
@@ -43,6 +46,8 @@ _STORED = ("/v1/streams/", "/v1/responses/", "/v1/conversations", "/v1/requests/
 
 class _Named(msgspec.Struct):
     model: str | None = None
+    name: str | None = None
+    """What Ollama's older clients call it."""
 
 
 class _Change(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,7 +114,7 @@ class FleetModels:
         try:
             async with self.bodies.read(Request(scope, receive)) as body:
                 scope[READ] = body
-                name = _named(b"".join(body.pieces)) or name
+                name = name if (found := _named(path, b"".join(body.pieces))) is None else found
                 member = self._member(path, name)
                 idle = path in _ASLEEP or (name is None and path.startswith(_STORED))
                 with nullcontext() if idle else self.fleet.wanted(member):
@@ -121,7 +126,8 @@ class FleetModels:
     def _member(self, path: str, name: str | None) -> Member:
         """The model of this name, or for what is no model's one that is loaded, or the first. Raises ModelNotFound."""
         if name is not None:
-            return self.fleet.find(name)
+            names = [each for member in self.fleet.members for each in member.names]
+            return self.fleet.find(untagged(name, names) if path.startswith(OLLAMA) else name)
         members = self.fleet.members
         there = (member for member in members if member.runtime is not None and path.startswith(_STORED))
         return next(there, members[0])
@@ -162,6 +168,22 @@ async def list_models(request: Request) -> dict[str, Any]:
             of_one = [{"id": name, "object": "model", "owned_by": "quire"} for name in member.names]
         found += [card | {"state": member.state} for card in of_one]
     return listed(found)
+
+
+@router.get("/api/tags")
+async def tags(request: Request) -> dict[str, Any]:
+    """All models, for Ollama's clients."""
+    found: list[dict[str, Any]] = []
+    for member in _models_of(request).fleet.members:
+        found += [named(name) for name in member.names] if member.runtime is None else tagged(member.runtime)
+    return {"models": found}
+
+
+@router.get("/api/ps")
+async def running(request: Request) -> dict[str, Any]:
+    """Those that are awake."""
+    awake = [member.runtime for member in _models_of(request).fleet.members if member.state == "awake"]
+    return {"models": [each for runtime in awake if runtime is not None for each in held(runtime)]}
 
 
 @router.post("/v1/models/load")
@@ -225,9 +247,10 @@ async def _decoded(request: Request, kind: type[Change]) -> Change:
     return asked
 
 
-def _named(body: bytes) -> str | None:
+def _named(path: str, body: bytes) -> str | None:
     try:
-        return msgspec.json.decode(body, type=_Named).model
+        found = msgspec.json.decode(body, type=_Named)
+        return found.model or found.name if path.startswith(OLLAMA) else found.model
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         return None  # which the route will tell
 

@@ -17,7 +17,16 @@ from typing import Literal
 
 from quire.engine.checkpoint.files import stored_at
 from quire.engine.checkpoint.safetensors import read_stored_weights
-from quire.engine.errors import ConfigError, EngineError, InvalidRequest, ModelNotFound, Overloaded, QuireError
+from quire.engine.errors import (
+    ConfigError,
+    EngineError,
+    InvalidRequest,
+    ModelError,
+    ModelNotFound,
+    ModelUnloadable,
+    Overloaded,
+    QuireError,
+)
 from quire.server.adapters import named_adapters
 from quire.server.fleet.config import FleetConfig, ModelEntry
 from quire.server.runtime import Runtime
@@ -157,7 +166,8 @@ class Fleet:
         """Wait until a model that is `wanted` is loaded. Raises what the load raises."""
         while member.runtime is None:
             if member.failure is not None and time.monotonic() - member.failed_at < _AGAIN_SECONDS:
-                raise Overloaded(f"The model {member.entry.name} cannot be loaded: {member.failure.message}")
+                told = ModelUnloadable if isinstance(member.failure, ModelError) else Overloaded
+                raise told(f"The model {member.entry.name} cannot be loaded: {member.failure.message}")
             member.changed.clear()
             await member.changed.wait()
         return member.runtime

@@ -96,8 +96,9 @@ class Arrangement:
                 yield f"{own}.{kind}", self._part(own, kind, piece, tensor)
 
     def _part(self, own: str, kind: str, piece: _Piece | None, tensor: Tensor) -> Tensor:
-        if own.endswith(tuple(_HEAD_NORMS)):  # of one head, or of each
-            heads = tensor.reshape(-1, self._config.head_dim) if not tensor.numel() % self._config.head_dim else tensor
+        size = self._config.head_dim
+        if own.endswith(tuple(_HEAD_NORMS)) and tensor.numel() % size == 0:  # of one head, or of each
+            heads = tensor.reshape(-1, size)
             return heads.flatten() if self._order is None else heads[:, self._order].flatten()
         if piece is None or kind == "g_idx" or tensor.numel() == 1:
             return tensor

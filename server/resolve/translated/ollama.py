@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from quire.engine.errors import InvalidRequest
@@ -99,9 +99,12 @@ def _chat(
 
 def plain_name(asked: str | None, model: ServedModel) -> str | None:
     """The name without the tag that Ollama's clients add."""
-    if asked is None or asked in model.names or asked in model.adapters:
-        return asked
-    return asked.removesuffix(":latest")
+    return None if asked is None else untagged(asked, (*model.names, *model.adapters))
+
+
+def untagged(asked: str, names: Collection[str]) -> str:
+    """The same, where these names are served."""
+    return asked if asked in names else asked.removesuffix(":latest")
 
 
 def turns_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

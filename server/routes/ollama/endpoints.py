@@ -33,7 +33,7 @@ from quire.server.resolve.translated.ollama import (
 from quire.server.routes.bodies import Work, checked, documented, worked_on
 from quire.server.routes.reply import reply
 from quire.server.routes.vectors.reply import answered
-from quire.server.runtime import runtime_of
+from quire.server.runtime import Runtime, runtime_of
 from quire.server.served_model import ServedModel, model_of
 
 router = APIRouter(route_class=GenerationRoute)
@@ -80,23 +80,20 @@ async def version() -> dict[str, str]:
 @asking.get("/api/tags")
 async def tags(request: Request) -> dict[str, Any]:
     """The names that requests may use."""
-    return {"models": _listed(request)}
+    return {"models": tagged(runtime_of(request))}
 
 
 @asking.get("/api/ps")
 async def running(request: Request) -> dict[str, Any]:
     """The same: all are loaded."""
-    never = {"expires_at": "9999-12-31T23:59:59Z", "context_length": model_of(request).context_length}
-    held = runtime_of(request).info
-    size = held.weight_bytes + held.kv_bytes + held.state_bytes
-    return {"models": [{**each, **never, "size_vram": size} for each in _listed(request)]}
+    return {"models": held(runtime_of(request))}
 
 
 @asking.post("/api/show", response_model=None, openapi_extra=documented(OllamaShowRequest))
 async def show(request: Request) -> dict[str, Any]:
     """What is known of a model. Raises ModelNotFound."""
     asked = await worked_on(request, _shown_body)
-    model = model_of(request)
+    model, info = model_of(request), runtime_of(request).info
     model.answer_name(plain_name(asked.model or asked.name, model))
     able = ["completion"] if "generate" in model.tasks else []
     able += ["tools"] if model.formats.tools is not None else []
@@ -107,7 +104,7 @@ async def show(request: Request) -> dict[str, Any]:
         "modelfile": "",
         "parameters": "\n".join(f"{name} {value}" for name, value in model.sampling_defaults.items()),
         "template": model.formats.template,
-        "details": _details(request),
+        "details": _details(info.quantization or info.dtype),
         "model_info": about | {"general.basename": model.names[0]},
         "capabilities": able,
         "modified_at": _since(model),
@@ -118,16 +115,26 @@ def _shown_body(given: bytes, model: ServedModel, config: ServerConfig) -> Ollam
     return parse(given, OllamaShowRequest)
 
 
-def _listed(request: Request) -> list[dict[str, Any]]:
-    model, info = model_of(request), runtime_of(request).info
-    about = {"modified_at": _since(model), "size": info.weight_bytes, "details": _details(request)}
-    names = (*model.names, *model.adapters)
-    return [{"name": name, "model": name, "digest": model.fingerprint, **about} for name in names]
+def tagged(runtime: Runtime) -> list[dict[str, Any]]:
+    """What /api/tags has for each name of a model."""
+    model, info = runtime.model, runtime.info
+    about = {"digest": model.fingerprint, "modified_at": _since(model), "size": info.weight_bytes}
+    return [named(name, info.quantization or info.dtype) | about for name in (*model.names, *model.adapters)]
 
 
-def _details(request: Request) -> dict[str, Any]:
-    info = runtime_of(request).info
-    few_bits = info.quantization or info.dtype
+def held(runtime: Runtime) -> list[dict[str, Any]]:
+    """What /api/ps has for each name of a model."""
+    never = {"expires_at": "9999-12-31T23:59:59Z", "context_length": runtime.model.context_length}
+    size = runtime.info.weight_bytes + runtime.info.kv_bytes + runtime.info.state_bytes
+    return [{**each, **never, "size_vram": size} for each in tagged(runtime)]
+
+
+def named(name: str, few_bits: str = "") -> dict[str, Any]:
+    """What is known of a model that need not be loaded. Ollama's own client shows twelve characters of any digest."""
+    return {"name": name, "model": name, "digest": "fp_not_loaded", "size": 0, "details": _details(few_bits)}
+
+
+def _details(few_bits: str) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "",

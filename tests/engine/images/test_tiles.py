@@ -77,3 +77,17 @@ def test_every_mode_becomes_the_same_colours(mode: str, tmp_path: Path) -> None:
 def test_a_broken_folder_says_what_is_wrong(preparing: dict[str, object], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
         vision(tmp_path, **preparing)
+
+
+def test_no_tile_is_lost_to_rounding(tmp_path: Path) -> None:
+    """196 * (1 / 196) is less than 1: transformers' processor would make an image without width of it, and raise."""
+    sizes = {"size": {"longest_edge": 196}, "max_image_size": {"longest_edge": 49}}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "smolvlm", "vision_config": {"patch_size": 7}, "scale_factor": 7})
+    )
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({**PREPARING, **sizes}))
+    ours = read_vision(tmp_path)
+    assert ours is not None
+    layout = layout_of(1, 5000, ours, splits=True)
+    assert (layout.cut, layout.rows, layout.columns) == ((49, 196), 4, 1)
+    assert len(list(tiles_of(picture(1, 1, 5000), layout, ours))) == layout.tiles

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.engine.client.client import EngineClient
+from quire.engine.errors import ModelError
 from quire.server.access.tenants import Tenants
 from quire.server.config import ServerConfig
 from quire.server.fleet import app as fleet_module
@@ -31,7 +32,9 @@ from tests.texts import CHATML, byte_level_tokenizer
 KIB = 1024
 BODY = 200 * KIB
 NEVER = "never"
-"""The name of a model whose load does not end."""
+"""The name of a model whose load does not end,"""
+WRONG = "wrong"
+"""and of one whose files are no model."""
 
 
 @asynccontextmanager
@@ -39,6 +42,8 @@ async def engine_of(over: asyncio.Event, entry: ModelEntry) -> AsyncIterator[Run
     """A model that writes its own name, again and again. `over`: the test is."""
     if entry.name == NEVER:
         await over.wait()
+    if entry.name == WRONG:
+        raise ModelError("model: wrong has no config.json")
     tokenizer = byte_level_tokenizer(CHATML).tokenizer
     source = ModelSource(entry.config, tokenizer, VOCAB_SIZE, {})
     engine = FakeEngine(scripted(entry.name.encode() * 500, 0), step_seconds=0.001)
@@ -123,20 +128,26 @@ async def test_what_is_stored_is_every_models(tmp_path: Path) -> None:
         assert models.bodies.held == 0
 
 
+async def ended(http: httpx.AsyncClient, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of these lines that is completed."""
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)})
+    asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch: dict[str, Any] = (await http.post("/v1/batches", json=asked)).json()
+    async with asyncio.timeout(20):
+        while batch["status"] != "completed":
+            await asyncio.sleep(0.01)
+            batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+    return batch
+
+
 async def test_a_batch_has_lines_for_several_models(tmp_path: Path) -> None:
     async with opened("abc", "def", data_dir=tmp_path) as (_, http):
         lines = [
             {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body(name)}
             for name in ("abc", "def", "none")
         ]
-        content = "\n".join(map(json.dumps, lines)).encode()
-        file = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("lines.jsonl", content)})
-        asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch = (await http.post("/v1/batches", json=asked)).json()
-        async with asyncio.timeout(20):
-            while batch["status"] != "completed":
-                await asyncio.sleep(0.01)
-                batch = (await http.get(f"/v1/batches/{batch['id']}")).json()
+        batch = await ended(http, lines)
         assert batch["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
         output = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text.splitlines()
         texts = {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in map(json.loads, output)}
@@ -183,3 +194,34 @@ async def test_metrics_of_all_are_told_apart(tmp_path: Path) -> None:
         }
         assert ended == {"abc": 0.0, "def": 1.0}
         assert {each.labels["model_name"] for each in samples if each.name == "quire:ranks"} == {"abc", "def"}
+
+
+async def test_ollamas_clients_see_and_name_every_model() -> None:
+    async with opened("abc", "def") as (_, http):
+        tags = (await http.get("/api/tags")).json()["models"]
+        assert [each["model"] for each in tags] == ["abc", "def"]
+        assert all(len(each["digest"]) >= 12 for each in tags), "Ollama's own client shows so many characters"
+        assert [each["model"] for each in (await http.get("/api/ps")).json()["models"]] == ["abc"]
+        shown = await http.post("/api/show", json={"name": "def"})
+        assert shown.json()["model_info"]["general.basename"] == "def"
+        asked = {"model": "def:latest", "prompt": "x", "stream": False, "options": {"num_predict": 3}}
+        assert (await http.post("/api/generate", json=asked)).json()["response"] == "def"
+        assert [each["model"] for each in (await http.get("/api/ps")).json()["models"]] == ["abc", "def"]
+
+
+async def test_a_name_that_is_empty_is_nobodys() -> None:
+    async with opened("abc", "def") as (_, http):
+        answer = await http.post("/v1/completions", json=body(""))
+        assert answer.status_code == 404
+        assert answer.json()["error"]["message"].endswith("served here: abc, def")
+
+
+async def test_a_batch_does_not_wait_for_a_model_whose_files_are_wrong(tmp_path: Path) -> None:
+    async with opened("abc", WRONG, data_dir=tmp_path) as (_, http):
+        answer = await http.post("/v1/completions", json=body(WRONG))
+        assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+        lines = [
+            {"custom_id": str(place), "method": "POST", "url": "/v1/completions", "body": body(name)}
+            for place, name in enumerate((*[WRONG] * 8, "abc"))
+        ]
+        assert (await ended(http, lines))["request_counts"] == {"total": 9, "completed": 1, "failed": 8}

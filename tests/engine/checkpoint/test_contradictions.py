@@ -1,0 +1,29 @@
+"""Sizes in config.json that the weights or each other contradict, in families that make something of them first."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ModelError
+from quire.engine.loop import Engine
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("glm4_moe", {"head_dim": 10**6}, "has shape"),
+        ("deepseek_v3", {"n_group": 5}, "num_experts_per_tok, n_group, topk_group: 12 experts in 5 groups"),
+    ],
+)
+def test_what_is_wrong_is_told(family: str, fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    save_tiny_model(tmp_path, family)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(ModelError, match=said):
+        Engine(EngineConfig(model=str(tmp_path), num_kv_blocks=8, threads=1))
