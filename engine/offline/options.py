@@ -44,6 +44,8 @@ class EngineOptions(TypedDict, total=False):
     activation_bits: Literal["auto", "8", "16"]
     kv_cache_memory: float | None
     num_kv_blocks: int | None
+    state_memory: float | None
+    snapshot_tokens: int
     enable_prefix_caching: bool
     kv_offload_memory: float | None
     kv_offload_dir: str | None
