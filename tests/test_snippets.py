@@ -61,6 +61,7 @@ NOT_RUN = {
     "curl localhost:8000/v1/models/": "it wants models; tests/e2e/test_models.py adds one",
 }
 NOT_RUN_PYTHON = {
+    "docs/images.md": "it wants a model that reads images; tests/e2e/test_images.py serves one",
     "docs/ray.md": "a client of a cluster; tests/e2e/test_ray_serve.py has one",
     "docs/lora.md": "it wants an adapter; tests/engine/lora has some",
     "docs/weights.md": "parts of a program; tests/engine/test_weights.py makes these calls",
