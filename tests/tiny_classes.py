@@ -37,6 +37,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 32),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
     **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     **{"index_head_dim": 16, "index_n_heads": 4, "index_topk": 64},
     **{"hidden_size_per_layer_input": 16, "laurel_rank": 8, "default_language": "en_XX"},
 }
@@ -50,6 +51,7 @@ _TOWER = {
 }
 _TOWER |= {"embed_dim": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2, "output_dim": 32, "base_channels": 32}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
+_DELTA = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPES = {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 50000.0}}
 _GEMMA4 = {
@@ -74,6 +76,8 @@ _OTHERWISE: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "gptj": {"rotary_dim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _DELTA),
     "longcat_flash": {"num_key_value_heads": 4, "num_layers": 2},
     "minicpm3": {"scale_emb": 1, "scale_depth": 1.4, "dim_model_base": 64},
     "zaya": {"num_experts_per_tok": 1},

@@ -17,7 +17,7 @@ import torch
 from quire.engine.checkpoint.families import WITH_EXPERTS
 from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, ModelError
 from quire.engine.layers.attention import AttentionSpec
 from quire.engine.layers.latent_attention import LatentAttentionSpec
 from quire.engine.layers.recurrent.delta_net import DeltaNetSpec
@@ -188,8 +188,10 @@ def choose(config: EngineConfig, model_config: ModelConfig, *, tried: bool = Fal
 
 
 def widest(spec: DecoderSpec) -> AttentionSpec | LatentAttentionSpec:
-    """The attention that asks most of a backend."""
+    """The attention that asks most of a backend. Raises ModelError where no layer has any."""
     parts: list[AttentionSpec | LatentAttentionSpec] = [*spec.parts(AttentionSpec), *spec.parts(LatentAttentionSpec)]
+    if not parts:
+        raise ModelError("model: config.json: layer_types: no layer has attention, which is not served")
     return max(parts, key=lambda each: each.head_dim)
 
 
