@@ -127,7 +127,7 @@ def test_adapters_of_shared_experts_are_served(family: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("family", "change", "says"),
     [
-        ("glm4_moe", {"n_group": 5}, "num_experts_per_tok: 12 experts in 5 groups"),
+        ("glm4_moe", {"n_group": 5}, "n_group, topk_group: 12 experts in 5 groups"),
         ("glm4_moe", {"topk_group": 1, "num_experts_per_tok": 4}, "4 experts of 1 groups of 3"),
         ("qwen2-moe", {"shared_expert_intermediate_size": None}, "lacks shared_expert_intermediate_size"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv of an 'olmoe' is not supported"),
