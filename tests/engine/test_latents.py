@@ -30,7 +30,7 @@ from quire.server.cli.plan.machine import Machine
 from tests.adapters import save_adapter
 from tests.engine.harness import Answer, request, run
 from tests.engine.test_speculation import CHEAP, Garbage
-from tests.engine.test_states import PARAMS, PROMPT, SHAPES, SMALL, asked, known
+from tests.engine.test_states import PARAMS, PROMPT, SHAPES, SMALL, asked, known, model
 from tests.engine.tiers.fakes import Always, Inline
 from tests.engine.tiers.test_engine import CONVERSATIONS, HOST, TURNS, converse, disk
 from tests.tiny_models import save_tiny_model
@@ -42,11 +42,6 @@ FAMILIES = ["deepseek_v2", "deepseek_v2-lite", "deepseek_v2-dense", "deepseek_v3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("latents")
-
-
-@cache
-def model(folder: Path, family: str) -> Path:
-    return save_tiny_model(folder / family, family)
 
 
 @cache

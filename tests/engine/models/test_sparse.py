@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.config import EngineConfig
 from quire.engine.errors import ModelError
 from quire.engine.layers.moe import ExpertsSpec
 from quire.engine.loop import Engine
@@ -22,8 +21,9 @@ from quire.engine.models import decoder_spec
 from quire.engine.types import Request, SamplingParams
 from quire.kernels.cpu.backend import Cpu
 from tests.adapters import merge, save_adapter
-from tests.engine.harness import Answer, request, run
-from tests.tiny_models import VOCAB, save_tiny_model
+from tests.engine.harness import request, run
+from tests.engine.models.test_experts import engine, prompts, row, told
+from tests.tiny_models import save_tiny_model
 
 MISSING = Cpu().missing
 compiled = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -38,24 +38,6 @@ FAMILIES += [
     "deepseek_v3",
     "glm4_moe_lite",
 ]
-
-
-def engine(path: Path, **options: object) -> Engine:
-    return Engine(EngineConfig(model=str(path), **{"num_kv_blocks": 96} | options))
-
-
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (1, 5, 18, 40, 77, 33)]
-
-
-def told(answer: Answer) -> tuple[list[int], list[float]]:
-    return answer.ids, [each.logprob for each in answer.logprobs]
-
-
-def row(answer: Answer) -> torch.Tensor:
-    assert answer.prompt_logprobs is not None
-    return torch.tensor([each.logprob for each in answer.prompt_logprobs if each is not None])
 
 
 def theirs(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
