@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.engine.client.broadcast import WeightsGroup
-from quire.engine.client.client import EngineClient
-from quire.engine.client.weights import WeightChanges, Weights
-from quire.engine.hub.remote import HubLink, NoWeightsGroup
+from quire.engine.link.broadcast import WeightsGroup
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink, NoWeightsGroup
+from quire.engine.link.weights import WeightChanges, Weights
 from quire.engine.lora.modules import Modules
 from quire.engine.types import TEXT_ALONE, EngineInfo
 from quire.server.access.admission import Admission

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quire.engine.config import SpeculativeConfig
+from quire.engine.core.drafter import Drafter, NoDrafts, StepwiseDrafter
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
-from quire.engine.drafting.drafter import Drafter, NoDrafts, StepwiseDrafter
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
 from quire.engine.drafting.seldom import Seldom

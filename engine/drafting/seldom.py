@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
+from quire.engine.core.drafter import Asked, Drafter, Guess, grammar_of
+from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.adaptive import StepCosts
-from quire.engine.drafting.drafter import Asked, Drafter, Guess, grammar_of
-from quire.engine.sequence import Sequence
 from quire.engine.types import Request
 
 LOOKS_EVERY = 8

@@ -10,8 +10,8 @@ from quire.engine.checkpoint.files import ModelConfig
 from quire.engine.checkpoint.kv_folder import open_root
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
+from quire.engine.core.executor import PageMover
 from quire.engine.errors import ConfigError
-from quire.engine.executor import PageMover
 from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.disk import DiskTier

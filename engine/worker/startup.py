@@ -15,8 +15,8 @@ from quire.engine.checkpoint.page_groups import PageGroups, keeps_all
 from quire.engine.checkpoint.pooling import Pooling
 from quire.engine.checkpoint.stages import places_of_stages
 from quire.engine.config import EngineConfig
+from quire.engine.core.executor import AdapterLoader, Executor
 from quire.engine.errors import ConfigError
-from quire.engine.executor import AdapterLoader, Executor
 from quire.engine.models.decoder import Decoder, DecoderSpec
 from quire.engine.text.grammar import GrammarCompiler, vocabulary_of
 from quire.engine.types import Task

@@ -10,9 +10,9 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.output_stream import OutputStream
 from quire.engine.errors import EngineError, Timeout
+from quire.engine.link.client import EngineClient
+from quire.engine.link.output_stream import OutputStream
 from quire.engine.text.beams import Beam, Scores, continued
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, RequestOutput, SamplingParams

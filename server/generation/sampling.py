@@ -8,8 +8,8 @@ from functools import partial
 
 import msgspec
 
-from quire.engine.client.client import EngineClient
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
+from quire.engine.link.client import EngineClient
 from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import RequestOutput
 from quire.server.generation.choice import ChoiceDelta

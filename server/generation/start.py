@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.engine.client.client import EngineClient
+from quire.engine.link.client import EngineClient
 from quire.server.generation.beam_search import BeamSearch
 from quire.server.generation.generation import Generation
 from quire.server.generation.sampling import Sampling

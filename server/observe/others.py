@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.client.client import EngineClient
-from quire.engine.client.history import History
-from quire.engine.hub.messages import LASTING
-from quire.engine.hub.remote import HubLink
+from quire.engine.core.history import History
+from quire.engine.link.client import EngineClient
+from quire.engine.link.hub_link import HubLink
+from quire.engine.link.hub_messages import LASTING
 from quire.server.access.rate_limits import RateLimits
 from quire.server.access.tenants import Tenant
 from quire.server.encoding import encode_json

@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from quire.engine.client.child import Child, module
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded
+from quire.engine.processes.child import Child, module
 from quire.server.access.tenants import Tenant
 from quire.server.config import ServerConfig
 from quire.server.served_model import ModelSource, ServedModel

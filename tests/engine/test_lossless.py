@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from quire.engine.config import DEMO_MODEL, EngineConfig, SpeculativeConfig
+from quire.engine.core.drafter import Drafter, NoDrafts
 from quire.engine.drafting.adaptive import Adaptive, StepCosts
 from quire.engine.drafting.choose import choose_drafter
-from quire.engine.drafting.drafter import Drafter, NoDrafts
 from quire.engine.drafting.forced import ForcedTokens
 from quire.engine.drafting.lookup import PromptLookup, SharedLookup
 from quire.engine.drafting.seldom import Seldom

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from quire.engine.executor import AdapterLoader
+from quire.engine.core.executor import AdapterLoader
 from quire.engine.worker.heads import Heads
 from quire.engine.worker.loading.model import LoadedModel
 from quire.engine.worker.ranks.messages import ToRank

@@ -2,7 +2,7 @@
 
 It does what it reads from standard input, in turn, and ends when that does: the first rank holds the other end. With
 `--joined` the first rank is on another machine: standard input has a line with what this machine knows better
-(engine/nodes/member.py), and orders come by the first rank's store.
+(engine/member.py), and orders come by the first rank's store.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import BinaryIO
 
 import msgspec
 
-from quire.engine.client.child import end_with_parent, killed_with_parent, read_configuration
 from quire.engine.config import EngineConfig
 from quire.engine.errors import QuireError
+from quire.engine.processes.child import end_with_parent, killed_with_parent, read_configuration
 from quire.engine.replicas.cores import allowed_cores, node_cores
 from quire.engine.worker.ranks.meeting import find_store
 from quire.engine.worker.ranks.messages import (

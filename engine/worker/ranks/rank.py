@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.engine.batch import Batch
 from quire.engine.checkpoint.files import read_model_config, resolve_model
 from quire.engine.checkpoint.kv_plan import StateShares
 from quire.engine.config import EngineConfig
+from quire.engine.core.batch import Batch
 from quire.engine.layers.shard import Shard
 from quire.engine.lora.files import CONFIG, WEIGHTS
 from quire.engine.replicas.cores import stay_on

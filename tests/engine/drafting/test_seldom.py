@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.adaptive import StepCosts, worthwhile
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
 from quire.engine.drafting.seldom import LOOKS_EVERY, MOST_DRAFTS, Seldom, least_chance
-from quire.engine.sequence import Sequence
 from quire.engine.types import Grammar, Request, SamplingParams
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)

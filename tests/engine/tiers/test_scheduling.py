@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from quire.engine.scheduler import Scheduler
+from quire.engine.core.scheduler import Scheduler
 from quire.engine.tiers import bounded, loads, writer
 from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.host import HostTier

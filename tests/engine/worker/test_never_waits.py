@@ -1,5 +1,5 @@
 """Launching a step on a GPU: no operator mixes host and device, and nothing makes the host wait. No number is right
-here; tests/engine/test_steps.py and tests/kernels are about those."""
+here; tests/engine/core/test_steps.py and tests/kernels are about those."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from quire.engine.checkpoint.files import read_model_config
-from quire.engine.client.heartbeat import NoHeartbeat
 from quire.engine.config import EngineConfig, SpeculativeConfig
-from quire.engine.drafting.drafter import Asked, Drafter, Guess
+from quire.engine.core.drafter import Asked, Drafter, Guess
+from quire.engine.core.steps import Steps
 from quire.engine.layers.adapters import EMBEDDING, HEAD, LowRank
 from quire.engine.layers.parameters import ParameterTable
 from quire.engine.loop import Engine
 from quire.engine.lora.modules import adaptable_modules
-from quire.engine.steps import Steps
+from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Adapter, Grammar, Request, ThinkingBudget
 from quire.engine.worker import device, draft_runner, memory, startup
 from quire.engine.worker.draft_runner import DraftRunner
@@ -134,7 +134,7 @@ def start(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, **opti
             return launch(runner, batch)
 
     monkeypatch.setattr(Runner, "launch", launched)
-    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
+    engine._steps = Steps(engine.core.scheduler, engine.runner, 1, NoHeartbeat())
     return engine
 
 
@@ -172,7 +172,7 @@ def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -
     kinds = {f"grammar {index}": kind | grammar for index, kind in enumerate(KINDS.values())}
     for name, answer in run(engine, [*traffic(KINDS), *traffic(kinds)]).items():
         assert answer.finish_reason == "length", name
-    assert engine.stats.draft_tokens == 0, "nobody asked for guesses"
+    assert engine.core.stats.draft_tokens == 0, "nobody asked for guesses"
 
 
 @pytest.mark.slow
@@ -184,10 +184,10 @@ def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> 
         def propose(self, asked: Asked, tokens: int) -> list[Guess]:
             return [Guess([PICKED, PICKED, 9][: min(len(seq.tokens) % 4, most)]) for seq, most in asked]
 
-    engine.scheduler._drafter = Two()
+    engine.core.scheduler._drafter = Two()
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.stats.accepted_drafts) > 20
+    assert sum(engine.core.stats.accepted_drafts) > 20
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     monkeypatch.setattr(Heads, "_guess", guessed)
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.stats.accepted_drafts) > 20, "all picks are the same"
+    assert sum(engine.core.stats.accepted_drafts) > 20, "all picks are the same"
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.setattr(DraftRunner, name, unwaited(name))
     answers = run(engine, traffic({name: KINDS[name] for name in ("greedy", "drawn", "penalties", "biased", "all")}))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.stats.accepted_drafts) > 10, "all picks are the same"
+    assert sum(engine.core.stats.accepted_drafts) > 10, "all picks are the same"
     assert set(calls) == {"begin", "another"}
 
 
@@ -377,7 +377,7 @@ def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     path = save_tiny_model(tmp_path, "llama")
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(path)}
     engine = start(gpu, monkeypatch, graphs=graphs, attention_backend=backend, **lora)
-    model, engine.scheduler._waiting._loader = engine.runner._model, Loaded()
+    model, engine.core.scheduler._waiting._loader = engine.runner._model, Loaded()
     modules = adaptable_modules(read_model_config(path))
     with gpu.never_waits():
         parts = {
