@@ -28,7 +28,7 @@ ALLOWED = {
     "server": {"server", "control"},
     "control": {"control"},
     "loop": {"control", "worker"},
-    "nodes": {"control", "worker"},
+    "member": {"control", "worker"},
     "worker": {"worker", "models", "encoders", "layers", "kernels", "shared"},
     "models": {"models", "layers", "kernels", "shared"},
     "encoders": {"encoders", "layers", "kernels", "shared"},
@@ -38,12 +38,6 @@ ALLOWED = {
 """Parts, and the parts that each may import from. `control` is all of engine/ that has no part of its own."""
 SHARED = {
     "quire.engine",
-    "quire.engine.core.batch",
-    "quire.engine.types",
-    "quire.engine.errors",
-    "quire.engine.core.executor",
-    "quire.engine.config",
-    "quire.engine.replicas.cores",
     "quire.engine.checkpoint.adapted",
     "quire.engine.checkpoint.alike",
     "quire.engine.checkpoint.families",
@@ -56,20 +50,26 @@ SHARED = {
     "quire.engine.checkpoint.quantization",
     "quire.engine.checkpoint.safetensors",
     "quire.engine.checkpoint.stages",
-    "quire.engine.processes.child",
-    "quire.engine.processes.exit_cause",
-    "quire.engine.processes.procfs",
+    "quire.engine.config",
+    "quire.engine.core.batch",
+    "quire.engine.core.executor",
+    "quire.engine.errors",
     "quire.engine.folder",
-    "quire.engine.images.config",
-    "quire.engine.lora.files",
-    "quire.engine.lora.modules",
     "quire.engine.gguf.config",
     "quire.engine.gguf.files",
     "quire.engine.gguf.header",
     "quire.engine.gguf.names",
     "quire.engine.gguf.types",
-    "quire.engine.text.tokenizer",
+    "quire.engine.images.config",
+    "quire.engine.lora.files",
+    "quire.engine.lora.modules",
+    "quire.engine.processes.child",
+    "quire.engine.processes.exit_cause",
+    "quire.engine.processes.procfs",
+    "quire.engine.replicas.cores",
     "quire.engine.text.grammar",
+    "quire.engine.text.tokenizer",
+    "quire.engine.types",
 }
 """The modules of the control half that the device half may use: data and file reading, no decisions."""
 
@@ -104,22 +104,9 @@ ROOMS = {
         *("routes", "app", "fleet", "cli"),
     ),
     "engine": (
-        *(
-            "errors",
-            "types",
-            "stats",
-            "batch",
-            "advice",
-            "config",
-            "folder",
-            "gguf",
-            "text",
-            "images",
-            "checkpoint",
-            "client",
-        ),
-        *("blocks", "sequence", "fairness", "executor", "lora", "drafting", "tiers", "scheduler", "snapshot", "steps"),
-        *("replicas", "hub", "layers", "models", "encoders", "worker", "loop", "nodes", "offline", "main"),
+        *("errors", "types", "advice", "config", "folder", "gguf", "text", "images", "checkpoint"),
+        *("processes", "core", "lora", "drafting", "tiers", "link", "replicas"),
+        *("layers", "models", "encoders", "worker", "loop", "member", "offline", "main"),
     ),
 }
 """The rooms (folders, and modules that stand beside them), each of which may import those before it and no other."""
@@ -258,13 +245,13 @@ def test_imports_run_downward(path: Path) -> None:
     wrong = []
     for found in imports(path):
         target = part_of(found.module)
-        starts_it = part == "control" and target in ("loop", "nodes") and found.lazy  # engine/main.py does
+        starts_it = part == "control" and target in ("loop", "member") and found.lazy  # engine/main.py does
         if target is not None and not permitted(part, found.module) and not starts_it:
             below = ", ".join(sorted(ALLOWED[part] & ALLOWED.keys() | {part}))
             wrong.append(f"{found}: {part} may import from {below} only")
     advice = (
         "Move what is needed down, or pass it as an argument. 'control' is engine/ without its device half, which may "
-        f"use of it {', '.join(sorted(SHARED))}; the control half reaches engine.loop and engine.nodes from "
+        f"use of it {', '.join(sorted(SHARED))}; the control half reaches engine.loop and engine.member from "
         "inside a function only."
     )
     assert not wrong, "\n".join([*wrong, advice])

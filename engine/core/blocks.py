@@ -48,7 +48,7 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self.references = array("i", [0]) * num_blocks
-        """How many sequences hold each page; an array of C ints, so that NumPy can read it (engine/core/snapshot.py)."""
+        """How many sequences hold each page; an array of C ints, which NumPy can read (engine/core/snapshot.py)."""
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hashes_of: dict[int, list[bytes]] = {}
         self._block_of: dict[bytes, int] = {}

@@ -17,12 +17,12 @@ from quire.engine.core.batch import Admission, Batch, PageCopy, Row, StepOutput
 from quire.engine.core.blocks import GONE, BlockPool
 from quire.engine.core.drafter import DraftCounts, Drafter, NoDrafts
 from quire.engine.core.fairness import FairQueue, TokenBudget
+from quire.engine.core.no_tiers import NoTiers
 from quire.engine.core.page_tables import PageTables
 from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.sequence import Sequence, Status
 from quire.engine.core.state_snapshots import SnapshotPlan, choose_snapshots
 from quire.engine.core.stats import EngineStats
-from quire.engine.tiers.tiers import NoTiers
 from quire.engine.types import Cause, Request, RequestOutput, Task
 
 

@@ -1,21 +1,25 @@
-"""What the live view shows of the engine: its sequences and a map of the KV pages. Made only on request."""
+"""The live view of an engine: its sequences and a map of the KV pages; of several engines, as of one. Made on request."""
 
 from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Sequence as SequenceOf
+from functools import reduce
 
+import msgspec
 import numpy as np
 
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.page_tables import held
 from quire.engine.core.scheduler import Scheduler
 from quire.engine.core.sequence import Sequence, Status
-from quire.engine.core.stats import EngineSnapshot, Phase, SequenceSnapshot
+from quire.engine.core.stats import EngineSnapshot, EngineStats, Phase, SequenceSnapshot
 from quire.engine.processes.procfs import resident_bytes
 
 MOST_SEQUENCES = 512
 """Further sequences are only counted: nobody reads so many, and a snapshot should stay small."""
+_GAUGES = ("running", "waiting", "used_blocks", "total_blocks", "cached_blocks")
 EMPTY, CACHED, FIRST_OWNER, UNLISTED, SHARED = 0, 1, 2, 0x7FFF, 0x8000
 
 
@@ -68,3 +72,37 @@ def _phase(seq: Sequence) -> Phase:
         return "queued" if seq.cached_tokens is None else "preempted"
     # A sequence that resumes after a preemption computes its own output again, too.
     return "prefill" if seq.computed < len(seq.tokens) - 1 or not seq.num_output else "decode"
+
+
+def total(stats: SequenceOf[EngineStats]) -> EngineStats:
+    """Gauges and counters added up; there is at least one."""
+    found = reduce(lambda all_before, each: each.after(all_before), stats)
+    held = [(tier.name, tier.pages, tier.bytes) for each in stats for tier in each.tiers]
+    tiers = [
+        msgspec.structs.replace(
+            tier,
+            pages=sum(pages for name, pages, _ in held if name == tier.name),
+            bytes=sum(size for name, _, size in held if name == tier.name),
+        )
+        for tier in found.tiers
+    ]
+    gauges = {name: sum(getattr(each, name) for each in stats) for name in _GAUGES}
+    return msgspec.structs.replace(found, tiers=tiers, **gauges)
+
+
+def together(snapshots: SequenceOf[EngineSnapshot]) -> EngineSnapshot:
+    """One snapshot of several engines, at least one: sequences and pages one engine's after another's."""
+    sequences: list[SequenceSnapshot] = []
+    pages = []
+    for snapshot in snapshots:
+        codes = np.frombuffer(zlib.decompress(snapshot.pages), dtype="<u2").astype(np.int64)
+        owned = (codes > CACHED) & (codes < UNLISTED)
+        pages.append(np.where(owned, np.minimum(codes + len(sequences), UNLISTED), codes))
+        sequences += snapshot.sequences
+    return EngineSnapshot(
+        stats=total([each.stats for each in snapshots]),
+        sequences=sequences,
+        pages=zlib.compress(np.concatenate(pages).astype("<u2").tobytes(), 1),
+        resident_bytes=sum(each.resident_bytes for each in snapshots),
+        seconds=max(each.seconds for each in snapshots),
+    )

@@ -13,8 +13,8 @@ from typing import Any
 import zmq
 
 from quire.engine.config import EngineConfig
+from quire.engine.core.snapshot import total
 from quire.engine.core.stats import EngineSnapshot, EngineStats
-from quire.engine.core.together import total
 from quire.engine.errors import EngineError, InvalidRequest, Overloaded, QuireError
 from quire.engine.link.broadcast import Group, WeightsGroup
 from quire.engine.link.client import EngineClient

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 
 from quire.engine.config import EngineConfig
+from quire.engine.core.snapshot import together, total
 from quire.engine.core.stats import EngineSnapshot, StepRecord
-from quire.engine.core.together import together, total
 from quire.engine.errors import ConfigError, EngineError, Overloaded, QuireError
 from quire.engine.link.client import EngineClient
 from quire.engine.link.link import EngineLink

@@ -2,8 +2,8 @@
 that one has too much to do; then the one that has the least.
 
 A replica is not asked what it has cached: that is taken to be what was sent to it lately. As in the engines
-(engine/core/blocks.py), prompts are hashed piece by piece, and each hash stands for all tokens up to its piece's end. There
-is no clock, no input and no output here.
+(engine/core/blocks.py), prompts are hashed piece by piece, and each hash stands for all tokens up to its piece's end.
+There is no clock, no input and no output here.
 """
 
 from __future__ import annotations

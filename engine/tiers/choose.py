@@ -11,6 +11,7 @@ from quire.engine.checkpoint.kv_folder import open_root
 from quire.engine.checkpoint.kv_plan import GIB
 from quire.engine.config import EngineConfig
 from quire.engine.core.executor import PageMover
+from quire.engine.core.no_tiers import NoTiers
 from quire.engine.errors import ConfigError
 from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.costs import Costs
@@ -19,7 +20,7 @@ from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.identity import WeightFiles, identity_of
 from quire.engine.tiers.sealed import Sealed
 from quire.engine.tiers.tier import Tier
-from quire.engine.tiers.tiers import NoTiers, Size, Tiers
+from quire.engine.tiers.tiers import Size, Tiers
 
 _ROUNDS = 3
 

@@ -10,6 +10,7 @@ from time import monotonic
 from quire.engine.core.batch import Fetched
 from quire.engine.core.blocks import BlockPool
 from quire.engine.core.executor import PageMover
+from quire.engine.core.no_tiers import NoTiers
 from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.sequence import Sequence
 from quire.engine.core.stats import TierStats
@@ -21,62 +22,6 @@ from quire.engine.tiers.writer import Writer
 
 Size = Callable[[], tuple[int, int]]
 """Pages, and bytes, that a tier has."""
-
-
-class NoTiers:
-    """Pages that leave the device are gone."""
-
-    room = ""
-    """How much each tier holds, for the log."""
-    load_seconds = 0.0
-    """How long sequences waited for pages, in all."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether some sequence waits for pages."""
-        return False
-
-    @property
-    def lost(self) -> int:
-        """Pages that no tier kept, for they came too fast."""
-        return 0
-
-    def serve(self, pool: BlockPool, prefixes: PrefixCache) -> None:
-        """Called once, by the scheduler whose pages these are."""
-
-    def keep(self, seq: Sequence) -> None:
-        """A sequence is about to give back its pages."""
-
-    def load(self, seq: Sequence, cached: list[int]) -> bool:
-        """Whether a sequence, of whose prefix the device has `cached`, is to wait for more of it: it is in no queue
-        until `arrived` returns it. The pool has pages for all its tokens."""
-        return False
-
-    def arrived(self) -> SequenceOf[Sequence]:
-        """The sequences that need not wait any more."""
-        return ()
-
-    def forget(self, seq: Sequence) -> None:
-        """A sequence has ended; it may have waited for pages."""
-
-    def wait(self) -> None:
-        """Wait a little for pages; while there is nothing to compute."""
-
-    def take_fetched(self) -> list[Fetched]:
-        """What came back since the last call."""
-        return []
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A step of so many tokens took so long."""
-
-    def reset(self) -> None:
-        """Forget all pages."""
-
-    def stats(self) -> list[TierStats]:
-        return []
-
-    def close(self) -> None:
-        """End the threads; what is on its way to a tier is put there first."""
 
 
 class Tiers(NoTiers):

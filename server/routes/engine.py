@@ -39,8 +39,8 @@ router = APIRouter()
 async def engine_events(request: Request) -> Response:
     """The engine as it changes: `hello` with what stays and the last five minutes, then `state` every half second.
 
-    It costs nothing while nobody watches. server/observe/live_view.py and engine/core/stats.py (EngineSnapshot) describe
-    the events.
+    It costs nothing while nobody watches. server/observe/live_view.py and EngineSnapshot (engine/core/stats.py) say
+    what the events have.
     """
     runtime = runtime_of(request)
     watcher = LiveViewStream(runtime.live_view)
