@@ -88,7 +88,7 @@ def engine_of(rows: int) -> Engine:
         max_num_batched_tokens=8192,
     )  # fmt: skip
     engine = Engine(config)  # on the CPU, but with a GPU's graphs, sampler and steps ahead
-    engine._steps = Steps(engine.core.scheduler, engine.runner, 1, NoHeartbeat())
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     hidden, logits = torch.zeros((8192, 8)), torch.zeros((rows, 4096))
     engine.runner._model = SimpleNamespace(
         forward=lambda ids, metadata, cache, kept: hidden[: len(kept)],
@@ -115,7 +115,7 @@ class Clock:
 
 def watch(engine: Engine, clock: Clock) -> Callable[..., bytes]:
     """Returns `encode`, watched too."""
-    scheduler, worker = engine.core.scheduler, engine.runner
+    scheduler, worker = engine.scheduler, engine.runner
     scheduler.schedule = clock.watched("schedule", scheduler.schedule)
     scheduler.apply = clock.watched("apply", scheduler.apply)
     worker.launch = clock.watched("launch", worker.launch)
@@ -129,7 +129,7 @@ def measure(rows: int, params: SamplingParams, steps: int) -> dict[str, float]:
         for index in range(rows):
             prompt = [3 + index + at for at in range(PROMPT)]
             engine.add(Request(id=f"cmpl-{index}-0", prompt_ids=prompt, params=params, seed=index))
-        while engine.core.stats.prompt_tokens < rows * PROMPT:
+        while engine.stats.prompt_tokens < rows * PROMPT:
             engine.step()
         clock, taken, parts = Clock(), [], {part: [] for part in PARTS}
         result = clock.watched("result", runner.PendingStep.result)
@@ -139,7 +139,7 @@ def measure(rows: int, params: SamplingParams, steps: int) -> dict[str, float]:
             clock.spent = dict.fromkeys(PARTS, 0.0)
             began = time.thread_time()
             outputs = engine.step()
-            encoded(Stepped(outputs, engine.core.stats, engine.last_step))
+            encoded(Stepped(outputs, engine.stats, engine.last_step))
             taken.append(time.thread_time() - began)
             for part, spent in clock.spent.items():
                 parts[part].append(spent)

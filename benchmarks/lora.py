@@ -72,7 +72,7 @@ def measure(engine: Engine, streams: int, adapters: list[Adapter | None], number
         outputs = engine.step()
         if began:
             tokens += sum(len(output.new_ids) for output in outputs)
-        elif sum(len(output.new_ids) for output in outputs) == 0 or engine.core.stats.waiting:
+        elif sum(len(output.new_ids) for output in outputs) == 0 or engine.stats.waiting:
             continue
         else:
             began, busy = time.perf_counter(), time.process_time()

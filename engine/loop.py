@@ -246,7 +246,7 @@ def _compute(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig:
             return change
         outputs = engine.step()
         if outputs or engine.last_step is not None:
-            _send(socket, Stepped(outputs, engine.core.stats, engine.last_step))
+            _send(socket, Stepped(outputs, engine.stats, engine.last_step))
 
 
 def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig | None:
@@ -266,7 +266,7 @@ def _receive(engine: Engine, socket: zmq.Socket[bytes]) -> Sleep | EngineConfig 
                 for request_id in ids:
                     engine.abort(request_id)
             case SnapshotRequest():  # leaves the engine idle
-                _send(socket, SnapshotTaken(engine.core.snapshot()))
+                _send(socket, SnapshotTaken(engine.snapshot()))
             case ResetPrefixCache():
                 engine.reset_prefix_cache()
             case Sleep() as sleep:

@@ -103,7 +103,7 @@ class InProcessLink(EngineLink):
     def _begin(self, engine: Engine) -> None:
         """Compute with this engine, and go on with what is open."""
         self._engine, self.asleep = engine, False
-        self.stats = engine.core.stats.after(self._earlier_stats)
+        self.stats = engine.stats.after(self._earlier_stats)
         for request_id in self._open:
             engine.add(self.owner.request(request_id))
         self._task = asyncio.create_task(self._run(engine))
@@ -164,7 +164,7 @@ class InProcessLink(EngineLink):
             for output in outputs:
                 if output.finish_reason is not None:
                     self._open.pop(output.id, None)
-            self.stats = engine.core.stats.after(self._earlier_stats)
+            self.stats = engine.stats.after(self._earlier_stats)
             self.owner.deliver(outputs, engine.last_step)
             if engine.busy:
                 await asyncio.sleep(0)

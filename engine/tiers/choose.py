@@ -18,7 +18,7 @@ from quire.engine.tiers.costs import Costs
 from quire.engine.tiers.disk import DiskTier
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.identity import WeightFiles, identity_of
-from quire.engine.tiers.sealed import Sealed
+from quire.engine.tiers.sealed import SealedTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.tiers.tiers import Size, Tiers
 
@@ -79,10 +79,10 @@ def choose_tiers(
             identity = identity_of(config, model, weights, mover.layout)
             if config.kv_offload_dir is not None:
                 disk = DiskTier(config.kv_offload_dir, int(config.disk_gib * GIB), identity)
-                tiers.append(Bounded(Sealed(disk, identity)))
+                tiers.append(Bounded(SealedTier(disk, identity)))
                 sizes[disk.name] = lambda: disk.size
             if config.kv_offload_tier is not None:
-                tiers.append(Bounded(Sealed(_imported(config.kv_offload_tier, identity), identity)))
+                tiers.append(Bounded(SealedTier(_imported(config.kv_offload_tier, identity), identity)))
     if not tiers:
         return NoTiers(), notes
     bounds = {"host": config.kv_offload_memory, "disk": config.disk_gib}

@@ -18,8 +18,8 @@ from quire.engine.text.tokenizer import Tokenizer
 from quire.engine.types import FinishReason, RequestOutput, SamplingParams
 from quire.server.generation.choice import Choice, ChoiceDelta
 from quire.server.generation.generation import Generation
+from quire.server.generation.loop_turns import LoopTurns
 from quire.server.generation.spec import GenerationSpec, Prompt
-from quire.server.generation.turns import Turns
 from quire.server.observe.metrics import Metrics
 
 
@@ -32,7 +32,7 @@ class BeamSearch(Generation):
         tokenizer: Tokenizer,
         client: EngineClient,
         metrics: Metrics,
-        turns: Turns,
+        turns: LoopTurns,
         *,
         context_length: int,
     ) -> None:

@@ -37,6 +37,6 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, Answer]:
             answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
             answer.finish_reason = output.finish_reason
             answer.cached_tokens = output.cached_tokens
-    engine.core.scheduler.pool.audit()
-    assert engine.core.stats.used_blocks == 0
+    engine.scheduler.pool.audit()
+    assert engine.stats.used_blocks == 0
     return answers

@@ -136,8 +136,8 @@ def test_a_common_prefix_is_computed_once(tmp_path: Path) -> None:
     prefix = torch.randint(3, VOCAB, (800,), generator=generator).tolist()
     owns = [torch.randint(3, VOCAB, (10,), generator=generator).tolist() for _ in range(100)]
     answers = run(engine, [request(str(i), prefix + own, max_tokens=2) for i, own in enumerate(owns)])
-    assert engine.core.stats.prompt_tokens == 800 + 100 * 10
-    assert engine.core.stats.prefix_hits == 99 * 800
+    assert engine.stats.prompt_tokens == 800 + 100 * 10
+    assert engine.stats.prefix_hits == 99 * 800
     assert sorted(answer.cached_tokens for answer in answers.values()) == [0] + [800] * 99
 
 

@@ -34,7 +34,7 @@ def vectors(
             if output.vector is not None:
                 assert output.finish_reason == "stop"
                 found[output.id] = output.vector
-    engine.core.scheduler.pool.audit()
+    engine.scheduler.pool.audit()
     return [np.frombuffer(found[f"v{index}"], dtype="<f4") for index in range(len(prompts))]
 
 

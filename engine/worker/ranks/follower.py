@@ -36,7 +36,7 @@ from quire.engine.worker.ranks.messages import (
     frame,
     read_frame,
 )
-from quire.engine.worker.ranks.rank import Here, Rank, StageRank, TensorRank
+from quire.engine.worker.ranks.rank import OwnMachine, Rank, StageRank, TensorRank
 from quire.engine.worker.ranks.remote import Joined, answers_of, orders_of
 from quire.engine.worker.ranks.stages import Inbox
 from quire.kernels.collective import RankEnded
@@ -50,7 +50,7 @@ Read = Callable[[], bytes | None]
 """The next message; None where the first rank has ended."""
 
 
-def follow(read: Read, say: Callable[[FromRank], None], here: Here | None = None) -> int:
+def follow(read: Read, say: Callable[[FromRank], None], here: OwnMachine | None = None) -> int:
     """Load, and then compute until there is nothing more to `read`. Returns the exit status."""
     if (first := read()) is None:
         return 0
@@ -113,7 +113,7 @@ def join() -> int:
 
 def follow_joined(config: EngineConfig, joined: Joined, cores: Set[int]) -> int:
     settings = config.model_dump(include={"model", "revision", "threads"})
-    here = Here(settings, cores, joined.address, Path(joined.copies))
+    here = OwnMachine(settings, cores, joined.address, Path(joined.copies))
     try:
         orders, answers = find_store(joined.store), find_store(joined.store)
     except ConnectionError:

@@ -62,8 +62,8 @@ class Oracle(Drafter):
 def answers_of(
     engine: Engine, requests: list[Request], ahead: int, drafter: Drafter | None = None
 ) -> dict[str, Answer]:
-    engine.core.scheduler._drafter = drafter or NoDrafts()
-    engine._steps = Steps(engine.core.scheduler, engine.runner, ahead, NoHeartbeat())
+    engine.scheduler._drafter = drafter or NoDrafts()
+    engine._steps = Steps(engine.scheduler, engine.runner, ahead, NoHeartbeat())
     return run(engine, requests)
 
 
@@ -108,4 +108,4 @@ def test_beside_grammars_and_with_a_prefix_cache() -> None:
     got = answers_of(engine, requests, 1, oracle)
     assert {name: answer.ids for name, answer in got.items()} == {name: answer.ids for name, answer in wanted.items()}
     assert oracle.asked == {each.id for each in requests}
-    assert engine.core.stats.prefix_hits > 0
+    assert engine.stats.prefix_hits > 0

@@ -314,9 +314,9 @@ def requests() -> list[Request]:
 
 def answers(requests: list[Request], ahead: int, **options: object) -> tuple[dict[str, Answer], int]:
     engine = Engine(EngineConfig(max_model_len=256, max_num_batched_tokens=64, **options))
-    engine._steps = Steps(engine.core.scheduler, engine.runner, ahead, NoHeartbeat())
+    engine._steps = Steps(engine.scheduler, engine.runner, ahead, NoHeartbeat())
     got = run(engine, requests)
-    return got, engine.core.stats.preemptions
+    return got, engine.stats.preemptions
 
 
 @pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -337,7 +337,7 @@ def test_a_slot_that_changed_hands_keeps_its_new_owners_grammar() -> None:
     second = request("second", [5, 6, 7], grammar=Grammar("regex", "the (cat|dog) and the (king|queen)"))
     wanted = run(engine, [second])["second"].ids
     first = request("first", [5, 6, 7], grammar=Grammar("regex", "[a-z]{40}"))
-    steps = Steps(engine.core.scheduler, engine.runner, 2, NoHeartbeat())
+    steps = Steps(engine.scheduler, engine.runner, 2, NoHeartbeat())
     engine.add(first)
     steps.step()
     engine.abort("first")

@@ -63,7 +63,7 @@ def test_a_vector_does_not_depend_on_the_batch(family: str, dtype: str, tmp_path
         assert same(vectors(engine, prompts() * 5), alone * 5), "several of each"
         few = start(path, attention_backend=backend, dtype=dtype, max_num_seqs=2, max_num_batched_tokens=64)
         assert same(vectors(few, prompts()), alone), "two at a time"
-        assert engine.core.stats.prefix_queries == engine.core.stats.prefix_hits + sum(LENGTHS) * 7
+        assert engine.stats.prefix_queries == engine.stats.prefix_hits + sum(LENGTHS) * 7
 
 
 @pytest.mark.few(4)

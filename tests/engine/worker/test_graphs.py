@@ -106,7 +106,7 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
         wanted = run(start(patch, None, **options), traffic())
     engine = start(monkeypatch, capture, **options)
     assert engine.info.page_groups == 2
-    engine._steps = Steps(engine.core.scheduler, engine.runner, 1, NoHeartbeat())
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     assert picked(run(engine, traffic())) == picked(wanted)
     assert capture.replays > len(capture.recordings) > 3
 
@@ -116,8 +116,8 @@ def test_graphs_read_the_tables_of_every_window(monkeypatch: pytest.MonkeyPatch,
 def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = run(start(monkeypatch, None), traffic())
     engine = start(monkeypatch, FakeCapture(), enable_prefix_caching=False)
-    engine.core.scheduler.pool.allocate(36)  # four pages are left
-    engine._steps = Steps(engine.core.scheduler, engine.runner, 1, NoHeartbeat())
+    engine.scheduler.pool.allocate(36)  # four pages are left
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     got: dict[str, Answer] = {each.id: Answer() for each in traffic()}
     for each in traffic():
         engine.add(each)
@@ -125,7 +125,7 @@ def test_graphs_with_steps_under_way_and_preemptions(monkeypatch: pytest.MonkeyP
         for output in engine.step():
             got[output.id].ids += output.new_ids
             got[output.id].logprobs += output.logprobs or []
-    assert engine.core.stats.preemptions > 0
+    assert engine.stats.preemptions > 0
     assert picked(got) == picked(wanted)
 
 
@@ -171,10 +171,10 @@ def test_drafts_are_computed_by_graphs_too(monkeypatch: pytest.MonkeyPatch) -> N
     wanted = run(start(monkeypatch, None), traffic())
     capture = FakeCapture()
     engine = start(monkeypatch, capture)
-    engine.core.scheduler._drafter = Right(wanted)
+    engine.scheduler._drafter = Right(wanted)
     assert picked(run(engine, traffic())) == picked(wanted)
-    assert engine.core.stats.draft_tokens > 100
-    assert sum(engine.core.stats.accepted_drafts) > 20
+    assert engine.stats.draft_tokens > 100
+    assert sum(engine.stats.accepted_drafts) > 20
     again = capture.replays
     assert picked(run(engine, traffic()[5:])) == picked(wanted, traffic()[5:])
     assert capture.replays > again
@@ -194,7 +194,7 @@ def test_heads_find_their_hidden_states_in_graphs(method: str, monkeypatch: pyte
     for capture in (None, FakeCapture()):
         engine = start(monkeypatch, capture, model=str(model), speculative_config=speculative)
         recorded = Recorded(drafter_of(engine), 3)
-        engine.core.scheduler._drafter = recorded
+        engine.scheduler._drafter = recorded
         assert picked(run(engine, traffic())) == picked(wanted)
         guesses.append(recorded.guesses)
         assert capture is None or capture.replays > 0
@@ -248,7 +248,7 @@ def test_adapters_in_graphs(slots: int, monkeypatch: pytest.MonkeyPatch, tmp_pat
     wanted = run(start(monkeypatch, None, **lora), every)
     capture = FakeCapture()
     engine = start(monkeypatch, capture, **lora)
-    engine._steps = Steps(engine.core.scheduler, engine.runner, 1, NoHeartbeat())
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     got = run(engine, every)
     plain = run(start(monkeypatch, None, model=str(path)), traffic())
     assert {name: answer.ids for name, answer in got.items()} == {name: each.ids for name, each in wanted.items()}

@@ -134,7 +134,7 @@ def start(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, *, graphs: bool, **opti
             return launch(runner, batch)
 
     monkeypatch.setattr(Runner, "launch", launched)
-    engine._steps = Steps(engine.core.scheduler, engine.runner, 1, NoHeartbeat())
+    engine._steps = Steps(engine.scheduler, engine.runner, 1, NoHeartbeat())
     return engine
 
 
@@ -172,7 +172,7 @@ def test_grammars(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -
     kinds = {f"grammar {index}": kind | grammar for index, kind in enumerate(KINDS.values())}
     for name, answer in run(engine, [*traffic(KINDS), *traffic(kinds)]).items():
         assert answer.finish_reason == "length", name
-    assert engine.core.stats.draft_tokens == 0, "nobody asked for guesses"
+    assert engine.stats.draft_tokens == 0, "nobody asked for guesses"
 
 
 @pytest.mark.slow
@@ -184,10 +184,10 @@ def test_drafts(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, backend: str) -> 
         def propose(self, asked: Asked, tokens: int) -> list[Guess]:
             return [Guess([PICKED, PICKED, 9][: min(len(seq.tokens) % 4, most)]) for seq, most in asked]
 
-    engine.core.scheduler._drafter = Two()
+    engine.scheduler._drafter = Two()
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.core.stats.accepted_drafts) > 20
+    assert sum(engine.stats.accepted_drafts) > 20
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_heads(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, me
     monkeypatch.setattr(Heads, "_guess", guessed)
     answers = run(engine, traffic(KINDS))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.core.stats.accepted_drafts) > 20, "all picks are the same"
+    assert sum(engine.stats.accepted_drafts) > 20, "all picks are the same"
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_draft_model(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.setattr(DraftRunner, name, unwaited(name))
     answers = run(engine, traffic({name: KINDS[name] for name in ("greedy", "drawn", "penalties", "biased", "all")}))
     assert {answer.finish_reason for answer in answers.values()} == {"length"}
-    assert sum(engine.core.stats.accepted_drafts) > 10, "all picks are the same"
+    assert sum(engine.stats.accepted_drafts) > 10, "all picks are the same"
     assert set(calls) == {"begin", "another"}
 
 
@@ -377,7 +377,7 @@ def test_adapters(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     path = save_tiny_model(tmp_path, "llama")
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "model": str(path)}
     engine = start(gpu, monkeypatch, graphs=graphs, attention_backend=backend, **lora)
-    model, engine.core.scheduler._waiting._loader = engine.runner._model, Loaded()
+    model, engine.scheduler._waiting._loader = engine.runner._model, Loaded()
     modules = adaptable_modules(read_model_config(path))
     with gpu.never_waits():
         parts = {

@@ -63,7 +63,7 @@ async def test_throughput_is_told_while_something_runs(caplog: pytest.LogCapture
         telling = asyncio.create_task(tell_throughput(EngineClient(engine), 0.01))
         await asyncio.sleep(0.05)
         assert caplog.messages == []
-        engine.core.stats = EngineStats(running=2, waiting=1, steps=5, used_blocks=1, total_blocks=4)
+        engine.stats = EngineStats(running=2, waiting=1, steps=5, used_blocks=1, total_blocks=4)
         async with asyncio.timeout(10):
             while not caplog.messages:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

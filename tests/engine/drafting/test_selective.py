@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quire.engine.core.drafter import Asked, Drafter, Guess
 from quire.engine.core.sequence import Sequence
 from quire.engine.drafting.adaptive import StepCosts, worthwhile
-from quire.engine.drafting.seldom import LOOKS_EVERY, MOST_DRAFTS, Seldom, least_chance
+from quire.engine.drafting.selective import LOOKS_EVERY, MOST_DRAFTS, SelectiveDrafter, least_chance
 from quire.engine.types import Grammar, Request, SamplingParams
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -33,7 +33,7 @@ def sequences(count: int, grammar: Grammar | None = None) -> list[Sequence]:
     return [Sequence(request, number, 100, drafting=True) for number, request in enumerate(requests)]
 
 
-def looked_at(drafter: Seldom, noted: Noted, seqs: list[Sequence]) -> list[str]:
+def looked_at(drafter: SelectiveDrafter, noted: Noted, seqs: list[Sequence]) -> list[str]:
     """Of one step, in which nothing is accepted; what is guessed belongs to the right sequence."""
     noted.asked = [[]]
     guesses = drafter.propose([(seq, 9) for seq in seqs], len(seqs))
@@ -48,13 +48,13 @@ def looked_at(drafter: Seldom, noted: Noted, seqs: list[Sequence]) -> list[str]:
 
 def test_all_are_looked_at_where_drafts_cost_little() -> None:
     noted, seqs = Noted(), sequences(20)
-    drafter = Seldom(noted, FREE)
+    drafter = SelectiveDrafter(noted, FREE)
     assert [len(looked_at(drafter, noted, seqs)) for _ in range(5)] == [20] * 5
 
 
 def test_under_load_each_is_looked_at_in_turn() -> None:
     noted, seqs = Noted(), sequences(20)
-    drafter = Seldom(noted, DEAR)
+    drafter = SelectiveDrafter(noted, DEAR)
     steps = [looked_at(drafter, noted, seqs) for _ in range(LOOKS_EVERY)]
     assert sorted(name for step in steps for name in step) == sorted(seq.request.id for seq in seqs)
     assert max(map(len, steps)) <= 1 + 20 // LOOKS_EVERY
@@ -62,7 +62,7 @@ def test_under_load_each_is_looked_at_in_turn() -> None:
 
 def test_under_load_those_are_looked_at_whose_guesses_are_tried_and_those_with_a_grammar() -> None:
     noted, seqs = Noted(), sequences(20)
-    drafter = Seldom(noted, DEAR)
+    drafter = SelectiveDrafter(noted, DEAR)
     for _ in range(LOOKS_EVERY):
         drafter.learn(seqs[3], 1, 0)
         assert "3" in looked_at(drafter, noted, seqs)

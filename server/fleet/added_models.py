@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _FILE = "models.json"
 
 
-class Added:
+class AddedModels:
     """Settings by name. Without a data folder they end with the server."""
 
     def __init__(self, config: FleetConfig, data_dir: Path | None) -> None:

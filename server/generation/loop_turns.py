@@ -12,7 +12,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-class Turns:
+class LoopTurns:
     """`async with turns:` gives its block a turn of the event loop for itself, among all blocks of these turns."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from quire.engine.worker.ranks.messages import ToRank
 from quire.engine.worker.runner import Runner
 
 
-class Alone:
+class SingleProcess:
     note = None
 
     def load(self, load: Callable[..., LoadedModel]) -> tuple[LoadedModel, int]:

@@ -18,7 +18,7 @@ UNDER_LOAD = 0.5
 """The least probability of being right with which a draft pays, from which on that is so."""
 
 
-class Seldom(Drafter):
+class SelectiveDrafter(Drafter):
     def __init__(self, drafter: Drafter, costs: StepCosts) -> None:
         self._drafter = drafter
         self._least = lru_cache(1024)(partial(least_chance, costs=costs))

@@ -25,7 +25,7 @@ from quire.server.observe.summed import Count
 _EXPLAIN, _RECENT, _CANCEL = "explain", "recent", "cancel"
 
 
-class Others:
+class OtherProcesses:
     """Asks them, and answers what they ask. A lone process asks nobody."""
 
     def __init__(self, client: EngineClient, metrics: Metrics, log: RequestLog) -> None:
