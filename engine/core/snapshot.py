@@ -1,4 +1,4 @@
-"""The live view of an engine, its sequences and a map of the KV pages; of several engines, as of one. Only on demand."""
+"""The live view of an engine, its sequences and a map of the KV pages; of several engines, as of one."""
 
 from __future__ import annotations
 

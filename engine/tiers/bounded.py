@@ -26,7 +26,7 @@ class Bounded:
     nothing and takes nothing, until the engine is built anew."""
 
     def __init__(self, tier: Tier) -> None:
-        """tier: one that raises nothing; see Sealed."""
+        """tier: one that raises nothing; see SealedTier."""
         self.name = tier.name
         self.off = False
         self._tier = tier
