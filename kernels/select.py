@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import cuda, device, dtype
 
@@ -71,13 +72,12 @@ def select_backend(
     trial, and where none passes any; it says why.
     """
 
+    made_by: dict[str, Callable[..., Backend]] = {**_MADE_BY, "cpu": partial(Cpu, activation_bits=activation_bits)}
+
     def find(name: str, trial: Trial | None) -> tuple[Backend | None, str]:
         """The backend, or None and why it cannot serve."""
         try:
-            if name == "cpu":
-                backend: Backend = Cpu(activation_bits=activation_bits)
-            else:
-                backend = _MADE_BY[name](deterministic=deterministic)
+            backend = made_by[name](deterministic=deterministic)
         except ModuleNotFoundError as error:
             return None, f"the Python package {error.name} is not installed"
         reason = backend.cannot_serve(device, dtype, head_dim, softcap)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.core.sequence import Sequence
@@ -92,22 +91,3 @@ class NoDrafts(Drafter):
 
     def propose(self, asked: Asked, tokens: int) -> list[Guess]:
         return [Guess([]) for _ in asked]
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """What came of all drafts so far."""
-
-    steps: int = 0
-    """Rows with drafts."""
-    tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
-    """By a draft's place in its row, from the first."""
-
-    def count(self, drafts: int, accepted: int) -> None:
-        """One row's drafts, and how many of them were accepted."""
-        self.steps += 1
-        self.tokens += drafts
-        self.accepted += [0] * (drafts - len(self.accepted))
-        for place in range(accepted):
-            self.accepted[place] += 1

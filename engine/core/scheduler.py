@@ -11,18 +11,19 @@ freed while a step is under way may be handed out at once.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import asdict
 
 from quire.engine.checkpoint.page_groups import PageNeeds
 from quire.engine.core.batch import Admission, Batch, PageCopy, Row, StepOutput
 from quire.engine.core.blocks import GONE, BlockPool
-from quire.engine.core.drafter import DraftCounts, Drafter, NoDrafts
+from quire.engine.core.drafter import Drafter, NoDrafts
 from quire.engine.core.fairness import FairQueue, TokenBudget
 from quire.engine.core.no_tiers import NoTiers
 from quire.engine.core.page_tables import PageTables
 from quire.engine.core.prefix_cache import PrefixCache
 from quire.engine.core.sequence import Sequence, Status
 from quire.engine.core.state_snapshots import SnapshotPlan, choose_snapshots
-from quire.engine.core.stats import EngineStats
+from quire.engine.core.stats import Counts, EngineStats
 from quire.engine.types import Cause, Request, RequestOutput, Task
 
 
@@ -67,25 +68,32 @@ class Scheduler:
         under way in a pipeline, each of other sequences, but for the parts of one prompt. `snapshots`: of what a cached
         prefix needs beside pages.
         """
-        self._max_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
+        self._max_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
         self._most_of_one = long_prefill_token_threshold or max_num_batched_tokens
         self.pool = BlockPool(num_blocks)
         self._needs = PageNeeds(windows, block_size, self._most_of_one)
         self._tables = PageTables(self.pool, self._needs)
-        kept, pieces = choose_snapshots(self.pool, block_size, snapshots, max_num_seqs + 1), prefix_piece or block_size
-        self.prefixes = PrefixCache(self._tables, pieces, enabled=enable_prefix_caching, snapshots=kept)
+        kept = choose_snapshots(self.pool, block_size, snapshots, max_num_seqs + 1)
+        piece = prefix_piece or block_size
+        self.prefixes = PrefixCache(self._tables, piece, enabled=enable_prefix_caching, snapshots=kept)
         self.tiers = tiers or NoTiers()
         self.tiers.serve(self.pool, self.prefixes)
         self._eos = frozenset(eos_token_ids)
-        self._whole_prompts, self._pools_all = whole_prompts, pools_all
-        self._tasks, self._micro_batches = tasks, micro_batches
-        self._drafter, self._drafts = drafter or NoDrafts(), DraftCounts()
-        self._sequences, self._running = dict[str, Sequence](), list[Sequence]()
+        self._whole_prompts = whole_prompts
+        self._pools_all = pools_all
+        self._tasks = tasks
+        self._micro_batches = micro_batches
+        self._drafter = drafter or NoDrafts()
+        self._counts = Counts()
+        self._arrivals = 0
+        self._sequences: dict[str, Sequence] = {}
+        self._running: list[Sequence] = []
         self._waiting = waiting or FairQueue()
         self._slots = list(range(max_num_seqs - 1, -1, -1))
-        self._left, self._outputs, self._preempted = list[int](), list[RequestOutput](), list[str]()
-        self._arrivals = 0
-        self._preemptions = self._queries = self._hits = self._prompt_tokens = self._generated = self._steps = 0
+        self._left: list[int] = []
+        self._preempted: list[str] = []
+        self._outputs: list[RequestOutput] = []
 
     @property
     def busy(self) -> bool:
@@ -105,15 +113,7 @@ class Scheduler:
             total_blocks=self.pool.num_blocks,
             cached_blocks=len(self.pool.cached),
             saved_blocks=self._tables.saved,
-            preemptions=self._preemptions,
-            prefix_queries=self._queries,
-            prefix_hits=self._hits,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generated,
-            steps=self._steps,
-            drafts=self._drafts.steps,
-            draft_tokens=self._drafts.tokens,
-            accepted_drafts=list(self._drafts.accepted),
+            **asdict(self._counts),
             tiers=self.tiers.stats(),
             load_seconds=self.tiers.load_seconds,
             pages_lost=self.tiers.lost,
@@ -181,7 +181,7 @@ class Scheduler:
         admissions = self._admit(rows, copies, budget)
         if not rows:
             return None
-        self._steps += 1
+        self._counts.steps += 1
         preempted, left, self._preempted, self._left = self._preempted, self._left, [], []
         told = self.tiers.take_fetched(), self._waiting.take_loads()
         return Batch(rows, admissions, copies, preempted, *told, left, self.prefixes.snapshots.take_copies())
@@ -281,8 +281,8 @@ class Scheduler:
         self._tables.trim(seq)
         if seq.cached_tokens is None:
             seq.cached_tokens = min(seq.computed, seq.num_prompt)
-            self._queries += seq.num_prompt
-            self._hits += seq.cached_tokens
+            self._counts.prefix_queries += seq.num_prompt
+            self._counts.prefix_hits += seq.cached_tokens
         return copies
 
     def _draft(self, planned: dict[Sequence, int], budget: TokenBudget) -> dict[Sequence, list[int]]:
@@ -329,7 +329,7 @@ class Scheduler:
     def _count_prompt(self, seq: Sequence, start: int) -> None:
         """Count, and charge the tenant for, the prompt tokens from `start` on that are computed now."""
         done = min(seq.computed, seq.num_prompt)
-        self._prompt_tokens += max(0, done - start)
+        self._counts.prompt_tokens += max(0, done - start)
         self._waiting.charge(seq.request, prompt_tokens=max(0, done - max(start, seq.charged)))
         seq.charged = max(seq.charged, done)
 
@@ -347,9 +347,9 @@ class Scheduler:
         if row.draft_ids:  # rejected ones do not count as computed; a sequence preempted meanwhile has nothing computed
             seq.computed = min(seq.computed, len(seq.tokens) - 1)
             right = len(output.token_ids[request.id]) - 1
-            self._drafts.count(len(row.draft_ids), right)
+            self._counts.count_drafts(len(row.draft_ids), right)
             self._drafter.learn(seq, len(row.draft_ids), right)
-        self._generated += len(new_ids)
+        self._counts.generation_tokens += len(new_ids)
         self._waiting.charge(request, output_tokens=len(new_ids))
         logprobs = output.logprobs.get(request.id)
         prompt_logprobs = None
@@ -375,7 +375,7 @@ class Scheduler:
         seq.restart()
         self._waiting.push(seq)
         self._preempted.append(seq.request.id)
-        self._preemptions += 1
+        self._counts.preemptions += 1
 
     def _end(self, seq: Sequence) -> None:
         del self._sequences[seq.request.id]

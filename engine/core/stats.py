@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Literal
 
@@ -82,6 +83,29 @@ _COUNTERS = (
     *("drafts", "draft_tokens", "load_seconds", "pages_lost"),
 )
 """Fields of EngineStats that only ever grow; accepted_drafts holds more of them."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a scheduler counts from its start on, under the names of EngineStats."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_drafts: list[int] = field(default_factory=list)
+
+    def count_drafts(self, drafts: int, accepted: int) -> None:
+        """One row's drafts, and how many of them were accepted."""
+        self.drafts += 1
+        self.draft_tokens += drafts
+        self.accepted_drafts += [0] * (drafts - len(self.accepted_drafts))
+        for place in range(accepted):
+            self.accepted_drafts[place] += 1
 
 
 class SequenceSnapshot(msgspec.Struct, frozen=True):

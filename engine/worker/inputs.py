@@ -71,6 +71,7 @@ class Slots:
         block_size tokens a table has a page of each of them, side by side. `states`: what layers keep in slots, as
         allocate_states made it for so many `drafts`."""
         self.states, self._most_drafts = states, drafts
+        self._keeps_guesses = drafts > 0 and any(states)
         self.block_size = block_size
         self.device = device
         self.groups = groups
@@ -210,7 +211,7 @@ class Slots:
         ends, sampling = counts.cumsum(), [row for row in rows if row.sample]
         if len(sampling) < len(rows):
             ends = ends[np.array([row.sample for row in rows])]
-        drafts = np.array([len(row.draft_ids) for row in rows], dtype=np.int64)
+        drafts = np.array([len(row.draft_ids) for row in rows], dtype=np.int64) if self._keeps_guesses else None
         picked, context = _picked(sampling, ends) - 1, self.context(slots.repeat(counts))
         return self.inputs(slots, starts, counts, picked, context, drafts)
 
@@ -278,7 +279,7 @@ class Slots:
         self, slots: np.ndarray, starts: np.ndarray, contexts: np.ndarray, drafts: np.ndarray | None
     ) -> tuple[np.ndarray, ...]:
         """What Guesses says; () where no sequence has guesses, or had some last."""
-        if not self._most_drafts or not any(self.states):
+        if not self._keeps_guesses:
             return ()
         seen, known = self._seen[slots], contexts if drafts is None else contexts - drafts
         seen = np.where(seen < 0, starts, seen)
