@@ -14,7 +14,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
 
 from quire.engine.config import EngineConfig
 from quire.engine.core.batch import Batch, StepOutput
@@ -23,6 +22,7 @@ from quire.engine.core.steps import Steps
 from quire.engine.loop import Engine
 from quire.engine.processes.heartbeat import NoHeartbeat
 from quire.engine.types import Grammar, Request, RequestOutput, SamplingParams, TokenLogprob
+from tests.engine.core.test_scheduler import CONTEXT, EOS, PROMPTS, SLOTS
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
 from tests.engine.harness import Answer, request, run
 from tests.variants import examples

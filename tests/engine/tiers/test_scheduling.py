@@ -13,8 +13,8 @@ from quire.engine.tiers.bounded import Bounded
 from quire.engine.tiers.host import HostTier
 from quire.engine.tiers.tier import Tier
 from quire.engine.types import Request, SamplingParams
+from tests.engine.core.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
 from tests.engine.fake_device import BLOCK, DRAFTERS, NUM_BLOCKS, FakeDevice
-from tests.engine.test_scheduler import CONTEXT, EOS, SLOTS, SchedulerMachine
 from tests.engine.tiers.fakes import Dictionary, Inline, Unreliable, tiers_of
 from tests.variants import examples
 
