@@ -43,14 +43,19 @@ def test_files_that_comments_name_are_there() -> None:
     assert missing == []
 
 
-def test_the_way_through_the_code_is_as_long_as_it_says() -> None:
-    text = (ROOT / "DEVELOPERS.md").read_text(encoding="utf-8")
-    section = text.split("## A way through the code")[1].split("\n## ")[0]
-    files = {one for one, _ in NAMED.findall(section)}
-    lines = sum(len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in files)
-    for said in (section, (ROOT / "README.md").read_text(encoding="utf-8")):
-        (count,) = re.findall(r"([\d,]+) lines", said)
-        assert int(count.replace(",", "")) == pytest.approx(lines, rel=0.05), f"{lines} lines in {len(files)} files"
+def test_functions_on_the_way_are_there() -> None:
+    """A trace wrote docs/way.md; `python -m tests.way` does it again."""
+    rows = re.findall(
+        r"^\| \w+ \| `([\w/.]+)` \| (.*) \|$", (ROOT / "docs" / "way.md").read_text(encoding="utf-8"), re.M
+    )
+    assert len(rows) > 100
+    gone = {
+        f"{path}: {name}"
+        for path, names in rows
+        for name in re.findall(r"`([\w.]+)`", names)
+        if f"def {name.rpartition('.')[2]}(" not in (ROOT / path).read_text(encoding="utf-8")
+    }
+    assert gone == set(), "`python -m tests.way` traces the way afresh"
 
 
 def test_the_readme_is_short() -> None:

@@ -1,0 +1,182 @@
+"""The way of one chat through the code, traced: which functions of Quire run for it, in the order of their first calls,
+in the server's process and in the engine's. `python -m tests.way` writes docs/way.md.
+
+Functions that also run while nobody asks anything (heartbeats, watchdogs) are left out; so are those of the start.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import httpx
+
+from tests.e2e.server import Server
+from tests.tree import ROOT
+
+WAY = ROOT / "docs" / "way.md"
+_ROOMS = ("server", "engine", "kernels")
+_IDLE_SECONDS = 3.0
+_TRACER = """
+import os, sys, threading, time
+root, folder = os.environ["TRACED_WAY"].split(":")
+rooms = tuple(os.path.join(root, room) + os.sep for room in ("server", "engine", "kernels"))
+seen = {}
+phase, looked = "", 0.0
+output = open(os.path.join(folder, f"{os.getpid()}.calls"), "a", buffering=1)
+
+def look(now):
+    global phase, looked
+    looked = now
+    try:
+        found = open(os.path.join(folder, "phase")).read()
+    except OSError:
+        found = ""
+    if found != phase:
+        seen.clear()
+        phase = found
+
+def note(frame, event, argument):
+    if event != "call":
+        return
+    now = time.monotonic()
+    if now - looked > 0.01:
+        look(now)
+    code = frame.f_code
+    if phase and code not in seen:
+        seen[code] = True
+        path = os.path.realpath(code.co_filename)
+        if path.startswith(rooms):
+            found = phase, now, os.path.relpath(path, root), code.co_qualname, code.co_firstlineno
+            output.write("\\t".join(map(str, found)) + "\\n")
+
+threading.setprofile(note)
+sys.setprofile(note)
+"""
+"""sitecustomize.py of the processes that are traced. What it notes depends on what the file `phase` says."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """The first call of a function during the chat."""
+
+    process: str
+    when: float
+    path: str
+    name: str
+    line: int
+
+
+def traced() -> list[Call]:
+    """The functions that one streamed chat with default settings runs, by the time of their first calls."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "sitecustomize.py").write_text(_TRACER)
+        server = Server(folder / "log", env={"PYTHONPATH": f"{name}:{ROOT}", "TRACED_WAY": f"{ROOT}:{name}"})
+        try:
+            for animal in ("wolf", "hen"):  # so that what is made at the first request is there
+                _chat(server.url, animal)
+            _enter(folder, "idle")
+            time.sleep(_IDLE_SECONDS)
+            _enter(folder, "chat")
+            _chat(server.url, "fox")
+            _enter(folder, "over")
+            pids = {str(server.process.pid): "server", str(server.engine_pid()): "engine"}
+        finally:
+            server.stop()
+        lines = [
+            (pids.get(file.stem, "worker"), *line.split("\t"))
+            for file in folder.glob("*.calls")
+            for line in file.read_text().splitlines()
+        ]
+    idle = {(process, path, name) for process, phase, _, path, name, _ in lines if phase == "idle"}
+    calls = [
+        Call(process, float(when), path, name, int(line))
+        for process, phase, when, path, name, line in lines
+        if phase == "chat" and (process, path, name) not in idle
+    ]
+    return sorted(calls, key=lambda call: call.when)
+
+
+def _enter(folder: Path, phase: str) -> None:
+    (folder / "phase.new").write_text(phase)
+    (folder / "phase.new").rename(folder / "phase")
+    time.sleep(0.1)  # all threads that run see it within that time
+
+
+def _chat(url: str, animal: str) -> None:
+    messages = [{"role": "user", "content": f"Tell me about a {animal}."}]
+    body = {"model": "quire-demo", "messages": messages, "max_tokens": 8, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60.0) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert any(line == "data: [DONE]" for line in answer.iter_lines())
+
+
+def lines_of(calls: Iterable[Call]) -> int:
+    """Lines of these functions, each line once, though a function may stand within another."""
+    return sum(len(_lines(path, {call.line for call in each})) for path, each in _by_path(calls).items())
+
+
+def _by_path(calls: Iterable[Call]) -> dict[str, list[Call]]:
+    found: dict[str, list[Call]] = {}
+    for call in calls:
+        found.setdefault(call.path, []).append(call)
+    return found
+
+
+def _lines(path: str, firsts: set[int]) -> set[int]:
+    """The lines of a file's functions that begin in these lines, decorators included."""
+    found: set[int] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first in firsts:
+                found |= set(range(first, node.end_lineno + 1))
+    return found
+
+
+def page(calls: list[Call]) -> str:
+    """docs/way.md."""
+    named = [call for call in calls if re.fullmatch(r"[\w.]+", _short(call.name))]
+    paths, lines = len({call.path for call in named}), lines_of(named)
+    rows = []
+    for (process, path), group in groupby(named, key=lambda call: (call.process, call.path)):
+        names = dict.fromkeys(_short(call.name) for call in group)
+        rows.append(f"| {process} | `{path}` | {', '.join(f'`{name}`' for name in names)} |")
+    return _HEAD.format(paths=paths, functions=len(named), lines=round(lines, -2)) + "\n".join(rows) + "\n"
+
+
+def _short(name: str) -> str:
+    """Without the functions that it stands in; a comprehension's or a lambda's is that of the function around it."""
+    return name.rpartition("<locals>.")[2]
+
+
+_HEAD = """# One chat's way through the code
+
+What runs for one streamed chat with default settings on a CPU, in the order of the first calls: {functions} functions
+of {paths} files, some {lines:,} lines with their docstrings. `python -m tests.way` traced it, and writes this page;
+[DEVELOPERS.md](../DEVELOPERS.md#a-way-through-the-code) says what each part is for. What also runs while nobody asks is
+left out, and so is what ran once, at the start or with the first request: loading, and the recording of the layers'
+calls, which one call of `kernels/cpu/decoder/recorded.cpp` repeats in each step.
+
+The server's process and the engine's run at the same time, so their rows alternate.
+
+| process | file | functions |
+|---|---|---|
+"""
+
+
+def main() -> None:
+    calls = traced()
+    WAY.write_text(page(calls))
+    print(f"{len(calls)} functions in {len({call.path for call in calls})} files, {lines_of(calls)} lines: {WAY}")
+
+
+if __name__ == "__main__":
+    main()
