@@ -2,6 +2,11 @@
 
 from importlib import metadata
 
+if __name__ != "quire.engine":
+    raise ImportError(
+        f"import it as quire.engine: `{__name__}` is this folder's name, not the package's", name=__name__
+    )
+
 try:
     VERSION = metadata.version("quire-llm")
 except metadata.PackageNotFoundError:

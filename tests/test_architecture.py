@@ -238,6 +238,16 @@ def test_everything_is_imported_below_the_root() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("name", ["server", "engine.types", "kernels"])
+def test_a_folder_is_no_package_of_its_own(name: str) -> None:
+    """Else a program that runs at the root would have each module, and each class, twice."""
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import {name}"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 1
+    assert f"import it as quire.{name.partition('.')[0]}" in ran.stderr
+
+
 @pytest.mark.parametrize("path", our_files(), ids=str)
 def test_imports_run_downward(path: Path) -> None:
     part = part_of(module_name(path))

@@ -50,26 +50,21 @@ class Scheduler:
         micro_batches: int = 1,
         snapshots: SnapshotPlan | None = None,
     ) -> None:
-        """`windows`: by group of layers, as PageGroups has them; a page is of one group.
-
-        `long_prefill_token_threshold`: most tokens of one sequence in a step; None: all that fit.
-
-        `prefix_piece`: unit in which cached prefixes are matched, in tokens; a divisor of block_size, its default.
+        """`windows`: by group of layers, as PageGroups has them; a page is of one group. `prefix_piece`: unit in which
+        cached prefixes are matched, in tokens; a divisor of block_size, its default. `long_prefill_token_threshold`:
+        most tokens of one sequence in a step; None: all that fit.
 
         `drafter` is asked about sequences all of whose known tokens the step computes and none of whose is in flight;
-        so a sequence that may draft is never scheduled ahead of its results.
-
-        `waiting`: the queue of those that wait; by default all of them may go next.
+        so a sequence that may draft is never scheduled ahead of its results. `waiting`: the queue of those that wait;
+        by default all of them may go next.
 
         `whole_prompts`: a step computes a prompt whole or not at all, as an encoder must; no prompt may be longer than
-        max_num_batched_tokens. `pools_all`: see Sequence. `tasks`: what requests may ask of the model.
-
-        `tiers`: where pages are kept below the device's cache; by default nowhere. `micro_batches`: steps that may be
-        under way in a pipeline, each of other sequences, but for the parts of one prompt. `snapshots`: of what a cached
-        prefix needs beside pages.
+        max_num_batched_tokens. `pools_all`: see Sequence. `tasks`: what requests may ask of the model. `tiers`: where
+        pages are kept below the device's cache; by default nowhere. `micro_batches`: steps that may be under way in a
+        pipeline, each of other sequences, but for the parts of one prompt. `snapshots`: of what a cached prefix needs
+        beside pages.
         """
-        self._max_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
+        self._max_tokens, self._max_model_len = max_num_batched_tokens, max_model_len
         self._most_of_one = long_prefill_token_threshold or max_num_batched_tokens
         self.pool = BlockPool(num_blocks)
         self._needs = PageNeeds(windows, block_size, self._most_of_one)
@@ -80,8 +75,7 @@ class Scheduler:
         self.tiers = tiers or NoTiers()
         self.tiers.serve(self.pool, self.prefixes)
         self._eos = frozenset(eos_token_ids)
-        self._whole_prompts = whole_prompts
-        self._pools_all = pools_all
+        self._whole_prompts, self._pools_all = whole_prompts, pools_all
         self._tasks = tasks
         self._micro_batches = micro_batches
         self._drafter = drafter or NoDrafts()
