@@ -20,7 +20,8 @@ from quire.server.formats.derived.turn import Turn, infer_turn
 from quire.server.formats.derived.values import infer_arguments, region_of
 from quire.server.formats.derived.wrapping import infer_wrapping
 from quire.server.formats.forms.arguments import Arguments, JsonArguments
-from quire.server.formats.forms.form import MARK, CallForm
+from quire.server.formats.forms.form import CallForm
+from quire.server.formats.forms.form_texts import MARK
 from quire.server.formats.forms.slots import ARGUMENTS, ID, NAME, TAG
 from quire.server.formats.tools.format import Tool, ToolFormat, ToolParser
 from quire.server.formats.tools.json_calls import JsonKeys
