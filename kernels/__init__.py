@@ -1,6 +1,4 @@
 """Tensors in, tensors out. This package knows no request. Importing it loads neither torch nor compiled code."""
 
-if __name__ != "quire.kernels":
-    raise ImportError(
-        f"import it as quire.kernels: `{__name__}` is this folder's name, not the package's", name=__name__
-    )
+# server and engine refuse to be imported by a name without `quire.`. This does not: transformers tries to import `kernels`,
+# which is another project's package on the index, and a program that runs at the root finds this folder by that name.
